@@ -1,0 +1,1 @@
+"""Models: what can be loaded, and what is built by hand."""

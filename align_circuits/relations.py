@@ -1,0 +1,152 @@
+"""Relations: which earlier positions are right for a position that asks, and among which."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+NOBODY = -1
+"""The label of a position that is never a key, or never a candidate."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relation:
+    """For each asking position, the positions that are right, among the positions that count.
+
+    Nothing is stored per pair of positions. Every position carries one key label and one candidate label; a row wants
+    one of each, and `expand` compares them at the chosen rows. A relation over 1,300 tokens costs two integers a
+    token, not 1,300.
+
+    A row may have several right keys (a symbol seen in many examples) but never none: tasks leave such rows out.
+    """
+
+    name: str
+    """What is asked, such as `"align_query"`."""
+    target: Int[Tensor, " row"]
+    """The row of `Prompts.targets` that this row speaks about."""
+    prompt: Int[Tensor, " row"]
+    """The prompt that this row lies in, counted from 0."""
+    query: Int[Tensor, " row"]
+    """The position that asks."""
+    wants: Int[Tensor, " row"]
+    """The key label that is right."""
+    among: Int[Tensor, " row"]
+    """The candidate label that counts."""
+    key_label: Int[Tensor, "prompt pos"]
+    """The key label of each position; `NOBODY` where it is never a key."""
+    candidate_label: Int[Tensor, "prompt pos"]
+    """The candidate label of each position; `NOBODY` where it never counts."""
+    keys_before_query: bool = False
+    """Whether a key lies strictly before the asking position. Candidates always lie at or before it."""
+
+    def __post_init__(self):
+        rows = {len(column) for column in (self.target, self.prompt, self.query, self.wants, self.among)}
+        if len(rows) != 1:
+            raise ValueError(f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry a row")
+        if self.key_label.shape != self.candidate_label.shape:
+            raise ValueError(
+                f"relation {self.name!r}: key labels {tuple(self.key_label.shape)} and candidate labels "
+                f"{tuple(self.candidate_label.shape)} differ in shape; both are [prompt, pos]"
+            )
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def __repr__(self) -> str:
+        return f"Relation({self.name!r}, rows={len(self)}, prompts={self.key_label.shape[0]})"
+
+    def expand(
+        self, rows: Int[Tensor, " chosen"] | None = None
+    ) -> tuple[Bool[Tensor, "chosen pos"], Bool[Tensor, "chosen pos"]]:
+        """Returns the keys and the candidates of `rows` (all of them by default) as masks; keys are candidates."""
+        rows = torch.arange(len(self), device=self.query.device) if rows is None else rows
+        prompt = self.prompt[rows]
+        pos = torch.arange(self.key_label.shape[1], device=self.query.device)
+        query = self.query[rows, None]
+        candidates = (pos <= query) & (self.candidate_label[prompt] == self.among[rows, None])
+        keys = candidates & (self.key_label[prompt] == self.wants[rows, None])
+        return (keys & (pos < query) if self.keys_before_query else keys), candidates
+
+    def keys_of(self, row: int) -> list[int]:
+        """Returns the positions that are right for one row."""
+        keys, _ = self.expand(torch.tensor([row], device=self.query.device))
+        return keys[0].nonzero()[:, 0].tolist()
+
+    def select(self, keep: Bool[Tensor, " row"]) -> "Relation":
+        """Returns the relation with only the rows where `keep` is true."""
+        columns = ("target", "prompt", "query", "wants", "among")
+        return replace(self, **{column: getattr(self, column)[keep] for column in columns})
+
+    def to(self, device: torch.device | str) -> "Relation":
+        """Returns the relation with its tensors on `device`."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:
+    """The position directly before the query, among all positions up to it.
+
+    The relation of a previous-token head (Olsson et al., 2022, "In-context Learning and Induction Heads"). The first
+    token of a prompt has no key and is left out.
+
+    Args:
+        ids: Token ids; only their shape matters here.
+        mask: True at real tokens.
+        **rows: `target`, `prompt` and `query`, one entry a row.
+    """
+    pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    before = rows["query"] - 1
+    relation = _among_all("previous", mask, key_label=torch.where(mask, pos, NOBODY), wants=before, rows=rows)
+    return relation.select((before >= 0) & mask[rows["prompt"], before.clamp(min=0)])
+
+
+def duplicate_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:
+    """Earlier positions that hold the query's own token, among all positions up to and with the query.
+
+    The relation of a duplicate-token head (Wang et al., 2022, "Interpretability in the Wild"). Queries whose token
+    occurs for the first time have no key and are left out. Arguments as for `previous_token`.
+    """
+    wants = ids[rows["prompt"], rows["query"]]
+    key_label = torch.where(mask, ids, NOBODY)
+    relation = _among_all("duplicate", mask, key_label=key_label, wants=wants, rows=rows, keys_before_query=True)
+    return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
+
+
+def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:
+    """Positions directly after an earlier occurrence of the query's token, among all positions up to the query.
+
+    The relation of an induction head (Olsson et al., 2022): "what came next last time?". Queries whose token occurs
+    for the first time have no key and are left out. Arguments as for `previous_token`.
+    """
+    wants = ids[rows["prompt"], rows["query"]]
+    key_label = torch.full_like(ids, NOBODY)
+    key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], NOBODY)
+    relation = _among_all("induction", mask, key_label=key_label, wants=wants, rows=rows)
+    return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
+
+
+def _among_all(
+    name: str,
+    mask: Bool[Tensor, "prompt pos"],
+    *,
+    key_label: Int[Tensor, "prompt pos"],
+    wants: Int[Tensor, " row"],
+    rows: dict[str, Tensor],
+    keys_before_query: bool = False,
+) -> Relation:
+    """A relation whose candidates are all real tokens."""
+    everybody = torch.where(mask, 0, NOBODY)
+    return Relation(
+        name, wants=wants, among=torch.zeros_like(wants), key_label=key_label, candidate_label=everybody,
+        keys_before_query=keys_before_query, **rows,
+    )  # fmt: skip
+
+
+def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Bool[Tensor, "prompt pos"]:
+    """Whether the token at each position occurs at an earlier real position of its prompt."""
+    alone = -1 - torch.arange(ids.shape[1], device=ids.device)  # padding never equals anything
+    ordered, order = torch.where(mask, ids, alone).sort(dim=1, stable=True)
+    repeats = torch.zeros_like(mask)
+    repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(mask).scatter(1, order, repeats)

@@ -1,0 +1,97 @@
+"""Intervals that resample prompts, the unit that is drawn independently."""
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+LEVEL = 0.95
+"""The coverage of every interval in the package."""
+
+RESAMPLES = 2000
+_CELLS_AT_ONCE = 2**24
+
+
+def weighted_mean(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
+) -> Float[ndarray, " row"]:
+    """Returns each row's mean over prompts, a prompt counting by its weight (its number of targets).
+
+    A row whose weights are all zero has no mean: NaN.
+    """
+    total = weights.sum(1)
+    return np.divide((values * weights).sum(1), total, out=np.full(len(values), np.nan), where=total > 0)
+
+
+def bootstrap(
+    values: Float[ndarray, "row prompt"],
+    weights: Float[ndarray, "row prompt"],
+    minus: tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]] | None = None,
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Returns the percentile-bootstrap interval of each row's weighted mean over prompts.
+
+    Prompts are resampled whole, since the targets of one prompt share its examples (a cluster bootstrap). All rows
+    meet the same resamples, so two rows may be compared; with `minus`, the interval is that of the difference
+    "row minus the same row of `minus`", paired by prompt.
+
+    A mean on the edge of its range, such as an accuracy of 1.0 in every prompt, has no spread to resample, and the
+    interval has length zero: for a proportion use `proportion`, which then falls back on an exact bound.
+    The interval is too short for few prompts (Efron and Tibshirani, 1993, ch. 13): below about 20, read it as rough.
+
+    Args:
+        values: A mean for each row and prompt.
+        weights: How many targets each mean rests on; 0 where there is none.
+        minus: Values and weights of the other side of a paired difference.
+        level: Coverage, in (0, 1).
+        resamples: How many times the prompts are redrawn.
+        seed: Of the resamples.
+
+    Returns:
+        Lower and upper ends; NaN for a row without weight.
+    """
+    generator = np.random.default_rng(seed)
+    n_prompts = values.shape[1]
+    if n_prompts == 0:
+        raise ValueError("no prompts to resample: give at least one")
+    draws = generator.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts), size=resamples).T.astype(float)
+    low, high = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    step = max(1, _CELLS_AT_ONCE // resamples)
+    for start in range(0, len(values), step):
+        rows = slice(start, start + step)
+        means = _resampled(values[rows], weights[rows], draws)
+        if minus is not None:
+            means = means - _resampled(minus[0][rows], minus[1][rows], draws)
+        known = ~np.isnan(means).all(1)
+        tails = [(1 - level) / 2, (1 + level) / 2]
+        low[rows][known], high[rows][known] = np.nanquantile(means[known], tails, axis=1)
+    return low, high
+
+
+def proportion(
+    values: Float[ndarray, "row prompt"],
+    weights: Float[ndarray, "row prompt"],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Returns `bootstrap`'s interval for means in [0, 1], never of length zero.
+
+    Where every prompt is all right or all wrong the bootstrap sees no spread. There the bound is the exact binomial
+    one (Clopper and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - level.
+    """
+    low, high = bootstrap(values, weights, level=level, resamples=resamples, seed=seed)
+    counts = (weights > 0).sum(1)
+    reach = ((1 - level) / 2) ** (1 / np.maximum(counts, 1))
+    mean = weighted_mean(values, weights)
+    return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
+
+
+def _resampled(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"], draws: Float[ndarray, "prompt draw"]
+) -> Float[ndarray, "row draw"]:
+    total = weights @ draws
+    return np.divide((values * weights) @ draws, total, out=np.full(total.shape, np.nan), where=total > 0)

@@ -1,0 +1,1 @@
+"""Tasks: samplers of prompts that know their gold."""

@@ -1,0 +1,1 @@
+"""The only code that touches a live activation: names, probes and edits."""

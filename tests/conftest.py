@@ -1,0 +1,70 @@
+"""Fixtures of the whole suite; every shape annotation in the package is checked in every test."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("align_circuits", "beartype.beartype")
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from align_circuits.models.tokenizer import char_tokenizer as bundled
+
+
+@pytest.fixture(scope="session")
+def char_tokenizer():
+    return bundled()
+
+
+@pytest.fixture(scope="session")
+def llama_tokenizer(tmp_path_factory):
+    """The real Llama 3 vocabulary of 128k tokens, converted from the file that the package `llama-models` carries."""
+    spec = importlib.util.find_spec("llama_models")
+    assert spec is not None, "install the development requirements: make .venv"
+    assert spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    fast = TikTokenConverter(vocab_file=str(path), extra_special_tokens=special).converted()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token=special[0], eos_token=special[1], pad_token=special[1], clean_up_tokenization_spaces=False
+    )
+    folder = tmp_path_factory.mktemp("llama3-tokenizer")
+    tokenizer.save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def byte_bpe_tokenizer(tmp_path_factory):
+    """A byte-level BPE of GPT-2's kind, trained here: no BOS token, merges of letters, all 256 bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    letters = [chr(code) for case in (65, 97) for code in range(case, case + 26)]
+    text = [" " + " ".join(letters)] * 50 + ["the cat sat on the mat with the dog and the hat"] * 50 + [" ab cd ri jj"] * 50
+    tokenizer.train_from_iterator(text, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False)
+    folder = tmp_path_factory.mktemp("byte-bpe")
+    fast.save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def unmoved_global_rng():
+    """No public call moves the global random state: callers' own experiments stay reproducible."""
+    before = torch.get_rng_state()
+    yield
+    moved = not torch.equal(before, torch.get_rng_state())
+    torch.set_rng_state(before)
+    assert not moved, "the global torch RNG moved: draw from a torch.Generator instead"
