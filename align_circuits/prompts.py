@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits import relations as rel
+from align_circuits.drawing import Mark, draw_tokens
 from align_circuits.files import replacing
 from align_circuits.relations import Relation
 
@@ -102,6 +103,41 @@ class Prompts:
     def __repr__(self) -> str:
         name = self.task.get("name", "tokens")
         return f"Prompts({len(self)} x {self.inputs.shape[1]} {name}, targets={len(self.targets)}, relations={sorted(self.relations)})"
+
+    def _repr_html_(self) -> str:
+        shown = [self.drawing(index) for index in range(min(len(self), 3))]
+        return "<hr>".join(shown) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
+
+    def drawing(self, index: int = 0, examples: int | None = None) -> str:
+        """Returns one prompt as HTML, an example a line, with its gold alignment.
+
+        Each phrase to predict (framed), the input symbol that it is aligned with (framed), and the tokens of earlier
+        examples that it could be looked up from share a number and a colour.
+
+        Args:
+            index: Which prompt.
+            examples: How many of the last examples to draw; all of them by default.
+        """
+        prompt = self[index]
+        group: dict[int, int] = {}
+        strong: set[int] = set()
+        phrase = dict(enumerate(prompt.targets["phrase"]))
+        aligned = {name: relation for name, relation in prompt.relations.items() if name in ("lookup", "align_query")}
+        for name, relation in sorted(aligned.items(), reverse=True):
+            for row, target in enumerate(relation.target.tolist()):
+                keys = relation.keys_of(row)
+                group |= dict.fromkeys(keys, phrase[target])
+                strong |= set(keys) if name == "align_query" else set()
+        if aligned:
+            group |= dict(zip(prompt.targets["target_pos"], prompt.targets["phrase"], strict=True))
+            strong |= set(prompt.targets["target_pos"])
+        lines: dict[int, list[Mark]] = {}
+        first = 0 if examples is None else int(prompt.example.max()) - examples + 1
+        for pos, token in enumerate(prompt.tokens[0].tolist()):
+            if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
+                text = self.pieces.get(token, f"<{token}>")
+                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in strong))
+        return draw_tokens(list(lines.values()))
 
     @property
     def tokens(self) -> Int[Tensor, "prompt pos"]:

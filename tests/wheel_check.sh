@@ -1,0 +1,25 @@
+#!/bin/sh
+# Builds the sdist and the wheel, installs the wheel away from the checkout, and uses it there.
+# usage: wheel_check.sh PYTHON
+set -eu
+python=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m build --quiet --no-isolation --outdir "$work/dist" .
+"$python" -m pip install --quiet --no-deps --target "$work/site" "$work"/dist/*.whl
+cd "$work"
+PYTHONPATH="$work/site" "$python" - "$work/site" <<'EOF'
+import pathlib, sys
+
+import align_circuits as ac
+import align_circuits.hooks
+from align_circuits.models.tokenizer import char_tokenizer
+
+site = pathlib.Path(sys.argv[1]).resolve()
+for module in (ac, ac.hooks):
+    place = pathlib.Path(module.__file__).resolve()
+    assert site in place.parents, f"{module.__name__} comes from {place}, not from the installed wheel"
+assert len(char_tokenizer()) == 64, "the wheel lacks the bundled tokenizer"
+assert "hooks" not in sys.modules, "hooks/ was imported under a second name"
+print("the wheel imports and carries its data")
+EOF
