@@ -1,0 +1,206 @@
+"""The engine: runs a model on prompts, and hands rows of attention and logits to whoever asked, batch by batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from align_circuits.hooks import names
+from align_circuits.hooks.attention import Probe, raw_attention, why_not_fast
+from align_circuits.hooks.probes import Probes
+from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.prompts import Prompts
+
+OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]
+OnLogits = Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
+
+
+def forward(
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    prompt: Int[Tensor, " row"],
+    query: Int[Tensor, " row"],
+    on_pattern: OnPattern | None = None,
+    on_logits: OnLogits | None = None,
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> str:
+    """Runs a model and hands over the attention and the logits of chosen positions, keeping nothing.
+
+    Memory does not grow with the number of prompts. The callbacks get the indices of their rows (on the CPU) and the
+    rows themselves (on the model's device, float32 or wider). Assign by row, do not add up: after an out-of-memory
+    the same rows come again in smaller batches.
+
+    Args:
+        model: A model with TransformerLens's hooks. It runs in evaluation mode, without gradients.
+        prompts: What it reads.
+        prompt: The prompt of each row, ascending.
+        query: The position of each row.
+        on_pattern: Called with rows, layer and their attention `[row head pos]`, 0 at padding.
+        on_logits: Called with rows and their logits `[row d_vocab]`.
+        engine: `"fast"` is Hugging Face's own attention with exact rows on the side, `"reference"` is TransformerLens's
+            hooks; `"auto"` is fast on a `TransformerBridge` of a tested architecture without hooks attached.
+        batch_size: Prompts a batch; `"auto"` fits it to the device and halves it on out-of-memory. It changes no result.
+
+    Returns:
+        The engine that ran, `"fast"` or `"reference"`.
+
+    Raises:
+        ValueError: The prompts do not fit the model, a row is not a token, the fast engine does not apply, a hook never
+            fires, or the logits are NaN.
+    """
+    check_fits(model, prompts)
+    _check_rows(prompts, prompt, query)
+    ran = choose(model, engine)
+    size = _auto_size(model, prompts, ran) if batch_size == "auto" else batch_size
+    if size < 1:
+        raise ValueError(f"batch_size={batch_size}: give a positive number of prompts, or 'auto'")
+    chosen = prompt.unique()
+    run = _run_fast if ran == "fast" else _run_reference
+    start = 0
+    with torch.no_grad(), _evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
+        while start < len(chosen):
+            batch = _Batch.of(prompts, chosen[start : start + size], prompt, query, device_of(model))
+            try:
+                logits = run(model, batch, on_pattern, keep_logits=on_logits is not None)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if batch_size != "auto" or size == 1 or not _out_of_memory(error):
+                    raise
+                size //= 2
+                continue
+            if logits.isnan().any():
+                raise ValueError("the model's logits are NaN: look for broken weights, or run in a wider dtype")
+            if on_logits is not None:
+                on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            start += size
+    return ran
+
+
+def choose(model: HookedModel, engine: str) -> Literal["fast", "reference"]:
+    """Returns the engine that `engine` means for this model.
+
+    Raises:
+        ValueError: `"fast"` does not apply to this model, or the name is unknown.
+    """
+    if engine not in ("auto", "fast", "reference"):
+        raise ValueError(f"engine={engine!r}: choose 'auto', 'fast' or 'reference'")
+    reason = why_not_fast(model)
+    if engine == "fast" and reason:
+        raise ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
+    return "reference" if engine == "reference" or reason else "fast"
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some prompts on the model's device, without columns that are padding in all of them."""
+
+    tokens: Int[Tensor, "prompt pos"]
+    mask: Bool[Tensor, "prompt pos"]
+    rows: Int[Tensor, " row"]
+    """The caller's indices, on the CPU."""
+    prompt: Int[Tensor, " row"]
+    query: Int[Tensor, " row"]
+    cropped: int
+    """The number of columns left out."""
+
+    @classmethod
+    def of(
+        cls, prompts: Prompts, chosen: Int[Tensor, " chosen"], prompt: Tensor, query: Tensor, device: torch.device
+    ) -> "_Batch":
+        rows = torch.arange(
+            int(torch.searchsorted(prompt, chosen[0])), int(torch.searchsorted(prompt, chosen[-1], right=True))
+        )
+        mask = prompts.mask[chosen]
+        cropped = int(mask.any(0).int().argmax())
+        return cls(
+            prompts.tokens[chosen, cropped:].to(device), mask[:, cropped:].to(device), rows,
+            torch.searchsorted(chosen, prompt[rows]).to(device), (query[rows] - cropped).to(device), cropped,
+        )  # fmt: skip
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The mask, where there is padding."""
+        return {} if bool(self.mask.all()) else {"attention_mask": self.mask.long()}
+
+    def hand_over(self, on_pattern: OnPattern, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+        """Gives rows in the caller's coordinates."""
+        wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+        on_pattern(self.rows, layer, nn.functional.pad(wide, (self.cropped, 0)) if self.cropped else wide)
+
+
+def _run_fast(
+    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+) -> Float[Tensor, "row d_vocab"]:
+    probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
+    logits = _bridge_logits(model, batch, keep_logits, partial(model, attention_probe=probe))
+    if probe is not None and probe.seen != model.cfg.n_layers:
+        raise ValueError(f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use engine='reference'")
+    return logits
+
+
+def _run_reference(
+    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+) -> Float[Tensor, "row d_vocab"]:
+    def rows_of(layer: int, pattern: Float[Tensor, "prompt head pos pos"]) -> None:
+        if on_pattern is not None:
+            batch.hand_over(on_pattern, layer, pattern[batch.prompt, :, batch.query])
+
+    layers = range(model.cfg.n_layers) if on_pattern is not None else ()
+    probes = Probes({names.pattern(layer): partial(rows_of, layer) for layer in layers})
+    run = partial(model.run_with_hooks, fwd_hooks=probes.fwd_hooks)
+    if hasattr(model, "original_model"):
+        logits = _bridge_logits(model, batch, keep_logits, run)
+    else:
+        logits = run(batch.tokens, **batch.inputs)[batch.prompt, batch.query]
+    probes.check()
+    return logits
+
+
+def _bridge_logits(
+    model: Any, batch: _Batch, keep_logits: bool, run: Callable[..., Tensor]
+) -> Float[Tensor, "row d_vocab"]:
+    """Runs a bridge and returns the logits of the rows; no others are computed, so a large vocabulary costs little."""
+    kept = batch.query.unique() if keep_logits else batch.query[:1]
+    inputs: dict[str, Any] = dict(batch.inputs)
+    if inputs:
+        inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
+    logits = run(batch.tokens, logits_to_keep=kept, use_cache=False, **inputs)
+    return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Switches dropout off, and afterwards gives every module its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _check_rows(prompts: Prompts, prompt: Tensor, query: Tensor) -> None:
+    if len(prompt) != len(query) or (prompt[1:] < prompt[:-1]).any():
+        raise ValueError("rows need a prompt and a query each, and prompts ascend: sort the rows by prompt")
+    if len(prompt) and not (0 <= int(prompt[0]) and int(prompt[-1]) < len(prompts)):
+        raise ValueError(
+            f"rows of prompts {int(prompt[0])} to {int(prompt[-1])}, but there are {len(prompts)}, counted from 0"
+        )
+    inside = (query >= 0) & (query < prompts.mask.shape[1])
+    if not (inside & prompts.mask[prompt, query.clamp(0, prompts.mask.shape[1] - 1)]).all():
+        raise ValueError("a row asks at a position that holds no token: queries are positions of real tokens")
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _auto_size(model: Any, prompts: Prompts, ran: str) -> int:  # noqa: ARG001
+    return max(1, 2400 // prompts.mask.shape[1])

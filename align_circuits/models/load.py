@@ -1,0 +1,184 @@
+"""Loading: any Hugging Face decoder, from any place, as a TransformerLens model."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from align_circuits.models.protocol import HookedModel, parameters_of
+
+BUNDLED: dict[str, Callable[[], Any]] = {}
+"""Names that mean a model of this package, and what makes it: a folder or a model."""
+
+FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""What is fetched for a hub name: weights in safetensors, configuration, tokenizer. No pickle, no code."""
+
+
+def load(
+    source: Any,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+) -> Any:
+    """Loads a decoder and returns it as a TransformerLens model.
+
+    Tested on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX. Weights come from safetensors, never from pickle, and
+    the network is used only for the name of a model on the hub that is not a folder here.
+
+    Args:
+        source: A folder in the Hugging Face format, a folder with a PEFT adapter, a name on the hub, a
+            `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is wrapped in place,
+            not copied; a TransformerLens model is returned as it is.
+        device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
+        dtype: The dtype of its weights; that of the checkpoint by default.
+        tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
+        revision: Branch, tag or commit on the hub.
+
+    Returns:
+        A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
+
+    Raises:
+        ValueError: The folder is missing, the name cannot be reached, there are no safetensors weights, the
+            architecture is unknown, or a weight is NaN.
+    """
+    if isinstance(source, str) and source in BUNDLED:
+        source = BUNDLED[source]()
+    if isinstance(source, HookedModel):
+        return _as_it_is(source, device, dtype, tokenizer)
+    if isinstance(source, str | Path):
+        folder = _folder(source, revision)
+        model = _read(folder, dtype)
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportArgumentType]
+        return _bridge(model, _tokenizer(tokenizer, folder), name=str(source))
+    if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
+        source = source.get_base_model()
+    if not isinstance(source, PreTrainedModel):
+        raise ValueError(
+            f"a {type(source).__name__} cannot be loaded: give a folder, a hub name, a Hugging Face model, a PeftModel "
+            "or a TransformerLens model"
+        )
+    if device is not None or dtype is not None:
+        source = source.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
+    named = Path(source.name_or_path or "?")
+    return _bridge(
+        source, _tokenizer(tokenizer, named if named.is_dir() else None), name=str(source.name_or_path or "model")
+    )
+
+
+def _as_it_is(model: Any, device: Any, dtype: Any, tokenizer: Any) -> Any:
+    if device is not None or dtype is not None or tokenizer is not None:
+        raise ValueError("a TransformerLens model is taken as it is: set its device, dtype and tokenizer yourself")
+    return model
+
+
+def _folder(source: str | Path, revision: str | None) -> Path:
+    """A folder with the model's files: the one given, or one that the hub's files were fetched into."""
+    if Path(source).is_dir():
+        return Path(source)
+    name = str(source)
+    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(
+            f"no folder {name!r}: give an existing folder in the Hugging Face format, or a name on the hub"
+        )
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{name!r} is no folder here, and not to be had from the hub: {reason}") from error
+
+
+def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Reads a model, or an adapter and its base."""
+    if (folder / "adapter_config.json").is_file():
+        return _read_adapter(folder, dtype)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"no config.json in {str(folder)!r}: give a folder that save_pretrained wrote")
+    _check_architecture(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    _check_safetensors(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype or "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        attn_implementation="eager",
+    )
+
+
+def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    from peft import PeftModel  # loading it takes seconds, and few need it
+
+    _check_safetensors(folder)
+    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not named:
+        raise ValueError(f"the adapter in {str(folder)!r} does not name its base model: load the base, then PeftModel")
+    base = folder / named if (folder / named).is_dir() else named
+    model = PeftModel.from_pretrained(_read(_folder(base, None), dtype), str(folder))
+    return model.get_base_model()  # pyright: ignore[reportReturnType]
+
+
+def _check_safetensors(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can run code. "
+            "If you trust them, convert once: AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)"
+            ".save_pretrained(new_folder)"
+        )
+
+
+def _check_architecture(config: dict[str, Any]) -> None:
+    from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
+
+    kind = config.get("model_type")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"unknown architecture {kind!r}: it is no decoder that TransformerLens can wrap; "
+            "tested are llama, qwen2, qwen3, mistral, gpt2 and gpt_neox"
+        )
+
+
+def _tokenizer(given: Any, folder: Path | None) -> PreTrainedTokenizerBase | None:
+    """A copy of the tokenizer given, the one in the folder given, the one in the model's folder, or None."""
+    if isinstance(given, PreTrainedTokenizerBase):
+        return copy.deepcopy(given)
+    if given is not None and not Path(given).is_dir():
+        raise ValueError(f"no tokenizer folder {str(given)!r}: give a Hugging Face tokenizer or a folder with one")
+    place = Path(given) if given is not None else folder
+    if place is None or not any(
+        (place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
+        return None
+    return AutoTokenizer.from_pretrained(place, local_files_only=True)
+
+
+def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
+    """Wraps a Hugging Face model, in place."""
+    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+    from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
+
+    _check_architecture(model.config.to_dict())
+    if any(isinstance(module, GeneralizedComponent) for module in model.modules()):
+        raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
+    model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
+    if tokenizer is not None:
+        # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not move.
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        bridge.tokenizer = tokenizer
+        bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = detect_tokenizer_bos_eos(tokenizer)
+        bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
+    if broken := [name for name, value in parameters_of(bridge).items() if value.sum().isnan()]:
+        raise ValueError(
+            f"the weights are NaN in {len(broken)} tensors, first in {broken[0]}: the checkpoint is broken"
+        )
+    return bridge

@@ -1,0 +1,111 @@
+"""What a model must offer: TransformerLens's hook interface, and nothing more."""
+
+import hashlib
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from align_circuits.prompts import Prompts, vocabulary_fingerprint
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """A model with TransformerLens's hooks: a `TransformerBridge`, a `HookedTransformer`, a module of one's own.
+
+    A module of one's own derives from `transformer_lens.HookedRootModule` and names its hook points as TransformerLens
+    does, `blocks.{layer}.attn.hook_pattern` `[prompt head query key]` at the least.
+    """
+
+    cfg: Any
+    """`n_layers`, `n_heads`, `d_model`, `d_head`, `d_vocab`, `n_ctx`."""
+
+    def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns logits `[prompt pos d_vocab]`; `attention_mask=` where prompts are padded on the left."""
+        ...
+
+    def hooks(self, fwd_hooks: Any = ..., *args: Any, **kwargs: Any) -> Any:
+        """A context manager that adds hooks, pairs of a name and a function."""
+        ...
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model with hooks and returns its logits."""
+        ...
+
+
+def parameters_of(model: HookedModel) -> dict[str, Tensor]:
+    """Returns a model's parameters under Hugging Face's names, without the bridge's insertions."""
+    module = getattr(model, "original_model", model)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"a {type(model).__name__} has no parameters to read: give a torch.nn.Module with TransformerLens hooks"
+        )
+    return {name.replace("._original_component", ""): value.detach() for name, value in module.named_parameters()}
+
+
+def device_of(model: HookedModel) -> torch.device:
+    """Returns the device of the model's first parameter."""
+    return next(iter(parameters_of(model).values())).device
+
+
+def check_fits(model: HookedModel, prompts: Prompts) -> None:
+    """Raises unless the model can read the prompts.
+
+    Raises:
+        ValueError: The prompts were written with another vocabulary, hold ids that the model does not have, or are
+            longer than its context.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is not None and prompts.fingerprint is not None:
+        own = vocabulary_fingerprint(tokenizer)
+        if own != prompts.fingerprint:
+            raise ValueError(
+                f"these prompts were written with another tokenizer (vocabulary {prompts.fingerprint}, the model's is {own}): "
+                "sample them with model.tokenizer"
+            )
+    tokens = prompts.tokens[prompts.mask]
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
+        raise ValueError(
+            f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has {model.cfg.d_vocab}: "
+            "sample the prompts with model.tokenizer"
+        )
+    longest = int(prompts.mask.sum(1).max()) if len(prompts) else 0
+    if longest > model.cfg.n_ctx:
+        raise ValueError(
+            f"a prompt of {longest} tokens, but the model's context is {model.cfg.n_ctx}: take fewer or shorter examples"
+        )
+
+
+def model_provenance(model: HookedModel) -> dict[str, Any]:
+    """Returns what tells one model from another: name, shape, dtype, device and a hash of the weights.
+
+    The hash reads every weight once: for each tensor, the sum of its bits as integers (exact on any device, in any
+    order) and the bits of 1,024 evenly spaced entries (so that swapped heads differ too).
+    """
+    parameters = parameters_of(model)
+    first = next(iter(parameters.values()))
+    config = model.cfg
+    return {
+        "class": type(model).__name__,
+        "name": str(getattr(config, "model_name", "")),
+        "architecture": str(getattr(config, "architecture", None) or type(model).__name__),
+        **{
+            name: int(getattr(config, name))
+            for name in ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
+        },
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "device": str(first.device),
+        "weights": _hash(parameters),
+    }
+
+
+def _hash(parameters: dict[str, Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name, value in sorted(parameters.items()):
+        bits = value.contiguous().flatten().view(_INTEGERS[value.element_size()])
+        sampled = bits[:: max(1, len(bits) // 1024)][:1024].tolist()
+        sha.update(f"{name} {tuple(value.shape)} {value.dtype} {int(bits.sum(dtype=torch.int64))} {sampled}\n".encode())
+    return sha.hexdigest()[:16]
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

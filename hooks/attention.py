@@ -1,0 +1,131 @@
+"""The fast path: Hugging Face's own attention on the same bridge, with exact rows of the pattern on the side."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+ATTENTION = "align_circuits_probe"
+"""The name under which our attention function is registered with transformers, on first use."""
+
+ARCHITECTURES = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM",
+)  # fmt: skip
+"""The architectures on which the fast path is tested against the bridge and against Hugging Face."""
+
+
+@dataclass
+class Probe:
+    """The rows of the attention pattern that one forward pass is asked for.
+
+    Passed to a model as the keyword `attention_probe`, it reaches the attention function of every layer.
+    """
+
+    prompt: Int[Tensor, " row"]
+    """The prompt of each row, ascending."""
+    query: Int[Tensor, " row"]
+    """The query position of each row."""
+    reduce: Callable[[int, Float[Tensor, "row head pos"]], None]
+    """Called once a layer, with the layer and the rows in float32 or wider."""
+    seen: int = 0
+    """How many layers have called."""
+
+    def __post_init__(self):
+        # Rows become slots [prompt slot], so that one matrix product a layer serves all prompts.
+        place = torch.arange(len(self.prompt), device=self.prompt.device)
+        self._slot = place - torch.searchsorted(self.prompt, self.prompt)
+
+    def rows(
+        self,
+        query: Float[Tensor, "prompt head pos d_head"],
+        key: Float[Tensor, "prompt key_head pos d_head"],
+        mask: Bool[Tensor, "#prompt #head pos pos"] | None,
+        scaling: float,
+    ) -> Float[Tensor, "row head pos"]:
+        """Returns softmax(q k^T scaling + mask) of the probed rows, from queries and keys after rotation.
+
+        The softmax runs in float32 at least, as in Hugging Face's eager attention; heads that share a key head are
+        folded into the queries, so keys are never expanded. No mask means causal.
+        """
+        prompts, heads, length, width = query.shape
+        key_heads, slots = key.shape[1], int(self._slot.max()) + 1
+        at = torch.zeros(prompts, slots, dtype=torch.long, device=query.device)
+        at[self.prompt, self._slot] = self.query
+        asked = query.gather(2, at[:, None, :, None].expand(prompts, heads, slots, width))
+        scores = asked.reshape(prompts, key_heads, -1, width) @ key.transpose(2, 3) * scaling
+        scores = scores.view(prompts, heads, slots, length).transpose(1, 2)[self.prompt, self._slot]
+        if mask is None:
+            visible = torch.arange(length, device=query.device) <= self.query[:, None, None]
+        else:
+            visible = mask.expand(prompts, -1, -1, -1)[self.prompt, :, self.query]
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=wide)
+
+
+def probe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attention_probe: Probe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer."""
+    output, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    if attention_probe is not None:
+        attention_probe.seen += 1
+        rows = attention_probe.rows(query, key, attention_mask, kwargs["scaling"])
+        attention_probe.reduce(int(module.layer_idx), rows)  # pyright: ignore[reportArgumentType]
+    return output, None
+
+
+def why_not_fast(model: Any) -> str | None:
+    """Returns why the fast path does not apply to a model, or None where it does."""
+    architecture = getattr(model.cfg, "architecture", None)
+    if not hasattr(model, "original_model"):
+        return f"a {type(model).__name__} is not a TransformerBridge over a Hugging Face model"
+    if architecture not in ARCHITECTURES:
+        return f"the architecture {architecture} is not among {', '.join(ARCHITECTURES)}"
+    if getattr(model, "compatibility_mode", False):
+        return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
+    if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
+        return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention would not fire"
+    return None
+
+
+@contextmanager
+def raw_attention(bridge: Any) -> Iterator[None]:
+    """Runs a bridge with Hugging Face's own attention for the length of a `with`: same weights, adapters included.
+
+    Inside, `hook_pattern` does not fire. On leaving, also by an exception, the bridge is what it was: its logits are
+    bit-identical.
+
+    Raises:
+        ValueError: The fast path does not apply to this model.
+    """
+    if reason := why_not_fast(bridge):
+        raise ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
+    AttentionInterface.register(ATTENTION, probe_attention)
+    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface._global_mapping["sdpa"])
+    layers = [block.attn for block in bridge.blocks]
+    models = [module for module in bridge.original_model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(owner.config): owner.config for owner in (*models, *(layer.original_component for layer in layers))}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = ATTENTION
+        for layer in layers:
+            layer.__dict__["forward"] = layer.original_component.forward
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
