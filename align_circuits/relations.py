@@ -43,7 +43,9 @@ class Relation:
     def __post_init__(self):
         rows = {len(column) for column in (self.target, self.prompt, self.query, self.wants, self.among)}
         if len(rows) != 1:
-            raise ValueError(f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry a row")
+            raise ValueError(
+                f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry a row"
+            )
         if self.key_label.shape != self.candidate_label.shape:
             raise ValueError(
                 f"relation {self.name!r}: key labels {tuple(self.key_label.shape)} and candidate labels "
@@ -124,6 +126,37 @@ def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], 
     key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], NOBODY)
     relation = _among_all("induction", mask, key_label=key_label, wants=wants, rows=rows)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
+
+
+def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:
+    """The first token of the prompt, among all positions up to the query.
+
+    The relation of an attention sink (Xiao et al., 2023, "Efficient Streaming Language Models with Attention Sinks").
+    The first token itself can attend to nothing else and is left out. Arguments as for `previous_token`.
+    """
+    start = mask.int().argmax(1)
+    pos = torch.arange(ids.shape[1], device=ids.device)
+    key_label = torch.where(pos == start[:, None], 0, NOBODY)
+    relation = _among_all("first_token", mask, key_label=key_label, wants=torch.zeros_like(rows["query"]), rows=rows)
+    return relation.select(rows["query"] > start[rows["prompt"]])
+
+
+def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Relation:
+    """Returns the relation with more candidates: those it has and, up to the query, wherever `also` is true.
+
+    The released notebook of paper 1 lets earlier output tokens of the test example compete for the alignment's argmax:
+    `also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))`.
+
+    Raises:
+        ValueError: The rows do not share their candidates, so that "also" has no single meaning.
+    """
+    among = relation.among.unique()
+    if len(among) > 1:
+        raise ValueError(
+            f"the rows of relation {relation.name!r} have {len(among)} sets of candidates: widen each apart"
+        )
+    label = relation.candidate_label
+    return replace(relation, candidate_label=torch.where(also, among.to(label), label)) if len(among) else relation
 
 
 def _among_all(

@@ -19,7 +19,7 @@ def weighted_mean(
     A row whose weights are all zero has no mean: NaN.
     """
     total = weights.sum(1)
-    return np.divide((values * weights).sum(1), total, out=np.full(len(values), np.nan), where=total > 0)
+    return np.divide(_weighted(values, weights).sum(1), total, out=np.full(len(values), np.nan), where=total > 0)
 
 
 def bootstrap(
@@ -42,7 +42,7 @@ def bootstrap(
     The interval is too short for few prompts (Efron and Tibshirani, 1993, ch. 13): below about 20, read it as rough.
 
     Args:
-        values: A mean for each row and prompt.
+        values: A mean for each row and prompt; anything, NaN included, where the weight is 0.
         weights: How many targets each mean rests on; 0 where there is none.
         minus: Values and weights of the other side of a paired difference.
         level: Coverage, in (0, 1).
@@ -94,4 +94,11 @@ def _resampled(
     values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"], draws: Float[ndarray, "prompt draw"]
 ) -> Float[ndarray, "row draw"]:
     total = weights @ draws
-    return np.divide((values * weights) @ draws, total, out=np.full(total.shape, np.nan), where=total > 0)
+    return np.divide(_weighted(values, weights) @ draws, total, out=np.full(total.shape, np.nan), where=total > 0)
+
+
+def _weighted(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
+) -> Float[ndarray, "row prompt"]:
+    """Values times weights; a value without weight may be NaN."""
+    return np.where(weights > 0, values, 0) * weights

@@ -1,0 +1,135 @@
+"""Accuracy beside the references that tell what it takes."""
+
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.engine import forward
+from align_circuits.models.protocol import model_provenance
+from align_circuits.prompts import KINDS, Prompts
+from align_circuits.tables import Provenance, Table
+
+REFERENCES = ("chance", "memoryless", "history", "oracle")
+"""The reference predictors that a task may give with its targets: a uniform guess, the two alignment-blind ceilings
+(knows the automata but not which symbol is next; also rules symbols out by the output so far) and exact lookup in the
+examples."""
+
+ALL_OFFSETS = -1
+"""The `offset` of rows that are not about one."""
+
+_CELLS_AT_ONCE = 2**24
+
+
+def evaluate(
+    model: Any,
+    prompts: Prompts,
+    *,
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns the model's accuracy and log-probability on the targets, beside the references of the task.
+
+    Teacher forcing: each target is predicted from the true tokens before it. A prediction is the argmax over the whole
+    vocabulary, and right where the target accepts it: any letter that the true automaton accepts after the true prefix,
+    or the target's own token where the prompts list no accepted letters. Of tied logits the lowest id counts.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        prompts: Prompts with targets.
+        engine: `"fast"`, `"reference"` (TransformerLens's own hooks), or the fast one where it fits.
+        batch_size: Prompts at a time; it changes memory and time, never a result.
+
+    Returns:
+        A table keyed by
+
+        - `predictor`: `"model"` or one of `REFERENCES`, as far as the targets hold it;
+        - `metric`: `"accuracy"` in [0, 1], a reference's being its expected one; for the model also `"log_prob"`, the
+          mean log-probability of the target's own token, in nats;
+        - `kind`: `"all"`, `"first"` (tokens that need alignment) or `"later"`; only kinds that occur;
+        - `offset`: the target's place in its phrase, with kind `"all"`; -1 for every place.
+
+        Intervals are 95% bootstrap intervals over prompts.
+
+        An accuracy shows alignment only where it is above `history`, not above `chance` (paper 1, §3; the two
+        ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed automata the
+        mapping may be known by weight, and neither ceiling speaks about context.
+
+    Raises:
+        ValueError: No prompts, no targets, or prompts that do not fit the model.
+    """
+    if not len(prompts) or prompts.targets.empty:
+        raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
+    scored = _Predictions(prompts)
+    ran = forward(
+        model,
+        prompts,
+        prompt=scored.prompt,
+        query=scored.query,
+        on_logits=scored.add,
+        engine=engine,
+        batch_size=batch_size,
+    )
+    right, log_prob = scored.by_target()
+    targets = prompts.targets
+    measured = {("model", "accuracy"): right, ("model", "log_prob"): log_prob}
+    measured |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
+
+    kind, offset, prompt = (targets[column].to_numpy() for column in ("kind", "offset", "prompt"))
+    groups = {("all", ALL_OFFSETS): np.full(len(targets), True)}
+    groups |= {(name, ALL_OFFSETS): kind == name for name in KINDS if (kind == name).any()}
+    groups |= {("all", int(place)): offset == place for place in np.unique(offset)}
+
+    keys = pd.DataFrame(
+        [(*by, *group) for by in measured for group in groups], columns=["predictor", "metric", "kind", "offset"]
+    )
+    counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups.values()])
+    sums = [
+        np.bincount(prompt[rows], weights=values[rows], minlength=len(prompts))
+        for values in measured.values()
+        for rows in groups.values()
+    ]
+    weights = np.tile(counts, (len(measured), 1)).astype(float)
+    provenance = Provenance(
+        "evaluate",
+        model=model_provenance(model),
+        data={"task": dict(prompts.task), "digest": prompts.digest},
+        engine=ran,
+    )
+    means = np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0)
+    return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
+
+
+class _Predictions:
+    """What was predicted at each row, filled in as logits arrive; a row that comes again is written again."""
+
+    def __init__(self, prompts: Prompts):
+        self.prompts = prompts
+        asked = torch.stack([prompts.column("prompt"), prompts.column("query_pos")], 1)
+        rows, self.row_of = asked.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
+        self.prompt, self.query = rows.T.contiguous()
+        self.gold = torch.zeros(len(rows), dtype=torch.long)
+        self.gold[self.row_of] = prompts.column("token")
+        self.argmax = torch.full((len(rows),), -1)
+        self.log_prob = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+
+    def add(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+        """Keeps the most likely token at `rows`, and the log-probability of the true one."""
+        step = max(1, _CELLS_AT_ONCE // logits.shape[1])
+        for some, part in zip(rows.split(step), logits.split(step), strict=True):
+            gold = self.gold[some].to(part.device)[:, None]
+            self.argmax[some] = part.argmax(1).cpu()
+            self.log_prob[some] = (part.gather(1, gold)[:, 0] - part.logsumexp(1)).cpu().double()
+
+    def by_target(self) -> tuple[ndarray, ndarray]:
+        """Whether each target was predicted, as 0 or 1, and its log-probability."""
+        predicted, prompts = self.argmax[self.row_of, None], self.prompts
+        if prompts.accepted is None:
+            right = (predicted == prompts.column("token")[:, None]).any(1)
+        else:
+            right = ((predicted == prompts.letters) & prompts.accepted).any(1)
+        return right.double().numpy(), self.log_prob[self.row_of].numpy()

@@ -1,0 +1,125 @@
+"""Metrics of attention and of weights: tensors in, tensors out, no model in sight.
+
+Two measures over a relation (`relations.Relation`: keys among candidates) serve every task, `hit_rate` and `mass`, with
+`pooled_mass` where a paper divides sums and not rows. Attention to the first token, the sink, is the mass of the
+relation `first_token`. What is no relation stands here as well: `entropy`, and `ov_copying`, which reads weights.
+
+`pattern` holds attention probabilities, one row for each asking position: `[row, head, pos]`, each row summing to 1
+over the real tokens. Metrics are returned row by row, so that a mean and its interval can be taken over prompts.
+A pattern with NaN gives NaN.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def attention_on(pattern: Float[Tensor, "row head pos"], where: Bool[Tensor, "row pos"]) -> Float[Tensor, "row head"]:
+    """Returns the attention that each row pays to the positions `where` is true: Σ_k α(q, k), in [0, 1]."""
+    return torch.einsum("rhp,rp->rh", pattern, where.to(pattern.dtype))
+
+
+def hit_rate(
+    pattern: Float[Tensor, "row head pos"], keys: Bool[Tensor, "row pos"], candidates: Bool[Tensor, "row pos"]
+) -> Float[Tensor, "row head"]:
+    """Returns whether the most attended candidate is a key: 1[argmax_{j in candidates} α(q, j) in keys].
+
+    Of n candidates that tie for the most, k of them keys, the row counts k / n: uniform attention scores chance, also
+    in bf16, where ties are common. A row that pays its candidates no attention at all is a miss.
+
+    Range 0 to 1; chance is keys / candidates. Source: the alignment accuracy of paper 1, §4.1, with the gold alignment
+    in place of a fixed one; its candidates are the input tokens of the test example (the released notebook also lets
+    earlier output tokens compete: `relations.with_candidates`).
+
+    Misleads when the head pays the candidates next to nothing, since the argmax does not see how much: read `mass`
+    among all tokens beside it. Refuted by a control with the same positions and another alignment, which a head that
+    looks a fixed offset back fails.
+    """
+    best = pattern.masked_fill(~candidates[:, None], -math.inf).amax(-1, keepdim=True)
+    tied = (pattern == best) & candidates[:, None]
+    hits = (tied & keys[:, None]).sum(-1) / tied.sum(-1)
+    return torch.where(best[..., 0] > 0, hits, torch.where(best[..., 0].isnan(), math.nan, 0.0)).to(pattern.dtype)
+
+
+def mass(
+    pattern: Float[Tensor, "row head pos"], keys: Bool[Tensor, "row pos"], candidates: Bool[Tensor, "row pos"]
+) -> Float[Tensor, "row head"]:
+    """Returns the share of a row's attention to its candidates that goes to keys: Σ_keys α / Σ_candidates α.
+
+    Range 0 to 1; uniform attention scores keys / candidates; NaN where the candidates get no attention at all. With all
+    real tokens as candidates the denominator is 1 and this is the "mul" measure of TransformerLens's `head_detector`,
+    row by row (which averages over all positions, those without a key included, as 0). Its mean over the targets is
+    the IC-lookup of paper 1's released notebook.
+
+    Misleads when the candidates get next to nothing: a ratio of two tiny numbers then weighs as much as one of two
+    large ones, which `pooled_mass` avoids. Refuted by ablating the head, and by keys of another symbol.
+    """
+    return attention_on(pattern, keys) / attention_on(pattern, candidates)
+
+
+def pooled_mass(
+    pattern: Float[Tensor, "row head pos"], keys: Bool[Tensor, "row pos"], candidates: Bool[Tensor, "row pos"]
+) -> Float[Tensor, " head"]:
+    """Returns attention to keys over attention to candidates, both summed over rows first.
+
+    Σ_rows Σ_keys α / Σ_rows Σ_candidates α, in [0, 1]; NaN where no row attends to its candidates. Source: IC-lookup
+    accuracy as printed in paper 1, §4.1; a row counts by the attention that it pays to the candidates.
+
+    Misleads when a few rows hold most of that attention: the value is then theirs alone. Refuted as `mass` is.
+    """
+    return attention_on(pattern, keys).sum(0) / attention_on(pattern, candidates).sum(0)
+
+
+def entropy(
+    pattern: Float[Tensor, "row head pos"], candidates: Bool[Tensor, "row pos"], *, normalised: bool = False
+) -> Float[Tensor, "row head"]:
+    """Returns the entropy of a row's attention among its candidates, in nats: -Σ p log p, p = α / Σ_candidates α.
+
+    Range 0 (one position gets all) to log of the number of candidates; with `normalised`, divided by that, 0 to 1, and
+    NaN where there is one candidate. NaN where the candidates get no attention. Source: Shannon (1948); as a measure of
+    attention heads, Clark et al. (2019), "What Does BERT Look At?", §3.3.
+
+    Misleads as a sign of importance: a head at rest on the sink is as sharp as one that copies. Refuted by `mass` on
+    `first_token`, which is near 1 for such a head.
+    """
+    attention = pattern * candidates[:, None]
+    share = attention / attention.sum(-1, keepdim=True)
+    nats = torch.special.entr(share).sum(-1)
+    return nats / candidates.sum(-1, keepdim=True).log() if normalised else nats
+
+
+def ov_copying(
+    W_V: Float[Tensor, "kv_head d_model d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    W_E: Float[Tensor, "d_vocab d_model"],
+    W_U: Float[Tensor, "d_model d_vocab"],
+) -> Float[Tensor, " head"]:
+    """Returns each head's OV copying score, Σ λ / Σ |λ| over the eigenvalues λ of its W_E W_V W_O W_U.
+
+    Range -1 (attending to a token lowers its own logit) to 1 (raises it); random weights lie near 0; NaN for a head
+    whose output is zero. Source: Elhage et al. (2021), "A Mathematical Framework for Transformer Circuits", "Copying:
+    summarizing OV matrices"; for induction heads Olsson et al. (2022). The d_vocab x d_vocab matrix is never made: its
+    non-zero eigenvalues are those of the d_head x d_head matrix W_O W_U W_E W_V.
+
+    Weights only: layer norms, MLPs and biases are left out, so the score misleads for heads that copy through what
+    other layers wrote (later layers most of all) and where embeddings are tied and share a large common direction.
+    Refuted by ablating the head and reading the logit of the attended token.
+
+    Args:
+        W_V: One layer's value weights; with grouped-query attention fewer heads than `W_O` has, each serving the same
+            number of consecutive query heads.
+        W_O: The layer's output weights.
+        W_E: The embedding.
+        W_U: The unembedding.
+
+    Raises:
+        ValueError: The number of heads is no multiple of the number of key-value heads.
+    """
+    heads, kv_heads = len(W_O), len(W_V)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads cannot share {kv_heads} value heads evenly: give W_V and W_O of one layer")
+    small = W_O @ (W_U @ W_E) @ W_V.repeat_interleave(heads // kv_heads, 0)
+    eigenvalues = torch.linalg.eigvals(small.double())
+    return (eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)).to(W_O.dtype)
