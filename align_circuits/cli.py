@@ -1,0 +1,176 @@
+"""The command line: one verb per public function, each writing `table.csv`, `report.html` and `provenance.json`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from align_circuits import plots
+from align_circuits.evaluate import evaluate
+from align_circuits.files import writable_folder
+from align_circuits.models.load import load
+from align_circuits.models.planted import planted
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts import Prompts
+from align_circuits.report import write_report
+from align_circuits.scoring import score_heads
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
+"""The metrics that reports draw, in this order."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every verb needs: a model, a task, and where the results go."""
+
+    model: str = "planted"
+    """A folder, a hub name, or "planted": a circuit built by hand for the task."""
+    task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
+    """The task that prompts are sampled from."""
+    n: int = 64
+    """How many prompts."""
+    seed: int = 0
+    """Of the prompts, and of where a planted circuit's heads lie."""
+    out: Path = Path("runs/latest")
+    """The folder for the results."""
+    engine: Literal["auto", "fast", "reference"] = "auto"
+    """How attention is computed."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Prompts at a time; results do not depend on it."""
+    device: str | None = None
+    """Such as "cuda"; the GPU where there is one."""
+    dtype: str | None = None
+    """Such as "bfloat16"; as the weights are stored by default."""
+
+    def prepare(self) -> tuple[HookedModel, Prompts]:
+        """Loads the model and samples the prompts; fails before any long work."""
+        writable_folder(self.out)
+        model = planted(self.task, seed=self.seed) if self.model == "planted" else load(self.model, device=self.device, dtype=self.dtype)
+        return model, self.task.sample(self.n, getattr(model, "tokenizer", None), seed=self.seed)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"engine": self.engine, "batch_size": self.batch_size}
+
+    def finish(self, verb: str, table: Table, **report: Any) -> None:
+        """Writes the results; `provenance.json` comes last, so a folder that has it is whole."""
+        provenance = replace(table.provenance, verb=verb, settings=json.loads(json.dumps(asdict(self), default=str)))
+        path = write_report(self.out / "report.html", provenance=provenance, **report)
+        replace(table, provenance=provenance).save(self.out)
+        print(f"\nreport: {path}")
+
+
+@dataclass(frozen=True)
+class Score(Job):
+    """Score every attention head: which align, which look up, which do neither."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, prompts = self.prepare()
+        table, correct = score_heads(model, prompts, **self._how), evaluate(model, prompts, **self._how)
+        metrics = [metric for metric in SHOWN if metric in set(table.frame["metric"])]
+        best = {metric: table.top(metric, 3).frame for metric in metrics}
+        roles = getattr(model, "roles", None)
+        print(f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, {table.provenance.engine} engine")
+        print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; true role' if roles else ''})")
+        for metric, rows in best.items():
+            print(f"  {metric:<12} " + "   ".join(_head(row, roles) for row in rows.itertuples()))
+        first = correct.where(metric="accuracy", kind="first", offset="all", predictor="model").frame.iloc[0]
+        leaders = ", ".join(
+            f"{metric} {_head(next(rows.itertuples()))}" for metric, rows in best.items() if metric in ("align_query", "align_key", "lookup")
+        )
+        verdict = f"Highest scores: {leaders}. First token of a phrase right in {_interval(first)} of cases. Scores are correlational: no head was ablated."
+        self.finish(
+            "score",
+            table,
+            title=f"Attention heads of {self.model}",
+            verdict=verdict,
+            sections=[
+                ("What the model gets right", "Accuracy under teacher forcing, beside what needs no alignment.", plots.accuracy(correct)),
+                ("The best heads", "", plots.top_heads(table, metrics)),
+                *[(f"Head map: {metric}", "", plots.head_map(table, metric)) for metric in metrics],
+                ("A prompt with its gold", "Same number, same phrase: what is predicted, its aligned input symbol, where it can be looked up.", prompts.drawing(0)),
+            ],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evaluate(Job):
+    """Evaluate a model: accuracy by target kind and offset, beside chance, blind ceilings and oracle."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, prompts = self.prepare()
+        table = evaluate(model, prompts, **self._how)
+        print(table)
+        rows = table.where(metric="accuracy", kind="all", offset="all").frame
+        said = {row.predictor: _interval(row) for row in rows.itertuples()}
+        self.finish(
+            "evaluate",
+            table,
+            title=f"Accuracy of {self.model}",
+            verdict=f"Right in {said['model']} of all target tokens"
+            + (f"; the history ceiling, which sees no alignment, is {said['history']}." if "history" in said else "."),
+            sections=[("Accuracy", "", plots.accuracy(table)), ("All numbers", "", table)],
+        )
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """Repeat a run from its provenance, and say whether the numbers came out the same."""
+
+    folder: tyro.conf.Positional[Path]
+    """A folder that another verb wrote."""
+    out: Path | None = None
+    """Where the repetition goes; FOLDER/rerun by default."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        before = Table.load(self.folder)
+        verb = VERBS.get(before.provenance.verb)
+        if verb is None or verb is Rerun:
+            raise ValueError(f"{str(self.folder)!r} was written by {before.provenance.verb!r}, which is no verb of the command line: {', '.join(VERBS)}")
+        out = self.out or self.folder / "rerun"
+        _from_settings(verb, before.provenance.settings | {"out": str(out)})()
+        after = Table.load(out)
+        apart = float(np.nanmax(np.abs(after.frame["value"].to_numpy() - before.frame["value"].to_numpy())))
+        changed = [f"{name} {then} -> {now}" for name, then in before.provenance.versions.items() if (now := after.provenance.versions[name]) != then]
+        print(f"largest difference to the first run: {apart:.2g}" + (f" (versions changed: {', '.join(changed)})" if changed else ""))
+
+
+VERBS: dict[str, type] = {"score": Score, "evaluate": Evaluate, "rerun": Rerun}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `align-circuits VERB ...` and returns the exit status; bad input ends in one line on stderr and status 2."""
+    verb = tyro.extras.subcommand_cli_from_dict(VERBS, args=arguments, prog="align-circuits", description=__doc__)
+    try:
+        verb()
+    except (ValueError, KeyError) as error:
+        message = error.args[0] if error.args else str(error)
+        print(f"align-circuits: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _from_settings(verb: type, settings: dict[str, Any]) -> Any:
+    """Makes a verb from the JSON that `Job.finish` wrote."""
+    known = {f.name: f for f in fields(verb)}
+    task = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["task"].items()}
+    return verb(**{name: value for name, value in settings.items() if name in known} | {"task": Seq2SeqTask(**task), "out": Path(settings["out"])})
+
+
+def _interval(row: Any) -> str:
+    return f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]"
+
+
+def _head(row: Any, roles: Any = None) -> str:
+    text = f"L{row.layer}H{row.head} {_interval(row)}"
+    return text if roles is None else f"{text} ({roles.get((row.layer, row.head)) or 'none'})"
