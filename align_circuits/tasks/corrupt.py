@@ -1,0 +1,93 @@
+"""Minimal pairs: prompts that differ from clean ones in one respect, token for token."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from align_circuits.prompts import Prompts
+from align_circuits.tasks.automaton import Automata
+from align_circuits.tasks.gold import write
+from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
+from align_circuits.tasks.layout import Layout
+from align_circuits.tasks.streams import Streams
+
+Corruption = Literal["query", "labels", "alignment"]
+
+
+def corrupt(
+    prompts: Prompts,
+    kind: Corruption,
+    seed: int,
+    *,
+    places: Layout,
+    ood: bool,
+    sample_automata: Callable[[Streams, int], Automata],
+) -> Prompts:
+    """Returns the other half of minimal pairs; see `Seq2SeqTask.corrupt`, which calls it.
+
+    Args:
+        prompts: Clean prompts of a sequence-to-sequence task.
+        kind: What changes.
+        seed: Which change.
+        places: The layout of the prompts.
+        ood: Whether the test input may be any permutation.
+        sample_automata: Draws automata like those of the task for a number of prompts.
+    """
+    if kind not in get_args(Corruption):
+        raise ValueError(f"corruption {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
+    if "corrupted" in prompts.task:
+        raise ValueError(
+            f"these prompts are corrupted already ({prompts.task['corrupted']['kind']!r}): give the clean ones"
+        )
+    aligned = list(prompts.task["aligned"])
+    m, streams = len(aligned), Streams(seed, f"corrupt.{kind}")
+    order, phrases = prompts.latent["order"].clone(), prompts.latent["phrases"].clone()
+    which = order[:, :, aligned]
+    if kind == "query":
+        if m == 1:
+            raise ValueError("x_len is 1: there is only one input, so no other to ask about; use longer inputs")
+        sample = sample_uniform_orders if ood else sample_orders
+        order[:, -1] = _redraw(
+            lambda n: sample(streams, n, 1, m)[:, 0],
+            lambda new, row: (new[:, aligned] != which[row, -1]).all(1),
+            len(prompts),
+        )
+        which[:, -1] = order[:, -1, aligned]
+    elif kind == "labels":
+        uniform = streams.uniform("letters", *phrases[:, :-1].shape)
+        phrases[:, :-1], _ = sample_automata(streams, len(prompts)).walk(which[:, :-1], uniform)
+    else:
+        if len(set(aligned)) == 1:
+            raise ValueError(
+                "every phrase translates the same input position, so no order of phrases contradicts the alignment"
+            )
+        goal = torch.tensor(aligned)
+        rows = order[:, :-1, 0].numel()
+        moved = _redraw(lambda n: streams.order("phrases", n, m), lambda new, _: (goal[new] != goal).any(1), rows)
+        moved = moved.view_as(which[:, :-1])
+        which[:, :-1] = which[:, :-1].gather(2, moved)
+        phrases[:, :-1] = phrases[:, :-1].gather(2, moved[..., None].expand_as(phrases[:, :-1]))
+    latent = {**prompts.latent, "order": order, "phrases": phrases}
+    fixed, symbols = (torch.tensor(prompts.task[name]) for name in ("fixed", "symbols"))
+    inputs = write(places, latent, which, fixed, symbols, prompts.letters)
+    return replace(
+        prompts, inputs=inputs, latent=latent, task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}}
+    )
+
+
+def _redraw(
+    draw: Callable[[int], Int[Tensor, "row pos"]],
+    fits: Callable[[Int[Tensor, "row pos"], Int[Tensor, " row"]], Bool[Tensor, " row"]],
+    n: int,
+) -> Int[Tensor, "row pos"]:
+    """Draws each row until it fits: uniform among what fits."""
+    drawn, open_rows = draw(n), torch.arange(n)
+    while True:
+        open_rows = open_rows[~fits(drawn[open_rows], open_rows)]
+        if not len(open_rows):
+            return drawn
+        drawn[open_rows] = draw(len(open_rows))

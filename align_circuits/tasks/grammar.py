@@ -1,0 +1,59 @@
+"""The two-part grammar of the inputs (paper 1, App. B.1)."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from align_circuits.tasks.streams import Streams
+
+
+def first_part(x_len: int) -> int:
+    """Returns how many of the symbols 0, 1, ..., x_len - 1 make up the first part: half of them, rounded up."""
+    return (x_len + 1) // 2
+
+
+def sample_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
+    """Draws inputs of the grammar R -> XY | YX, X -> orders of U1, Y -> orders of U2, all derivations equally likely.
+
+    `U1` is the first half of the symbols (rounded up), `U2` the rest. With one symbol `U2` is empty: there is one input.
+
+    Args:
+        streams: Where the randomness comes from.
+        n: Prompts.
+        count: Inputs for each prompt.
+        x_len: Symbols in an input, from 1 up.
+
+    Returns:
+        Which symbol (0 to x_len - 1) stands at each position.
+
+    Source: Missing Alignment Link, App. B.1.
+    """
+    second = torch.arange(x_len) >= first_part(x_len)
+    swapped = streams.uniform("grammar.swap", n, count, 1) < 0.5
+    return streams.order("grammar.order", n, count, x_len, late=(second ^ swapped).long())
+
+
+def sample_uniform_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
+    """Draws inputs out of distribution: uniformly random permutations of the symbols."""
+    return streams.order("ood.order", n, count, x_len)
+
+
+def shapes(x_len: int, ood: bool) -> Bool[Tensor, "shape pos symbol"]:
+    """Returns which symbols may stand at each position under each of the equally likely shapes of an input.
+
+    The grammar has two shapes, XY and YX; an input out of distribution has one, in which everything goes. Within a
+    shape all permitted orders are equally likely.
+    """
+    if ood or x_len == 1:
+        return torch.ones(1, x_len, x_len, dtype=torch.bool)
+    first = first_part(x_len)
+    index = torch.arange(x_len)
+    early, late = index < first, index >= x_len - first
+    return torch.stack([early[:, None] == (index < first), late[:, None] == (index < first)])
+
+
+def in_support(orders: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch"]:
+    """Returns whether the grammar can write each input."""
+    x_len = orders.shape[-1]
+    allowed = shapes(x_len, ood=False)[:, torch.arange(x_len), orders]
+    return allowed.all(-1).any(0)

@@ -1,0 +1,95 @@
+"""Where everything stands in a prompt of a sequence-to-sequence task, in each style."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.prompts import Role
+
+Style = Literal["standard", "pre-aligned", "marked"]
+
+FIXED = (Role.BOS, Role.COLON, Role.SEPARATOR, Role.MARKER)
+"""The tokens that are the same in every prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The positions of a prompt: one row of tokens, the same for all prompts of a task."""
+
+    roles: Int[Tensor, " pos"]
+    """The `Role` of each token."""
+    example: Int[Tensor, " pos"]
+    """The example of each token, the test example last; -1 for BOS."""
+    inputs: Int[Tensor, "example symbol"]
+    """Where the input symbols stand."""
+    outputs: Int[Tensor, "example phrase offset"]
+    """Where the letters of the phrases stand."""
+    source: Int[Tensor, " pos"]
+    """Where `write` finds each token: fixed tokens, then inputs, then letters, then copies of the aligned symbols."""
+
+    def write(
+        self,
+        fixed: Int[Tensor, " fixed"],
+        inputs: Int[Tensor, "prompt example symbol"],
+        outputs: Int[Tensor, "prompt example phrase offset"],
+        copies: Int[Tensor, "prompt example phrase"],
+    ) -> Int[Tensor, "prompt pos"]:
+        """Returns the prompts of these token ids, or of any other number for each token.
+
+        Args:
+            fixed: The tokens of `FIXED`.
+            inputs: The input symbols.
+            outputs: The letters.
+            copies: The symbol that each phrase is aligned with; written only in the pre-aligned style.
+        """
+        parts = (fixed.expand(len(inputs), -1), inputs.flatten(1), outputs.flatten(1), copies.flatten(1))
+        return torch.cat(parts, dim=1).index_select(1, self.source)
+
+
+@lru_cache(maxsize=64)
+def layout(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> Layout:
+    """Returns the positions of a prompt: n_examples examples and the test example.
+
+    standard: `x1 ... xm : y1 ... yn` and a separator after each example but the last. pre-aligned: each phrase comes
+    after a copy of the symbol it is aligned with. marked: a marker before every symbol and every letter.
+    """
+    count = n_examples + 1
+    columns = {role: index for index, role in enumerate(FIXED)}
+    x_start = len(FIXED)
+    y_start = x_start + count * x_len
+    copy_start = y_start + count * x_len * phrase_len
+    marked, copied = style == "marked", style == "pre-aligned"
+    tokens: list[tuple[Role, int, int]] = []  # role, example, source
+
+    def put(role: Role, example: int, source: int | None = None) -> int:
+        tokens.append((role, example, columns[role] if source is None else source))
+        return len(tokens) - 1
+
+    inputs, outputs = [], []
+    if bos:
+        put(Role.BOS, -1)
+    for example in range(count):
+        for place in range(x_len):
+            if marked:
+                put(Role.MARKER, example)
+            inputs.append(put(Role.INPUT, example, x_start + example * x_len + place))
+        put(Role.COLON, example)
+        for phrase in range(x_len):
+            which = example * x_len + phrase
+            if copied:
+                put(Role.ALIGNED, example, copy_start + which)
+            for offset in range(phrase_len):
+                if marked:
+                    put(Role.MARKER, example)
+                outputs.append(put(Role.OUTPUT, example, y_start + which * phrase_len + offset))
+        if example < n_examples:
+            put(Role.SEPARATOR, example)
+    roles, examples, source = torch.tensor(tokens).unbind(1)
+    return Layout(
+        roles, examples, torch.tensor(inputs).view(count, x_len),
+        torch.tensor(outputs).view(count, x_len, phrase_len), source.contiguous(),
+    )  # fmt: skip

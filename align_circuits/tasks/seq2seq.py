@@ -1,0 +1,264 @@
+"""Paper 1's sequence-to-sequence task: prompts whose alignment of outputs with inputs is known."""
+
+import math
+import string
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.prompts import Prompts
+from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
+from align_circuits.tasks.automaton import Automata
+from align_circuits.tasks.corrupt import Corruption, corrupt
+from align_circuits.tasks.gold import LATENT, gold, write
+from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
+from align_circuits.tasks.layout import Style, layout
+from align_circuits.tasks.lexicon import check_text, lexicon
+from align_circuits.tasks.references import REFERENCES, reference_accuracies
+from align_circuits.tasks.streams import Streams
+
+CHUNK = 256
+"""Prompts drawn at a time: their automata and intermediate results stay within a few MB."""
+
+MARKER = "!"
+"""Written before every symbol and letter in the marked style."""
+
+AutomataScope = Literal["prompt", "task"]
+
+
+@dataclass(frozen=True)
+class Seq2SeqTask:
+    """Translate m symbols into m phrases of c letters, from k examples in the prompt.
+
+    Each symbol has an automaton that writes its phrases; phrase p translates the symbol at input position Ã(p). A model
+    that has not seen the automata must read them from the examples, and must find out which symbol is next: the
+    alignment. Inputs follow a two-part grammar.
+
+    Lengths 3 and 5 to 8 determine the alignment; at 2 and 4 swapping the two symbols of a part, and their automata, is
+    equally likely. Monotonic alignment cannot be told from a fixed offset: pair claims with `"permutation"`.
+
+    Source: The Missing Alignment Link, §3 and App. B.
+
+    >>> from align_circuits.models.tokenizer import char_tokenizer
+    >>> task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=1, separator=";", bos=False)
+    >>> task.sample(1, char_tokenizer(), seed=0).text
+    ['TAZ:eyqnks;AZT:qnkevv']
+    """
+
+    x_len: int = 5
+    """m: symbols in an input, and phrases in an output."""
+    phrase_len: int = 2
+    """c: letters in a phrase."""
+    n_examples: int = 15
+    """k: examples before the test example."""
+    alphabet: str = string.ascii_uppercase
+    """The characters that input symbols are drawn from."""
+    letters: str = string.ascii_lowercase
+    """The characters that automata write."""
+    alignment: AlignmentKind = "monotonic"
+    """How phrases are aligned with input positions; drawn once for the task."""
+    decay: float | None = None
+    """λ of the alignment prior, from 0 up; only with `alignment="prior"`."""
+    prior_form: PriorForm = "text"
+    """Eq. 2 as printed, or as released, with positions divided by m."""
+    automata: AutomataScope = "prompt"
+    """`"prompt"`: symbols and automata are new in every prompt (the released data). `"task"`: drawn once for the task
+    (the text), so that they can be learned in the weights."""
+    style: Style = "standard"
+    """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (a `!` before every letter)."""
+    ood: bool = False
+    """Whether the test input is a uniformly random permutation, not an input of the grammar."""
+    colon: str = ":"
+    """Between input and output."""
+    separator: str = "\n"
+    """Between examples."""
+    bos: bool = True
+    """Whether prompts start with the tokenizer's BOS token, where it has one."""
+    spaced: bool = True
+    """Whether symbols are written with a space before them, so that the text of a prompt can be typed (checked)."""
+    alphabet_range: tuple[int, int] = (4, 18)
+    """The fewest and the most letters of an automaton."""
+    state_range: tuple[int, int] = (4, 12)
+    """The fewest and the most states of an automaton, the start left out."""
+    edge_range: tuple[int, int] = (1, 4)
+    """The fewest and the most edges that leave a state."""
+    task_seed: int = 0
+    """Fixes what the prompts of the task share."""
+
+    def __post_init__(self):
+        _check(self)
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """Ã: the input position, from 0, that each phrase translates."""
+        streams = Streams(self.task_seed, "task")
+        return sample_alignment(streams, self.alignment, self.x_len, self.decay, self.prior_form)
+
+    def sample(self, n: int, tokenizer: Any, seed: int = 0, references: bool = True) -> Prompts:
+        """Draws prompts with their gold.
+
+        Targets are the letters of the test example. The first prompts of a seed are the same however many are drawn.
+
+        Args:
+            n: How many prompts.
+            tokenizer: The Hugging Face tokenizer whose ids the prompts are made of.
+            seed: Which prompts; independent of `task_seed`.
+            references: Whether targets carry the reference accuracies `chance`, `memoryless`, `history` and `oracle`
+                (see `align_circuits.tasks.references`).
+
+        Raises:
+            ValueError: A symbol is not one token of the tokenizer, or `spaced` text is not read back as it was built.
+        """
+        if n < 1:
+            raise ValueError(f"{n} prompts: ask for at least 1")
+        words = lexicon(tokenizer, self.alphabet, self.letters, self.colon, self.separator, MARKER, self.spaced)
+        bos = self.bos and words.bos is not None
+        places = layout(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
+        if self.spaced:
+            check_text(tokenizer, words, places)
+        aligned = self.aligned
+        streams = Streams(seed, "prompts")
+        shared = self._world(Streams(self.task_seed, "task"), 1) if self.automata == "task" else None
+        chunks = [
+            self._draw(streams, min(CHUNK, n - start), aligned, shared, references) for start in range(0, n, CHUNK)
+        ]
+        drawn = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        letters, symbols, fixed = (torch.tensor(ids) for ids in (words.letters, words.symbols, words.fixed))
+        latent = {name: drawn[name] for name in LATENT}
+        inputs = write(places, latent, latent["order"][:, :, aligned], fixed, symbols, letters)
+        targets, relations = gold(places, inputs, latent, aligned)
+        return Prompts(
+            inputs=inputs,
+            mask=torch.ones_like(inputs, dtype=torch.bool),
+            roles=places.roles.expand_as(inputs),
+            example=places.example.expand_as(inputs),
+            targets=targets.assign(**{name: drawn[name].flatten().numpy() for name in REFERENCES if name in drawn}),
+            relations=relations,
+            letters=letters,
+            accepted=drawn["accepted"].flatten(0, 2),
+            pieces=words.pieces,
+            fingerprint=words.fingerprint,
+            task={
+                "name": "seq2seq", "config": _config(self), "seed": seed, "bos": bos, "aligned": list(aligned),
+                "symbols": list(words.symbols), "fixed": list(words.fixed),
+            },
+            latent=latent,
+        )  # fmt: skip
+
+    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+        """Makes the other half of minimal pairs: prompts of equal length that differ in one respect.
+
+        - `"query"`: the test input becomes another input of the grammar (any permutation if `ood`), uniform among those
+          that put another symbol at the position of every phrase. Nothing before it changes, and its letters stay. In
+          the pre-aligned style the copies of its symbols follow it.
+        - `"labels"`: the letters of the examples come from other automata; the test example stays.
+        - `"alignment"`: the phrases of each example change places, each example on its own, uniformly among the orders
+          that contradict the alignment. In the pre-aligned style a phrase takes the copy of its symbol along, so
+          symbols and phrases still belong together.
+
+        Targets, what is accepted, references and relations stay those of the clean prompts; `latent` says what the
+        corrupted prompts hold.
+
+        Args:
+            prompts: What `sample` of this task returned, or some of them.
+            kind: What changes.
+            seed: Which change.
+
+        Raises:
+            ValueError: The prompts come from another task or are corrupted already, `kind` is unknown, there is but one
+                input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
+        """
+        if prompts.task.get("config") != _config(self):
+            raise ValueError(
+                "these prompts were not sampled by this task: corrupt them with the task that sampled them"
+            )
+        places = layout(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
+        return corrupt(
+            prompts, kind, seed, places=places, ood=self.ood, sample_automata=lambda s, n: self._world(s, n)[1]
+        )
+
+    def _world(self, streams: Streams, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
+        """The symbols, as places in the alphabet, and the automata of `n` prompts."""
+        symbols = streams.order("symbols", n, len(self.alphabet))[:, : self.x_len]
+        ranges = (self.alphabet_range, self.state_range, self.edge_range)
+        return symbols, Automata.sample(streams, n, self.x_len, len(self.letters), *ranges)
+
+    def _draw(
+        self,
+        streams: Streams,
+        n: int,
+        aligned: tuple[int, ...],
+        shared: tuple[Int[Tensor, "prompt symbol"], Automata] | None,
+        references: bool,
+    ) -> dict[str, Tensor]:
+        """Draws `n` prompts as indices of symbols and letters: `LATENT`, `accepted`, and the references."""
+        m, count = self.x_len, self.n_examples + 1
+        symbols, automata = shared or self._world(streams, n)
+        order = sample_orders(streams, n, count, m)
+        if self.ood:
+            order[:, -1:] = sample_uniform_orders(streams, n, 1, m)
+        which = order[:, :, aligned]
+        phrases, states = automata.walk(which, streams.uniform("letters", n, count, m, self.phrase_len))
+        tested = which[:, -1, :, None].expand(-1, -1, self.phrase_len)
+        accepted = automata.accepted(tested, states[:, -1], len(self.letters))
+        drawn = {
+            "symbols": symbols.expand(n, -1), "order": order, "phrases": phrases, "accepted": accepted,
+            "letter": automata.letter.expand(n, -1, -1, -1), "next": automata.next.expand(n, -1, -1, -1),
+        }  # fmt: skip
+        if references:
+            drawn |= reference_accuracies(automata, order, phrases, accepted, aligned, ood=self.ood)
+        return drawn
+
+
+def _config(task: Seq2SeqTask) -> dict[str, Any]:
+    """A task's configuration as JSON gives it back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(task).items()}
+
+
+def _check(task: Seq2SeqTask) -> None:
+    """Refuses a configuration that cannot be sampled."""
+    for name, least in (("x_len", 1), ("phrase_len", 1), ("n_examples", 1), ("task_seed", 0)):
+        if (value := getattr(task, name)) < least:
+            raise ValueError(f"{name} is {value}: give at least {least}")
+    if task.phrase_len > 60:
+        raise ValueError(f"phrase_len is {task.phrase_len}: give at most 60")
+    for name in ("alphabet", "letters"):
+        if len(set(getattr(task, name))) != len(getattr(task, name)):
+            raise ValueError(f"{name} {getattr(task, name)!r} holds a character twice: give each once")
+    if task.x_len > len(task.alphabet):
+        raise ValueError(
+            f"x_len is {task.x_len}, but the alphabet has {len(task.alphabet)} symbols and an input holds each of its "
+            f"symbols once: give x_len up to {len(task.alphabet)} or a longer alphabet"
+        )
+    choices = {"alignment": AlignmentKind, "prior_form": PriorForm, "automata": AutomataScope, "style": Style}
+    for name, allowed in choices.items():
+        if getattr(task, name) not in get_args(allowed):
+            raise ValueError(
+                f"{name} is {getattr(task, name)!r}: choose one of {', '.join(map(repr, get_args(allowed)))}"
+            )
+    if (task.decay is None) == (task.alignment == "prior"):
+        raise ValueError(
+            f"decay is {task.decay} with alignment={task.alignment!r}: the alignment prior needs a decay, and only "
+            "the prior has one"
+        )
+    if task.decay is not None and not 0 <= task.decay < math.inf:
+        raise ValueError(
+            f"decay is {task.decay}: give a finite number from 0 (uniform) up, or alignment='monotonic' for no spread"
+        )
+    most = {
+        "alphabet_range": (len(task.letters), "the letters"),
+        "state_range": (100, "what the tables hold"),
+        "edge_range": (
+            min(task.alphabet_range[0], task.state_range[0]),
+            "the fewest letters and states, since edges differ in both",
+        ),
+    }
+    for name, (limit, reason) in most.items():
+        low, high = getattr(task, name)
+        if not 1 <= low <= high <= limit:
+            raise ValueError(
+                f"{name} is ({low}, {high}): give (fewest, most) with 1 <= fewest <= most <= {limit} ({reason})"
+            )

@@ -1,0 +1,68 @@
+"""Named random streams: what one part of a task draws never moves what another part draws."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Streams:
+    """A random generator for each name, all from one seed.
+
+    Every stream is read row by row with the prompt as the first dimension, so the first prompts of a seed are the same
+    however many are drawn, and in whatever chunks.
+
+    >>> short, long = Streams(0).uniform("x", 2, 3), Streams(0).uniform("x", 5, 3)
+    >>> bool((short == long[:2]).all())
+    True
+    """
+
+    def __init__(self, seed: int, purpose: str = ""):
+        if seed < 0:
+            raise ValueError(f"the seed is {seed}: give an integer from 0 up")
+        self._seed, self._purpose = seed, purpose
+        self._generators: dict[str, np.random.Generator] = {}
+
+    def generator(self, name: str) -> np.random.Generator:
+        """Returns the generator of a stream; every call with one name returns the same object."""
+        if name not in self._generators:
+            self._generators[name] = np.random.default_rng([self._seed, *f"{self._purpose}/{name}".encode()])
+        return self._generators[name]
+
+    def uniform(self, name: str, *shape: int) -> Float[Tensor, "..."]:
+        """Returns numbers in [0, 1)."""
+        return torch.from_numpy(self.generator(name).random(shape, dtype=np.float32))
+
+    def below(self, name: str, limit: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Returns integers from 0 up to but without `limit`, uniform, of its shape and dtype."""
+        return (self.uniform(name, *limit.shape) * limit).to(limit.dtype)
+
+    def order(self, name: str, *shape: int, late: Int[Tensor, "..."] | None = None) -> Int[Tensor, "..."]:
+        """Returns random orders of `range(shape[-1])` along the last dimension.
+
+        Args:
+            name: The stream.
+            *shape: The shape of the result.
+            late: 0 or 1 for each thing: those with a 1 come after all those with a 0.
+        """
+        bits = max(shape[-1] - 1, 1).bit_length()  # room for the index below the random key: sorting values is fast
+        keys = self.generator(name).integers(2 ** (61 - bits), size=shape) << bits
+        keys |= np.arange(shape[-1])
+        if late is not None:
+            keys |= late.numpy().astype(np.int64) << 61
+        keys.sort(axis=-1)
+        return torch.from_numpy(keys & (2**bits - 1))
+
+    def distinct(self, name: str, size: int, limit: Int[Tensor, "..."]) -> Int[Tensor, "... size"]:
+        """Returns `size` different integers below `limit`, in random order: any first few are a uniform draw too."""
+        uniform = self.uniform(name, *limit.shape, size)
+        drawn, taken = [], []  # `taken` is `drawn`, kept sorted
+        for count in range(size):
+            value = (uniform[..., count] * (limit - count)).to(limit.dtype)
+            for other in taken:
+                value = value + (value >= other)  # skip what is taken
+            drawn.append(value)
+            for place, other in enumerate(taken):
+                taken[place], value = torch.minimum(other, value), torch.maximum(other, value)
+            taken.append(value)
+        return torch.stack(drawn, dim=-1)
