@@ -39,8 +39,8 @@ def hit_rate(
     """
     best = pattern.masked_fill(~candidates[:, None], -math.inf).amax(-1, keepdim=True)
     tied = (pattern == best) & candidates[:, None]
-    hits = (tied & keys[:, None]).sum(-1) / tied.sum(-1)
-    return torch.where(best[..., 0] > 0, hits, torch.where(best[..., 0].isnan(), math.nan, 0.0)).to(pattern.dtype)
+    hits = (tied & keys[:, None]).sum(-1).to(pattern.dtype) / tied.sum(-1)
+    return hits.where((best[..., 0] > 0) | best[..., 0].isnan(), 0)
 
 
 def mass(
@@ -87,7 +87,7 @@ def entropy(
     attention = pattern * candidates[:, None]
     share = attention / attention.sum(-1, keepdim=True)
     nats = torch.special.entr(share).sum(-1)
-    return nats / candidates.sum(-1, keepdim=True).log() if normalised else nats
+    return nats / candidates.sum(-1, keepdim=True).to(nats.dtype).log() if normalised else nats
 
 
 def ov_copying(

@@ -126,15 +126,17 @@ def _resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[R
     """The metrics by name, or all that are on by default."""
     if not prompts.relations:
         raise ValueError("these prompts hold no relation, so there is nothing to score: give them one in `relations`")
-    known: dict[str, tuple[Relation, Measure]] = {}
-    for name, relation in prompts.relations.items():
-        known[name] = relation, MEASURES[STANDARD.get(name, "mass")]
-        known |= {f"{name}_{suffix}": (relation, measure) for suffix, measure in MEASURES.items()}
     predicting = {"prompt": prompts.column("prompt"), "query": prompts.column("query_pos")}
     sink = first_token(prompts.inputs, prompts.mask, target=torch.arange(len(prompts.targets)), **predicting)
-    known |= {"sink": (sink, _mass), "entropy": (sink, _entropy)}
+    plain = {name: (relation, MEASURES[STANDARD.get(name, "mass")]) for name, relation in prompts.relations.items()}
+    suffixed = {
+        f"{name}_{suffix}": (relation, measure)
+        for name, relation in prompts.relations.items()
+        for suffix, measure in MEASURES.items()
+    }
+    known = suffixed | {"sink": (sink, _mass), "entropy": (sink, _entropy)} | plain
     if names is None:
-        names = [name for name in known if name in {*prompts.relations, "lookup_mean", "sink", "entropy"}]
+        names = [name for name in (*plain, "lookup_mean", "sink", "entropy") if name in known]
     if unknown := [name for name in names if name not in known]:
         raise KeyError(f"no metric {unknown[0]!r} for these prompts; they have {', '.join(known)}")
     if not names:
