@@ -11,7 +11,7 @@ import numpy as np
 import tyro
 
 from align_circuits import plots
-from align_circuits.evaluate import evaluate
+from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.files import writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
@@ -82,7 +82,7 @@ class Score(Job):
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; true role' if roles else ''})")
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(_head(row, roles) for row in rows.itertuples()))
-        first = correct.where(metric="accuracy", kind="first", offset="all", predictor="model").frame.iloc[0]
+        first = correct.where(metric="accuracy", kind="first", predictor="model").frame.iloc[0]
         leaders = ", ".join(
             f"{metric} {_head(next(rows.itertuples()))}" for metric, rows in best.items() if metric in ("align_query", "align_key", "lookup")
         )
@@ -110,7 +110,7 @@ class Evaluate(Job):
         model, prompts = self.prepare()
         table = evaluate(model, prompts, **self._how)
         print(table)
-        rows = table.where(metric="accuracy", kind="all", offset="all").frame
+        rows = table.where(metric="accuracy", kind="all", offset=ALL_OFFSETS).frame
         said = {row.predictor: _interval(row) for row in rows.itertuples()}
         self.finish(
             "evaluate",

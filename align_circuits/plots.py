@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
+from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.tables import Table
 
 SEQUENTIAL = "Cividis"
@@ -70,8 +71,7 @@ def accuracy(table: Table, title: str = "Accuracy beside its references") -> go.
         table: What `evaluate` returned.
         title: Above the figure.
     """
-    frame = table.where(metric="accuracy").frame
-    frame = frame[frame["offset"] == "all"]
+    frame = table.where(metric="accuracy", offset=ALL_OFFSETS).frame
     figure = go.Figure()
     symbols = {"model": "circle", "chance": "x", "memoryless": "triangle-down", "history": "triangle-up", "oracle": "star"}
     for colour, predictor in zip(COLOURS, [name for name in symbols if name in set(frame["predictor"])], strict=False):
