@@ -25,6 +25,7 @@ ORDER = [
     "metrics",
     "scoring",
     "evaluate",
+    "checkpoints",
     "training",
     "cells",
     "plots",
