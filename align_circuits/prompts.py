@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -178,15 +178,16 @@ class Prompts:
         return torch.from_numpy(self.targets[name].to_numpy(copy=True))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Prompts":
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"no prompt {index}: there are {len(self)}, counted from 0")
-            chosen = torch.tensor([index % len(self)])
-        elif isinstance(index, slice):
-            chosen = torch.arange(len(self))[index]
+        if isinstance(index, slice):
+            chosen = torch.tensor(range(len(self))[index], dtype=torch.long)
         else:
-            index = torch.as_tensor(index)
-            chosen = index.nonzero()[:, 0] if index.dtype == torch.bool else index % len(self)
+            chosen = torch.as_tensor(index)
+            if chosen.dtype == torch.bool and len(chosen) != len(self):
+                raise IndexError(f"a mask of {len(chosen)} entries for {len(self)} prompts: give one entry a prompt")
+            chosen = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long().reshape(-1)
+            if len(wrong := chosen[(chosen < -len(self)) | (chosen >= len(self))]):
+                raise IndexError(f"no prompt {int(wrong[0])}: there are {len(self)}, counted from 0")
+            chosen = chosen.where(chosen >= 0, chosen + len(self))
         if len(chosen.unique()) != len(chosen):
             raise ValueError("the same prompt twice: give every index once, so that intervals count it once")
         return self._take(chosen)
@@ -249,7 +250,10 @@ class Prompts:
         >>> prompts.relations["induction"].keys_of(0)
         [1]
         """
-        rows = [[int(token) for token in row] for row in ids]
+        try:
+            rows = [[int(token) for token in row] for row in ids]
+        except TypeError as error:
+            raise ValueError("give a list of token ids for each prompt, [[5, 7, 9]] for a single one") from error
         if not rows or any(len(row) < 2 for row in rows):
             raise ValueError("every prompt needs at least two tokens, one to read and one to predict; give lists of token ids")
         if any(token < 0 for row in rows for token in row):
@@ -303,14 +307,14 @@ class Prompts:
         """
         if not Path(path).is_file():
             raise ValueError(f"no file {str(path)!r}: give one that Prompts.save wrote")
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if "prompts" not in metadata:
-                raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        header = json.loads(metadata["prompts"])
+        try:
+            with safe_open(path, "pt") as file:
+                header = json.loads((file.metadata() or {})["prompts"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
         columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
-        columns["kind"] = np.array(header["kinds"])[columns["kind"]]
+        columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
         parts = [name for f in fields(Relation) if (name := f.name) not in ("name", "keys_before_query")]
         relations = {
             key: Relation(name=name, keys_before_query=strict, **{part: tensors[f"relations.{key}.{part}"] for part in parts})

@@ -8,7 +8,7 @@ LEVEL = 0.95
 """The coverage of every interval in the package."""
 
 RESAMPLES = 2000
-_CELLS_AT_ONCE = 2**24
+_CELLS_AT_ONCE = 2**21
 
 
 def weighted_mean(
@@ -65,8 +65,9 @@ def bootstrap(
         if minus is not None:
             means = means - _resampled(minus[0][rows], minus[1][rows], draws)
         known = ~np.isnan(means).all(1)
-        tails = [(1 - level) / 2, (1 + level) / 2]
-        low[rows][known], high[rows][known] = np.nanquantile(means[known], tails, axis=1)
+        if known.any():
+            tails = [(1 - level) / 2, (1 + level) / 2]
+            low[rows][known], high[rows][known] = np.nanquantile(means[known], tails, axis=1)
     return low, high
 
 
