@@ -1,0 +1,203 @@
+"""The induction circuit for sequence-to-sequence prompts, in words: its residual stream, its heads and its decoys."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from align_circuits.models.wiring import Directions, Head, Match, Move, Units, indicators, subspaces
+from align_circuits.tasks.lexicon import Lexicon
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+MARGIN = 10.0
+"""By how many nats the right position beats a wrong one, at full strength."""
+
+EVIDENCE = 4.0
+"""The logit of a letter on which all that was looked up agrees: so low that half of it is visibly less likely."""
+
+PRESENCE = 2.0
+"""What the diffuse head adds to the logit of each letter that the prompt holds."""
+
+SPARE = 8
+"""Directions that decoys write and nobody reads."""
+
+Parts = dict[str, Directions]
+
+
+def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
+    """Returns the parts of the residual stream, all exactly 0 where they do not apply.
+
+    From the embeddings: `one` (always 1), `delimiter` (start of text, separator, colon), `colon`, `symbol` (a code of
+    ±1 bits), `letter` (one-hot), `position` (a number), `position bits` and `previous position bits` (±1 bits).
+    Written by heads and units: `distance` to the latest delimiter and whether that is a colon (`output`); `input
+    place`, `next phrase`, `next offset` (one-hot); `own phrase`, `own offset` and the letters `1 before` and `2 before`
+    this one (one-hot); `key symbol` and `query symbol` (codes); `prediction` (one-hot times a logit); `spare`.
+    """
+    m, c, letters = task.x_len, task.phrase_len, len(task.letters)
+    symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
+    return subspaces(
+        {
+            "one": 1, "delimiter": 1, "colon": 1, "symbol": symbol, "letter": letters,
+            "position": 1, "position bits": place, "previous position bits": place,
+            "distance": 1, "output": 1, "input place": m, "next phrase": m, "next offset": c,
+            "own phrase": m, "own offset": c, **{f"{back} before": letters for back in range(1, c)},
+            "key symbol": symbol, "query symbol": symbol, "prediction": letters, "spare": SPARE,
+        }
+    )  # fmt: skip
+
+
+def embeddings(task: Seq2SeqTask, parts: Parts, words: Lexicon, d_vocab: int) -> Float[Tensor, "d_vocab d_model"]:
+    """Returns what each token is."""
+    _, colon, separator, _ = words.fixed
+    embedding = parts["one"].T.repeat(d_vocab, 1)
+    embedding[list(words.symbols)] += bits(torch.arange(len(task.alphabet))) @ parts["symbol"].T
+    embedding[list(words.letters)] += parts["letter"].T
+    embedding[[colon, separator]] += parts["delimiter"].T
+    embedding[colon] += parts["colon"][:, 0]
+    return embedding
+
+
+def positions(parts: Parts, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_model"]:
+    """Returns what each position is. The text starts with a delimiter: the BOS token, or one just before the first."""
+    place = torch.arange(n_ctx)
+    number = place.float() + (0 if bos else 1)
+    embedding = number[:, None] @ parts["distance"].T
+    number[0] = 0
+    embedding += number[:, None] @ parts["position"].T
+    embedding += bits(place, n_ctx) @ parts["position bits"].T
+    embedding += bits((place - 1).clamp(min=0), n_ctx) @ parts["previous position bits"].T
+    embedding[0] += parts["delimiter"][:, 0]
+    return embedding
+
+
+def boundary(task: Seq2SeqTask, parts: Parts) -> Head:
+    """The latest delimiter, by a preference for delimiters and for late positions: how far it is, and which it is."""
+    m, n = task.x_len, task.x_len * task.phrase_len
+    recency = MARGIN / (min(m, n) + 1)
+    return Head(
+        (
+            Match(parts["one"], parts["position"], recency),
+            Match(parts["one"], parts["delimiter"], MARGIN + recency * max(m, n)),
+        ),
+        (Move(parts["position"], parts["distance"], -1.0), Move(parts["colon"], parts["output"])),
+    )
+
+
+def place_units(task: Seq2SeqTask, parts: Parts) -> tuple[Units, ...]:
+    """The distance to the delimiter as a place in the input, or as the phrase and offset that come next."""
+    m, c = task.x_len, task.phrase_len
+    longest = float(m * (c + 1) + 2)
+    coming = torch.arange(m * c)
+    following = parts["next phrase"][:, coming // c] + parts["next offset"][:, coming % c]
+    return (
+        indicators(parts["distance"] - longest * parts["output"], 1, parts["input place"]),
+        indicators(parts["distance"] + longest * parts["output"], 0, following, shift=-longest),
+    )
+
+
+def previous(task: Seq2SeqTask, parts: Parts) -> Head:
+    """The previous token: what it said comes next is what this one is, and its letter is the one before."""
+    moves = [Move(parts[f"next {what}"], parts[f"own {what}"]) for what in ("phrase", "offset")]
+    if task.phrase_len > 1:
+        moves.append(Move(parts["letter"], parts["1 before"]))
+    return Head((_previous_position(parts),), tuple(moves))
+
+
+def previous_again(parts: Parts) -> Head:
+    """The previous token: the letter before it is the last but one of this one."""
+    return Head((_previous_position(parts),), (Move(parts["1 before"], parts["2 before"]),))
+
+
+def forgetting_units(parts: Parts, back: int) -> Units:
+    """The first letter of a phrase has no letters before it: they belong to another phrase."""
+    letters = parts[f"{back} before"]
+    return Units(letters + parts["own offset"][:, :1], -torch.ones(letters.shape[1]), -letters)
+
+
+def aligner(task: Seq2SeqTask, parts: Parts, phrase: Literal["next phrase", "own phrase"], shift: int = 0) -> Head:
+    """The aligned symbol of a phrase: the latest token at the right place of an input, `shift` places further on."""
+    m, n = task.x_len, task.x_len * task.phrase_len
+    aligned = [(place + shift) % m for place in task.aligned]
+    symbol = {"next phrase": "query symbol", "own phrase": "key symbol"}[phrase]
+    return Head(
+        (
+            Match(parts[phrase], parts["input place"][:, aligned], 2 * MARGIN),
+            Match(parts["one"], parts["position"], MARGIN / (m + n + 2)),
+        ),
+        (Move(parts["symbol"], parts[symbol]),),
+    )
+
+
+def lookup(task: Seq2SeqTask, parts: Parts, share: float = 1.0) -> Head:
+    """Letters of the same symbol and offset after the same letters; a later letter outweighs all earlier ones.
+
+    A mismatch in the symbol or the offset costs twice a mismatch in the latest letter, and that twice one in the letter
+    before it.
+    """
+    c = task.phrase_len
+    worth = MARGIN * 2 ** (c - 1)
+    letters = ["letter", *(f"{back} before" for back in range(1, c))]
+    return Head(
+        (
+            Match(parts["query symbol"], parts["key symbol"], worth / 2),
+            Match(parts["next offset"], parts["own offset"], worth),
+            *(Match(parts[letters[i]], parts[letters[i + 1]], worth / 2 ** (i + 1)) for i in range(c - 1)),
+        ),
+        (Move(parts["letter"], parts["prediction"], share * EVIDENCE),),
+    )
+
+
+def positional_lookup(parts: Parts, generator: torch.Generator) -> Head:
+    """Letters at the same place of an output, whatever their symbol; they go where nobody reads."""
+    matches = (Match(parts[f"next {what}"], parts[f"own {what}"], MARGIN) for what in ("phrase", "offset"))
+    return Head(tuple(matches), (_to_spare(parts, "letter", generator),))
+
+
+def off_by_one(task: Seq2SeqTask, parts: Parts, generator: torch.Generator) -> Head:
+    """The symbol after the aligned one; it goes where nobody reads."""
+    return Head(aligner(task, parts, "next phrase", shift=1).matches, (_to_spare(parts, "symbol", generator),))
+
+
+def diffuse(parts: Parts, generator: torch.Generator, n_ctx: int) -> Head:
+    """All letters of the prompt, at almost equal attention, each at least as much as `presence_units` let through."""
+    match = _loose_match(parts, generator)
+    return Head((match,), (Move(parts["letter"], parts["prediction"], PRESENCE * n_ctx * math.e**2),))
+
+
+def presence_units(parts: Parts) -> Units:
+    """A letter counts once: what the diffuse head wrote above `PRESENCE` is taken back."""
+    letters = parts["prediction"]
+    return Units(letters, torch.full((letters.shape[1],), -PRESENCE), -letters)
+
+
+def random_head(parts: Parts, generator: torch.Generator) -> Head:
+    """Attends a little by symbols and letters, at random; its output goes where nobody reads."""
+    return Head((_loose_match(parts, generator),), (_to_spare(parts, "letter", generator),))
+
+
+def bits(number: Any, among: int | None = None) -> Float[Tensor, "number bit"]:
+    """Returns the code of each number: its binary digits, as +1 and -1."""
+    width = _code_width(among or len(number))
+    return ((number[:, None] >> torch.arange(width)) & 1) * 2.0 - 1
+
+
+def _code_width(count: int) -> int:
+    return max(1, (count - 1).bit_length())
+
+
+def _previous_position(parts: Parts) -> Match:
+    return Match(parts["previous position bits"], parts["position bits"], MARGIN / 2)
+
+
+def _loose_match(parts: Parts, generator: torch.Generator) -> Match:
+    """A match between random directions of tokens, with scores between -1 and 1."""
+    token = torch.cat([parts["one"], parts["letter"], parts["symbol"] / parts["symbol"].shape[1]], dim=1)
+    query, key = (token @ (torch.rand(token.shape[1], 4, generator=generator) - 0.5) for _ in range(2))
+    return Match(query, key, 0.25)
+
+
+def _to_spare(parts: Parts, read: str, generator: torch.Generator) -> Move:
+    directions = torch.randn(parts[read].shape[1], SPARE, generator=generator) / SPARE**0.5
+    return Move(parts[read] @ directions, parts["spare"])

@@ -1,0 +1,196 @@
+"""A small transformer with TransformerLens's hooks whose weights are written by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformer_lens import ActivationCache, HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+
+@dataclass(frozen=True)
+class HandBuiltConfig:
+    """The shape of a `HandBuilt` model, in the field names of TransformerLens."""
+
+    n_layers: int
+    n_heads: int
+    d_model: int
+    d_head: int
+    d_mlp: int
+    d_vocab: int
+    n_ctx: int
+    model_name: str = "hand-built"
+    act_fn: str = "relu"
+    normalization_type: None = None
+    """There is no LayerNorm: what a head writes is what another reads."""
+    positional_embedding_type: str = "standard"
+    attn_only: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+
+class HandBuilt(HookedRootModule):
+    """A causal decoder with absolute positions, softmax attention, ReLU MLPs and no normalisation; all weights are 0.
+
+    Its hook points, weights and `cfg` have TransformerLens's names and shapes, so `run_with_cache`, `run_with_hooks`,
+    `transformer_lens.patching` and `head_detector` work on it. Positions count from the first real token, so padding
+    on the left changes nothing.
+    """
+
+    blocks: Any
+    """A `Block` for each layer."""
+    W_E: nn.Parameter
+    """`[d_vocab d_model]`."""
+    W_pos: nn.Parameter
+    """`[n_ctx d_model]`."""
+    W_U: nn.Parameter
+    """`[d_model d_vocab]`."""
+
+    def __init__(self, cfg: HandBuiltConfig, tokenizer: Any = None):
+        super().__init__()
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.W_E = _zeros(cfg, cfg.d_vocab, cfg.d_model)
+        self.W_pos = _zeros(cfg, cfg.n_ctx, cfg.d_model)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.W_U = _zeros(cfg, cfg.d_model, cfg.d_vocab)
+        self.hook_embed = HookPoint()
+        self.hook_pos_embed = HookPoint()
+        self.setup()
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "prompt pos"],
+        attention_mask: Bool[Tensor, "prompt pos"] | Int[Tensor, "prompt pos"] | None = None,
+    ) -> Float[Tensor, "prompt pos d_vocab"]:
+        """Returns the logits at every position.
+
+        Args:
+            tokens: Token ids.
+            attention_mask: Non-zero at real tokens, where prompts are padded.
+
+        Raises:
+            ValueError: The prompts are longer than the context.
+        """
+        if tokens.shape[1] > self.cfg.n_ctx:
+            raise ValueError(
+                f"a prompt of {tokens.shape[1]} tokens, but the model's context is {self.cfg.n_ctx}: "
+                "take fewer or shorter examples"
+            )
+        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        place = (real.cumsum(1) - 1).clamp(min=0)
+        pos = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = ((pos > pos[:, None]) | ~real[:, None, :]) & (
+            pos != pos[:, None]
+        )  # padding sees itself: no empty rows
+        residual = self.hook_embed(self.W_E[tokens]) + self.hook_pos_embed(self.W_pos[place])
+        for block in self.blocks:
+            residual = block(residual, hidden[:, None])
+        return residual @ self.W_U
+
+    def run_with_cache(
+        self, *model_args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Returns the logits and the activations, as an `ActivationCache` or, unless `return_cache_object`, a dict."""
+        logits, cache = super().run_with_cache(*model_args, remove_batch_dim=remove_batch_dim, **kwargs)
+        return logits, ActivationCache(cache, self, not remove_batch_dim) if return_cache_object else cache
+
+    def to_tokens(self, text: str | Sequence[str]) -> Int[Tensor, "prompt pos"]:
+        """Returns the token ids of one text, or of texts of one length, with the tokenizer's BOS token."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids")
+        texts = [text] if isinstance(text, str) else list(text)
+        return torch.tensor(self.tokenizer(texts)["input_ids"], device=self.cfg.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "HandBuilt":
+        super()._apply(fn, recurse)
+        self.cfg = replace(self.cfg, device=self.W_E.device, dtype=self.W_E.dtype)
+        return self
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """The query weights of all layers."""
+        return torch.stack([block.attn.W_Q for block in self.blocks])
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """The key weights of all layers."""
+        return torch.stack([block.attn.W_K for block in self.blocks])
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """The value weights of all layers."""
+        return torch.stack([block.attn.W_V for block in self.blocks])
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        """The output weights of all layers."""
+        return torch.stack([block.attn.W_O for block in self.blocks])
+
+
+class Block(nn.Module):
+    """One layer: attention, then an MLP, each added to the residual stream."""
+
+    def __init__(self, cfg: HandBuiltConfig):
+        super().__init__()
+        self.attn = Attention(cfg)
+        self.mlp = MLP(cfg)
+        self.hook_resid_pre = HookPoint()
+        self.hook_attn_out = HookPoint()
+        self.hook_resid_mid = HookPoint()
+        self.hook_mlp_out = HookPoint()
+        self.hook_resid_post = HookPoint()
+
+    def forward(
+        self, residual: Float[Tensor, "prompt pos d_model"], hidden: Bool[Tensor, "prompt 1 pos pos"]
+    ) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns the residual stream after the layer."""
+        residual = self.hook_resid_pre(residual)
+        residual = self.hook_resid_mid(residual + self.hook_attn_out(self.attn(residual, hidden)))
+        return self.hook_resid_post(residual + self.hook_mlp_out(self.mlp(residual)))
+
+
+class Attention(nn.Module):
+    """Softmax attention without biases."""
+
+    def __init__(self, cfg: HandBuiltConfig):
+        super().__init__()
+        self.W_Q, self.W_K, self.W_V = (_zeros(cfg, cfg.n_heads, cfg.d_model, cfg.d_head) for _ in range(3))
+        self.W_O = _zeros(cfg, cfg.n_heads, cfg.d_head, cfg.d_model)
+        self.hook_q, self.hook_k, self.hook_v, self.hook_z = (HookPoint() for _ in range(4))
+        self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()
+
+    def forward(
+        self, residual: Float[Tensor, "prompt pos d_model"], hidden: Bool[Tensor, "prompt 1 pos pos"]
+    ) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns the sum of the heads' outputs."""
+        q, k, v = (
+            hook(torch.einsum("npd,hde->nphe", residual, weight))
+            for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
+        )
+        scores = torch.einsum("nqhe,nkhe->nhqk", q / q.shape[-1] ** 0.5, k)
+        scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
+        pattern = self.hook_pattern(scores.softmax(-1))
+        z = self.hook_z(torch.einsum("nhqk,nkhe->nqhe", pattern, v))
+        return torch.einsum("nqhe,hed->nqd", z, self.W_O)
+
+
+class MLP(nn.Module):
+    """One hidden layer of ReLU units."""
+
+    def __init__(self, cfg: HandBuiltConfig):
+        super().__init__()
+        self.W_in, self.b_in = _zeros(cfg, cfg.d_model, cfg.d_mlp), _zeros(cfg, cfg.d_mlp)
+        self.W_out, self.b_out = _zeros(cfg, cfg.d_mlp, cfg.d_model), _zeros(cfg, cfg.d_model)
+        self.hook_pre, self.hook_post = HookPoint(), HookPoint()
+
+    def forward(self, residual: Float[Tensor, "prompt pos d_model"]) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns what the units write."""
+        return self.hook_post(self.hook_pre(residual @ self.W_in + self.b_in).relu()) @ self.W_out + self.b_out
+
+
+def _zeros(cfg: HandBuiltConfig, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, device=cfg.device, dtype=cfg.dtype))
