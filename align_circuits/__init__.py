@@ -1,10 +1,25 @@
 """Which attention heads align an output with its input, and which look it up in the examples."""
 
+from align_circuits import plots
 from align_circuits.evaluate import evaluate
 from align_circuits.models.load import load
+from align_circuits.models.planted import planted
 from align_circuits.prompts import Prompts, Role
 from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
 
-__all__ = ["Prompts", "Provenance", "Relation", "Role", "Table", "evaluate", "load", "score_heads"]
+__all__ = [
+    "Prompts",
+    "Provenance",
+    "Relation",
+    "Role",
+    "Seq2SeqTask",
+    "Table",
+    "evaluate",
+    "load",
+    "planted",
+    "plots",
+    "score_heads",
+]

@@ -94,8 +94,8 @@ class Score(Job):
             verdict=verdict,
             sections=[
                 ("What the model gets right", "Accuracy under teacher forcing, beside what needs no alignment.", plots.accuracy(correct)),
-                ("The best heads", "", plots.top_heads(table, metrics)),
-                *[(f"Head map: {metric}", "", plots.head_map(table, metric)) for metric in metrics],
+                ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
+                ("All heads", "Hover for the number and its interval.", plots.head_maps(table, metrics)),
                 ("A prompt with its gold", "Same number, same phrase: what is predicted, its aligned input symbol, where it can be looked up.", prompts.drawing(0)),
             ],
         )  # fmt: skip

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from align_circuits.evaluate import ALL_OFFSETS
+from align_circuits.evaluate import ALL_OFFSETS, REFERENCES
 from align_circuits.tables import Table
 
 SEQUENTIAL = "Cividis"
@@ -15,7 +17,11 @@ DIVERGING = "PuOr"
 """For differences; its ends differ in hue and its middle is pale (Brewer, 2003)."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+"""Okabe and Ito (2008), without black and yellow, which vanish on dark and light pages."""
+
+SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond")
 _GREY = "#808080"  # the one text colour with contrast on white and on black
+_COLUMNS = 3
 
 
 def head_map(table: Table, metric: str, title: str | None = None) -> go.Figure:
@@ -24,48 +30,79 @@ def head_map(table: Table, metric: str, title: str | None = None) -> go.Figure:
     A difference of tables (any value below zero) is drawn on a diverging scale around zero.
 
     Args:
-        table: With key columns layer, head and metric.
+        table: With key columns layer, head and metric, one row a head.
         metric: Which to draw.
         title: Above the map; the metric's name by default.
     """
-    rows = table.where(metric=metric).heads().frame
-    grid = table.grid(metric)
-    low, high = (rows.pivot(index="layer", columns="head", values=end).to_numpy(dtype=float) for end in ("low", "high"))
-    bound = max(1.0, float(np.nanmax(np.abs(grid)))) if np.isfinite(grid).any() else 1.0
-    signed = bool((grid[np.isfinite(grid)] < 0).any())
-    heat = go.Heatmap(
-        z=grid, x=sorted(rows["head"].unique()), y=sorted(rows["layer"].unique()), customdata=np.stack([low, high], -1),
-        colorscale=DIVERGING if signed else SEQUENTIAL, zmin=-bound if signed else 0, zmax=bound, xgap=1, ygap=1,
-        hovertemplate="L%{y}H%{x}: %{z:.3f} [%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
-    )  # fmt: skip
-    figure = go.Figure(heat)
-    figure.update_xaxes(title="head", dtick=1 if grid.shape[1] <= 16 else 4, showgrid=False)
-    figure.update_yaxes(title="layer", dtick=1 if grid.shape[0] <= 16 else 4, showgrid=False)
-    return _styled(figure, title or metric, height=220 + 18 * min(grid.shape[0], 32))
+    return head_maps(table, [metric], title or metric, captions=False)
 
 
-def top_heads(table: Table, metrics: Sequence[str], n: int = 6) -> go.Figure:
-    """Returns the best heads of each metric with their 95% intervals, side by side.
+def head_maps(table: Table, metrics: Sequence[str], title: str = "", captions: bool = True) -> go.Figure:
+    """Returns a map for each metric side by side, all on one scale.
 
     Args:
-        table: With key columns layer, head and metric.
-        metrics: Which to draw, one colour each.
-        n: How many heads of each.
+        table: With key columns layer, head and metric, one row a head.
+        metrics: Which to draw, in order.
+        title: Above the maps.
+        captions: Whether each map is headed by its metric's name.
     """
-    figure = go.Figure()
-    for colour, metric in zip(COLOURS, metrics, strict=False):
-        best = table.top(metric, n).frame
-        figure.add_scatter(
-            x=[f"L{layer}H{head}<br>{metric}" for layer, head in zip(best["layer"], best["head"], strict=True)],
-            y=best["value"], mode="markers", name=metric, marker={"size": 9, "color": colour},
-            error_y=_error_bars(best["value"], best["low"], best["high"]),
+    grids = [table.grid(metric) for metric in metrics]
+    known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
+    signed = bool((known < 0).any())
+    bound = max(1.0, float(np.abs(known).max(initial=0)))
+    columns = min(_COLUMNS, len(metrics))
+    figure = make_subplots(
+        -(-len(metrics) // columns), columns, subplot_titles=list(metrics) if captions else None,
+        horizontal_spacing=0.07, vertical_spacing=0.32 / -(-len(metrics) // columns),
+    )  # fmt: skip
+    for place, (metric, grid) in enumerate(zip(metrics, grids, strict=True)):
+        rows = table.where(metric=metric).heads().frame
+        ends = [rows.pivot(index="layer", columns="head", values=end).to_numpy(dtype=float) for end in ("low", "high")]
+        heat = go.Heatmap(
+            z=grid, x=sorted(rows["head"].unique()), y=sorted(rows["layer"].unique()), customdata=np.stack(ends, -1),
+            coloraxis="coloraxis", xgap=1, ygap=1,
+            hovertemplate=f"L%{{y}}H%{{x}} {metric}: %{{z:.3f}} [%{{customdata[0]:.3f}}, %{{customdata[1]:.3f}}]<extra></extra>",
         )  # fmt: skip
-    figure.update_yaxes(title="score", range=[-0.03, 1.05])
-    return _styled(figure, f"The {n} best heads of each metric, with 95% intervals over prompts", height=420)
+        figure.add_trace(heat, row=place // columns + 1, col=place % columns + 1)
+    layers, heads = grids[0].shape
+    figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
+    figure.update_xaxes(title="head", row=-(-len(metrics) // columns))
+    figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
+    figure.update_yaxes(title="layer", col=1)
+    scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
+    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": "change" if signed else "score"}})
+    return _styled(figure, title, height=(150 + 16 * min(layers, 32)) * -(-len(metrics) // columns) + 60)
 
 
-def accuracy(table: Table, title: str = "Accuracy beside its references") -> go.Figure:
-    """Returns accuracy by target kind, the model's beside chance, blind ceilings and oracle, with 95% intervals.
+def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "") -> go.Figure:
+    """Returns the best heads of each metric with their 95% intervals, a panel a metric.
+
+    Args:
+        table: With key columns layer, head and metric, one row a head.
+        metrics: Which to draw, in order.
+        n: How many heads of each.
+        title: Above the panels.
+    """
+    columns = min(_COLUMNS, len(metrics))
+    lines = -(-len(metrics) // columns)
+    figure = make_subplots(
+        lines, columns, subplot_titles=list(metrics), horizontal_spacing=0.09, vertical_spacing=0.28 / lines
+    )
+    for place, metric in enumerate(metrics):
+        best = table.top(metric, n).frame[::-1]
+        dots = go.Scatter(
+            y=[f"L{layer}H{head}" for layer, head in zip(best["layer"], best["head"], strict=True)],
+            x=best["value"], error_x=_error_bars(best), mode="markers", showlegend=False,
+            marker={"size": 9, "color": COLOURS[place % len(COLOURS)]}, hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+        )  # fmt: skip
+        figure.add_trace(dots, row=place // columns + 1, col=place % columns + 1)
+    figure.update_xaxes(range=[-0.04, 1.06], dtick=0.25)
+    figure.update_yaxes(type="category")
+    return _styled(figure, title, height=(110 + 26 * n) * lines + 40)
+
+
+def accuracy(table: Table, title: str = "") -> go.Figure:
+    """Returns accuracy by kind of target, the model's beside chance, blind ceilings and oracle, with 95% intervals.
 
     Args:
         table: What `evaluate` returned.
@@ -73,29 +110,31 @@ def accuracy(table: Table, title: str = "Accuracy beside its references") -> go.
     """
     frame = table.where(metric="accuracy", offset=ALL_OFFSETS).frame
     figure = go.Figure()
-    symbols = {"model": "circle", "chance": "x", "memoryless": "triangle-down", "history": "triangle-up", "oracle": "star"}
-    for colour, predictor in zip(COLOURS, [name for name in symbols if name in set(frame["predictor"])], strict=False):
+    for place, predictor in enumerate(("model", *REFERENCES)):
         rows = frame[frame["predictor"] == predictor]
+        if rows.empty:
+            continue
         figure.add_scatter(
-            x=rows["kind"], y=rows["value"], mode="markers", name=predictor,
-            marker={"size": 13 if predictor == "model" else 9, "symbol": symbols[predictor], "color": colour},
-            error_y=_error_bars(rows["value"], rows["low"], rows["high"]),
+            x=rows["kind"], y=rows["value"], error_y=_error_bars(rows), mode="markers", name=predictor,
+            marker={"size": 13 if predictor == "model" else 10, "symbol": SYMBOLS[place], "color": COLOURS[place]},
         )  # fmt: skip
-    figure.update_yaxes(title="accuracy", range=[-0.03, 1.05])
+    figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(title="target tokens")
+    figure.update_layout(scattermode="group", scattergap=0.6)
     return _styled(figure, title, height=380)
 
 
-def _error_bars(value, low, high) -> dict:  # noqa: ANN001 - pandas series
-    return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, "thickness": 1.2}
+def _error_bars(frame: pd.DataFrame) -> dict:
+    above, below = frame["high"] - frame["value"], frame["value"] - frame["low"]
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
 
 
 def _styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Transparent and grey-lettered, so that light and dark pages both work; no template is registered."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", margin={"l": 60, "r": 20, "t": 50, "b": 60},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
     figure.update_xaxes(**axis)

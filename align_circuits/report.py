@@ -61,7 +61,7 @@ def write_report(
 
 def _block(content: go.Figure | Table | str) -> str:
     if isinstance(content, go.Figure):
-        return content.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+        return content.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
     if isinstance(content, Table):
         return content.frame.to_html(index=False, float_format="{:.3f}".format, border=0)
     return content
