@@ -16,6 +16,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
+TIE = 1e-5
+"""Attention that is lower than the highest by less than this share of it ties with it: about the error of float32."""
+
+
 def attention_on(pattern: Float[Tensor, "row head pos"], where: Bool[Tensor, "row pos"]) -> Float[Tensor, "row head"]:
     """Returns the attention that each row pays to the positions `where` is true: Σ_k α(q, k), in [0, 1]."""
     return torch.einsum("rhp,rp->rh", pattern, where.to(pattern.dtype))
@@ -26,8 +30,8 @@ def hit_rate(
 ) -> Float[Tensor, "row head"]:
     """Returns whether the most attended candidate is a key: 1[argmax_{j in candidates} α(q, j) in keys].
 
-    Of n candidates that tie for the most, k of them keys, the row counts k / n: uniform attention scores chance, also
-    in bf16, where ties are common. A row that pays its candidates no attention at all is a miss.
+    Of n candidates that tie for the most (to within `TIE`), k of them keys, the row counts k / n: so uniform attention
+    scores chance, and rounding decides nothing. A row that pays its candidates no attention at all is a miss.
 
     Range 0 to 1; chance is keys / candidates. Source: the alignment accuracy of paper 1, §4.1, with the gold alignment
     in place of a fixed one; its candidates are the input tokens of the test example (the released notebook also lets
@@ -38,7 +42,7 @@ def hit_rate(
     looks a fixed offset back fails.
     """
     best = pattern.masked_fill(~candidates[:, None], -math.inf).amax(-1, keepdim=True)
-    tied = (pattern == best) & candidates[:, None]
+    tied = (pattern >= best * (1 - TIE)) & candidates[:, None]
     hits = (tied & keys[:, None]).sum(-1).to(pattern.dtype) / tied.sum(-1)
     return hits.where((best[..., 0] > 0) | best[..., 0].isnan(), 0)
 
