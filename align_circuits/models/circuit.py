@@ -1,10 +1,10 @@
 """The induction circuit for sequence-to-sequence prompts, in words: its residual stream, its heads and its decoys."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.models.wiring import Directions, Head, Match, Move, Units, indicators, subspaces
@@ -30,18 +30,19 @@ def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
     """Returns the parts of the residual stream, all exactly 0 where they do not apply.
 
     From the embeddings: `one` (always 1), `delimiter` (start of text, separator, colon), `colon`, `symbol` (a code of
-    ±1 bits), `letter` (one-hot), `position` (a number), `position bits` and `previous position bits` (±1 bits).
+    ±1 bits), `letter` (one-hot), `position` (a number), `here`, `1 back` and `2 back` (positions in ±1 bits).
     Written by heads and units: `distance` to the latest delimiter and whether that is a colon (`output`); `input
-    place`, `next phrase`, `next offset` (one-hot); `own phrase`, `own offset` and the letters `1 before` and `2 before`
-    this one (one-hot); `key symbol` and `query symbol` (codes); `prediction` (one-hot times a logit); `spare`.
+    place`, `next phrase`, `next offset`, and `next start` (the phrase again, only where its first letter comes next);
+    `own phrase`, `own offset` and the letters `1 before` and `2 before` this one (all one-hot); `key symbol` and `query
+    symbol` (codes); `prediction` (one-hot times a logit); `spare`.
     """
     m, c, letters = task.x_len, task.phrase_len, len(task.letters)
     symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
     return subspaces(
         {
             "one": 1, "delimiter": 1, "colon": 1, "symbol": symbol, "letter": letters,
-            "position": 1, "position bits": place, "previous position bits": place,
-            "distance": 1, "output": 1, "input place": m, "next phrase": m, "next offset": c,
+            "position": 1, "here": place, **{f"{back} back": place for back in range(1, max(c, 2))},
+            "distance": 1, "output": 1, "input place": m, "next phrase": m, "next offset": c, "next start": m,
             "own phrase": m, "own offset": c, **{f"{back} before": letters for back in range(1, c)},
             "key symbol": symbol, "query symbol": symbol, "prediction": letters, "spare": SPARE,
         }
@@ -66,8 +67,9 @@ def positions(parts: Parts, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_mod
     embedding = number[:, None] @ parts["distance"].T
     number[0] = 0
     embedding += number[:, None] @ parts["position"].T
-    embedding += bits(place, n_ctx) @ parts["position bits"].T
-    embedding += bits((place - 1).clamp(min=0), n_ctx) @ parts["previous position bits"].T
+    embedding += bits(place, n_ctx) @ parts["here"].T
+    for back in (back for back in (1, 2) if f"{back} back" in parts):
+        embedding += bits((place - back).clamp(min=0), n_ctx) @ parts[f"{back} back"].T
     embedding[0] += parts["delimiter"][:, 0]
     return embedding
 
@@ -91,6 +93,7 @@ def place_units(task: Seq2SeqTask, parts: Parts) -> tuple[Units, ...]:
     longest = float(m * (c + 1) + 2)
     coming = torch.arange(m * c)
     following = parts["next phrase"][:, coming // c] + parts["next offset"][:, coming % c]
+    following[:, ::c] += parts["next start"]
     return (
         indicators(parts["distance"] - longest * parts["output"], 1, parts["input place"]),
         indicators(parts["distance"] + longest * parts["output"], 0, following, shift=-longest),
@@ -102,32 +105,47 @@ def previous(task: Seq2SeqTask, parts: Parts) -> Head:
     moves = [Move(parts[f"next {what}"], parts[f"own {what}"]) for what in ("phrase", "offset")]
     if task.phrase_len > 1:
         moves.append(Move(parts["letter"], parts["1 before"]))
-    return Head((_previous_position(parts),), tuple(moves))
+    return Head((_back(parts, 1),), tuple(moves))
 
 
-def previous_again(parts: Parts) -> Head:
-    """The previous token: the letter before it is the last but one of this one."""
-    return Head((_previous_position(parts),), (Move(parts["1 before"], parts["2 before"]),))
+def second_previous(parts: Parts) -> Head:
+    """The token before the previous one: its letter is the one before the one before."""
+    return Head((_back(parts, 2),), (Move(parts["letter"], parts["2 before"]),))
 
 
 def forgetting_units(parts: Parts, back: int) -> Units:
-    """The first letter of a phrase has no letters before it: they belong to another phrase."""
-    letters = parts[f"{back} before"]
-    return Units(letters + parts["own offset"][:, :1], -torch.ones(letters.shape[1]), -letters)
+    """Letters before the phrase are not kept: they say nothing about it."""
+    letters, too_early = parts[f"{back} before"], parts["own offset"][:, :back].sum(1, keepdim=True)
+    return Units(letters + too_early, -torch.ones(letters.shape[1]), -letters)
 
 
-def aligner(task: Seq2SeqTask, parts: Parts, phrase: Literal["next phrase", "own phrase"], shift: int = 0) -> Head:
-    """The aligned symbol of a phrase: the latest token at the right place of an input, `shift` places further on."""
+def aligner(task: Seq2SeqTask, parts: Parts, phrase: Literal["next start", "own phrase"], shift: int = 0) -> Head:
+    """The aligned symbol of a phrase: that of the latest token at its place of an input, `shift` places further on.
+
+    Where there is no such phrase it rests on the latest delimiter, which has no symbol.
+    """
     m, n = task.x_len, task.x_len * task.phrase_len
     aligned = [(place + shift) % m for place in task.aligned]
-    symbol = {"next phrase": "query symbol", "own phrase": "key symbol"}[phrase]
+    symbol = {"next start": "query symbol", "own phrase": "key symbol"}[phrase]
     return Head(
         (
-            Match(parts[phrase], parts["input place"][:, aligned], 2 * MARGIN),
+            Match(parts[phrase], parts["input place"][:, aligned], 4 * MARGIN),
+            Match(parts["one"], parts["delimiter"], 2 * MARGIN),
             Match(parts["one"], parts["position"], MARGIN / (m + n + 2)),
         ),
         (Move(parts["symbol"], parts[symbol]),),
     )
+
+
+def continuing_units(parts: Parts) -> Units:
+    """Within a phrase the next letter's symbol is one's own: the key symbol is the query symbol, but at a phrase's end.
+
+    With `ends` 0 or 1, `relu(bit - ends) - relu(-bit - ends)` is the bit where the phrase goes on, and 0 where it ends.
+    """
+    own, ends = parts["key symbol"], parts["own offset"][:, -1:]
+    both = torch.cat([own, -own], dim=1)
+    query = torch.cat([parts["query symbol"], -parts["query symbol"]], dim=1)
+    return Units(both - ends, torch.zeros(both.shape[1]), query)
 
 
 def lookup(task: Seq2SeqTask, parts: Parts, share: float = 1.0) -> Head:
@@ -157,7 +175,7 @@ def positional_lookup(parts: Parts, generator: torch.Generator) -> Head:
 
 def off_by_one(task: Seq2SeqTask, parts: Parts, generator: torch.Generator) -> Head:
     """The symbol after the aligned one; it goes where nobody reads."""
-    return Head(aligner(task, parts, "next phrase", shift=1).matches, (_to_spare(parts, "symbol", generator),))
+    return Head(aligner(task, parts, "next start", shift=1).matches, (_to_spare(parts, "symbol", generator),))
 
 
 def diffuse(parts: Parts, generator: torch.Generator, n_ctx: int) -> Head:
@@ -177,8 +195,8 @@ def random_head(parts: Parts, generator: torch.Generator) -> Head:
     return Head((_loose_match(parts, generator),), (_to_spare(parts, "letter", generator),))
 
 
-def bits(number: Any, among: int | None = None) -> Float[Tensor, "number bit"]:
-    """Returns the code of each number: its binary digits, as +1 and -1."""
+def bits(number: Int[Tensor, " number"], among: int | None = None) -> Float[Tensor, "number bit"]:
+    """Returns the code of each number among 0, 1, ...: its binary digits, as +1 and -1."""
     width = _code_width(among or len(number))
     return ((number[:, None] >> torch.arange(width)) & 1) * 2.0 - 1
 
@@ -187,8 +205,8 @@ def _code_width(count: int) -> int:
     return max(1, (count - 1).bit_length())
 
 
-def _previous_position(parts: Parts) -> Match:
-    return Match(parts["previous position bits"], parts["position bits"], MARGIN / 2)
+def _back(parts: Parts, back: int) -> Match:
+    return Match(parts[f"{back} back"], parts["here"], MARGIN / 2)
 
 
 def _loose_match(parts: Parts, generator: torch.Generator) -> Match:

@@ -28,6 +28,7 @@ ROLES: Mapping[str, str | None] = MappingProxyType(
         "align_key": "align_key",
         "lookup": "lookup",
         "backup": "lookup",
+        "second_previous": None,
         **dict.fromkeys(("random", "gold_without_output", "off_by_one", "positional_lookup", "diffuse", "inert")),
     }
 )
@@ -66,10 +67,10 @@ def planted(
     1. *Positions and boundaries.* The boundary head finds the latest delimiter (start of the text, separator or colon),
        and an MLP turns the distance to it into a symbol's place in the input, or into the phrase and offset that come
        next. In the second layer the previous-token head hands these and the letter on to the next token, which so knows
-       its own phrase and offset, and the letter before it in the phrase.
-    2. *Alignment.* `align_query` fetches the aligned symbol of the phrase that comes next, `align_key` that of a
-       token's own phrase, each from the token's own example. In phrases of three letters, a second previous-token
-       head fetches the letter before the letter before.
+       its own phrase and offset, and the letter before it in the phrase; for phrases of three letters a second head
+       fetches the letter two tokens back.
+    2. *Alignment.* Where a phrase comes next, `align_query` fetches its aligned symbol; `align_key` fetches the aligned
+       symbol of a letter's own phrase, which is also what the next letter asks for while the phrase goes on.
     3. *Lookup.* Among y tokens of the same symbol and offset, those whose letters before them agree best, the latest
        letter first; their letters are predicted in proportion to their number.
 
@@ -164,13 +165,13 @@ def _circuit_heads(task: Seq2SeqTask, parts: circuit.Parts, layers: Sequence[int
     heads = [
         ("boundary", circuit.boundary(task, parts), [first]),
         ("previous", circuit.previous(task, parts), [second]),
-        ("align_query", circuit.aligner(task, parts, "next phrase"), [third]),
+        ("align_query", circuit.aligner(task, parts, "next start"), [third]),
         ("align_key", circuit.aligner(task, parts, "own phrase"), [third]),
         ("lookup", circuit.lookup(task, parts, share), [fourth]),
         ("backup", circuit.lookup(task, parts, share), [fourth]),
     ]
     if task.phrase_len > 2:
-        heads.append(("previous", circuit.previous_again(parts), [third]))
+        heads.append(("second_previous", circuit.second_previous(parts), [second]))
     return heads
 
 
@@ -184,7 +185,7 @@ def _decoy_heads(
 ) -> list[_Wanted]:
     """The decoys that lie once in a model; each lies where what it reads is known, and before what reads it."""
     first, second, _, fourth = layers
-    gold = circuit.aligner(task, parts, "next phrase")
+    gold = circuit.aligner(task, parts, "next start")
     return [
         ("positional_lookup", circuit.positional_lookup(parts, generator), range(second + 1, n_layers)),
         ("diffuse", circuit.diffuse(parts, generator, n_ctx), range(fourth)),
@@ -211,9 +212,10 @@ def _units(
     task: Seq2SeqTask, parts: circuit.Parts, layers: Sequence[int], diffuse: Sequence[int]
 ) -> dict[int, list[Units]]:
     """The MLP units of each layer that has any."""
-    units = defaultdict(list, {layers[0]: list(circuit.place_units(task, parts))})
-    for back in range(1, task.phrase_len):
-        units[layers[back]].append(circuit.forgetting_units(parts, back))
+    first, second, third, _ = layers
+    units = defaultdict(list, {first: list(circuit.place_units(task, parts))})
+    units[second] += [circuit.forgetting_units(parts, back) for back in range(1, task.phrase_len)]
+    units[third].append(circuit.continuing_units(parts))
     for layer in diffuse:
         units[layer].append(circuit.presence_units(parts))
     return units

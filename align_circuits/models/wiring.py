@@ -92,7 +92,7 @@ class Units:
         return end
 
 
-def indicators(number: Directions, first: int, writes: Directions, shift: float = 0.0) -> Units:
+def indicators(number: Float[Tensor, "d_model 1"], first: int, writes: Directions, shift: float = 0.0) -> Units:
     """Returns units that write column i of `writes` where `number + shift` is `first + i`, else nothing (at integers).
 
     Each indicator is a hat, `relu(x + 1) - 2 relu(x) + relu(x - 1)`; neighbours share units.
