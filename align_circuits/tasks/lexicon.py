@@ -125,9 +125,9 @@ def check_text(tokenizer: Any, words: Lexicon, places: Layout) -> None:
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(
-            f"{_name(tokenizer)} does not read the text of these prompts as the tokens they are built from: {text[:40]!r} "
-            f"becomes {tokens[:20]}. Texts that break ({len(broken)}): {listed[:200]}. Leave these symbols out of the task's "
-            "alphabet, letters or delimiters, or set spaced=False, which promises no text"
+            f"{_name(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
+            f"{text[:40]!r} becomes {tokens[:20]}. Texts that break ({len(broken)}): {listed[:200]}. Leave these symbols "
+            "out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
     _CHECKED[tokenizer].add(key)
 

@@ -45,7 +45,7 @@ class Seq2SeqTask:
     >>> from align_circuits.models.tokenizer import char_tokenizer
     >>> task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=1, separator=";", bos=False)
     >>> task.sample(1, char_tokenizer(), seed=0).text
-    ['TAZ:eyqnks;AZT:qnkevv']
+    ['MRB:zqbgsn;BRM:snbjss']
     """
 
     x_len: int = 5
@@ -68,7 +68,7 @@ class Seq2SeqTask:
     """`"prompt"`: symbols and automata are new in every prompt (the released data). `"task"`: drawn once for the task
     (the text), so that they can be learned in the weights."""
     style: Style = "standard"
-    """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (a `!` before every letter)."""
+    """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (`!` before every letter)."""
     ood: bool = False
     """Whether the test input is a uniformly random permutation, not an input of the grammar."""
     colon: str = ":"

@@ -45,13 +45,13 @@ class Streams:
             *shape: The shape of the result.
             late: 0 or 1 for each thing: those with a 1 come after all those with a 0.
         """
-        bits = max(shape[-1] - 1, 1).bit_length()  # room for the index below the random key: sorting values is fast
-        keys = self.generator(name).integers(2 ** (61 - bits), size=shape) << bits
-        keys |= np.arange(shape[-1])
+        bits = max(shape[-1] - 1, 1).bit_length()  # the index stands below a random key: 32-bit values sort fast
+        keys = self.generator(name).integers(2 ** (30 - bits), size=shape, dtype=np.int32) << bits
+        keys |= np.arange(shape[-1], dtype=np.int32)
         if late is not None:
-            keys |= late.numpy().astype(np.int64) << 61
+            keys |= late.numpy().astype(np.int32) << 30
         keys.sort(axis=-1)
-        return torch.from_numpy(keys & (2**bits - 1))
+        return torch.from_numpy(keys & (2**bits - 1)).long()
 
     def distinct(self, name: str, size: int, limit: Int[Tensor, "..."]) -> Int[Tensor, "... size"]:
         """Returns `size` different integers below `limit`, in random order: any first few are a uniform draw too."""

@@ -1,0 +1,93 @@
+"""Random tokens, repeated: what induction heads are usually found with."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from align_circuits.prompts import Prompts, Role, text_of, vocabulary_fingerprint
+from align_circuits.relations import duplicate_token, induction, previous_token
+from align_circuits.tasks.streams import Streams
+
+
+@dataclass(frozen=True)
+class RepeatedTokensTask:
+    """A sequence of random tokens, all different, written several times over.
+
+    Targets are the tokens of every repeat but the first, from the first that can be known: the one after a token seen
+    before. Only induction predicts them; a guess is right with one in the size of the vocabulary.
+
+    Source: Olsson et al. (2022), "In-context Learning and Induction Heads".
+
+    >>> prompts = RepeatedTokensTask(length=3, bos=False).sample(1, 100, seed=0)
+    >>> row = prompts.tokens[0].tolist()
+    >>> row[:3] == row[3:], prompts.relations["induction"].keys_of(0)
+    (True, [1])
+    """
+
+    length: int = 25
+    """Tokens in a sequence."""
+    repeats: int = 2
+    """How many times the sequence is written, from 2 up."""
+    bos: bool = True
+    """Whether prompts start with the tokenizer's BOS token, where there is a tokenizer that has one."""
+
+    def __post_init__(self):
+        for name, least in (("length", 2), ("repeats", 2)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} is {value}: give at least {least}")
+
+    def sample(self, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
+        """Draws prompts; relations are `induction`, `previous` and `duplicate` at the position that predicts a target.
+
+        Args:
+            n: How many prompts. The first prompts of a seed are the same however many are drawn.
+            tokenizer: A Hugging Face tokenizer, whose special tokens are left out, or the size of a vocabulary.
+            seed: Which prompts.
+
+        Raises:
+            ValueError: The vocabulary has fewer tokens than a sequence.
+        """
+        if n < 1:
+            raise ValueError(f"{n} prompts: ask for at least 1")
+        plain = isinstance(tokenizer, int)
+        special = [] if plain else list(tokenizer.all_special_ids)
+        ids = np.setdiff1d(np.arange(tokenizer if plain else len(tokenizer)), special)
+        if len(ids) < self.length:
+            raise ValueError(
+                f"length is {self.length}, but there are only {len(ids)} tokens and those of a sequence differ: give a "
+                "shorter length or a larger vocabulary"
+            )
+        draws = Streams(seed, "repeated").generator("tokens")
+        rows = np.stack([draws.choice(ids, self.length, replace=False) for _ in range(n)])
+        inputs = torch.from_numpy(np.tile(rows, self.repeats))
+        bos = None if plain or not self.bos else tokenizer.bos_token_id
+        start = int(bos is not None)
+        if bos is not None:
+            inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)
+        place = torch.arange(inputs.shape[1]) - start  # counted without BOS
+        roles = torch.where(place < 0, Role.BOS.value, Role.TEXT.value).expand_as(inputs)
+        example = torch.where(place < 0, -1, place // self.length).expand_as(inputs)
+
+        target_pos = place[place > self.length] + start
+        prompt, target_pos = torch.arange(n).repeat_interleave(len(target_pos)), target_pos.repeat(n)
+        targets = pd.DataFrame(
+            {"prompt": prompt, "query_pos": target_pos - 1, "target_pos": target_pos, "token": inputs[prompt, target_pos],
+             "phrase": example[0, target_pos], "offset": place[target_pos] % self.length, "kind": "later"}
+        )  # fmt: skip
+        mask = torch.ones_like(inputs, dtype=torch.bool)
+        columns = {"target": torch.arange(len(prompt)), "prompt": prompt, "query": target_pos - 1}
+        made = [make(inputs, mask, **columns) for make in (induction, previous_token, duplicate_token)]
+        return Prompts(
+            inputs=inputs,
+            mask=mask,
+            roles=roles,
+            example=example,
+            targets=targets,
+            relations={relation.name: relation for relation in made},
+            pieces={} if plain else text_of(tokenizer, inputs.unique()),
+            fingerprint=None if plain else vocabulary_fingerprint(tokenizer),
+            task={"name": "repeated", "config": asdict(self), "seed": seed, "bos": bos is not None},
+        )
