@@ -148,7 +148,7 @@ def test_save_and_load(tmp_path, chosen):
 
 
 def test_load_what_is_not_there_or_no_prompts(tmp_path):
-    with pytest.raises(ValueError, match="no file .*missing"):
+    with pytest.raises(ValueError, match=r"no file .*missing"):
         Prompts.load(tmp_path / "missing")
     (tmp_path / "noise").write_bytes(b"not safetensors")
     from safetensors.torch import save_file

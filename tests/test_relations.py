@@ -41,10 +41,10 @@ def looped(prompts: list[list[int]], is_key) -> dict[tuple[int, int], tuple[list
 
 
 DEFINITIONS = {
-    "previous": lambda tokens, query, key: key == query - 1,
+    "previous": lambda _, query, key: key == query - 1,
     "duplicate": lambda tokens, query, key: key < query and tokens[key] == tokens[query],
     "induction": lambda tokens, query, key: key > 0 and tokens[key - 1] == tokens[query] and key - 1 < query,
-    "first_token": lambda tokens, query, key: key == 0 and query > 0,
+    "first_token": lambda _, query, key: key == 0 and query > 0,
 }
 
 
