@@ -15,7 +15,8 @@ ATTENTION = "align_circuits_probe"
 """The name under which our attention function is registered with transformers, on first use."""
 
 ARCHITECTURES = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM",
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
 )  # fmt: skip
 """The architectures on which the fast path is tested against the bridge and against Hugging Face."""
 
@@ -89,14 +90,18 @@ def probe_attention(
 def why_not_fast(model: Any) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
-    if not hasattr(model, "original_model"):
-        return f"a {type(model).__name__} is not a TransformerBridge over a Hugging Face model"
+    if not isinstance(getattr(model, "original_model", None), PreTrainedModel):
+        return f"a {type(model).__name__} is no TransformerBridge over a Hugging Face model"
     if architecture not in ARCHITECTURES:
-        return f"the architecture {architecture} is not among {', '.join(ARCHITECTURES)}"
-    if getattr(model, "compatibility_mode", False):
+        if (getattr(model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
+            return f"{architecture} caps its attention scores, which fused attention does not honour"
+        if any(name.endswith("sinks") for name, _ in model.original_model.named_parameters()):
+            return f"{architecture} has attention sinks, which fused attention does not honour"
+        return f"{architecture} is not among {', '.join(ARCHITECTURES)}"
+    if model.compatibility_mode:
         return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
     if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
-        return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention would not fire"
+        return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
     return None
 
 

@@ -11,13 +11,24 @@ class Probes:
 
     A hook point that a model names but never reaches is silent in TransformerLens: a measurement would rest on
     nothing. So ask `check` after the run.
-
-    >>> probes = Probes({"hook_embed": print})
-    >>> [name for name, _ in probes.fwd_hooks]
-    ['hook_embed']
     """
 
-    def __init__(self, reducers: Mapping[str, Callable[[Tensor], None]]):
+    def __init__(self, model: Any, reducers: Mapping[str, Callable[[Tensor], None]]):
+        """Prepares the hooks.
+
+        Args:
+            model: A model with TransformerLens's hooks.
+            reducers: What each activation is handed to, by the name of its hook point.
+
+        Raises:
+            ValueError: The model has no hook point of that name.
+        """
+        known = model.hook_dict
+        if absent := [name for name in reducers if name not in known]:
+            raise ValueError(
+                f"no hook point {absent[0]!r} in this {type(model).__name__}: it has {', '.join(list(known)[:8])}, ... "
+                "(see model.hook_dict)"
+            )
         self._reducers = dict(reducers)
         self._silent = set(reducers)
 

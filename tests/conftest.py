@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -35,7 +36,11 @@ def llama_tokenizer(tmp_path_factory):
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     fast = TikTokenConverter(vocab_file=str(path), extra_special_tokens=special).converted()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=fast, bos_token=special[0], eos_token=special[1], pad_token=special[1], clean_up_tokenization_spaces=False
+        tokenizer_object=fast,
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[1],
+        clean_up_tokenization_spaces=False,
     )
     folder = tmp_path_factory.mktemp("llama3-tokenizer")
     tokenizer.save_pretrained(folder)
@@ -49,12 +54,21 @@ def byte_bpe_tokenizer(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|endoftext|>"], show_progress=False
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
     )
     letters = [chr(code) for case in (65, 97) for code in range(case, case + 26)]
-    text = [" " + " ".join(letters)] * 50 + ["the cat sat on the mat with the dog and the hat"] * 50 + [" ab cd ri jj"] * 50
+    text = (
+        [" " + " ".join(letters)] * 50
+        + ["the cat sat on the mat with the dog and the hat"] * 50
+        + [" ab cd ri jj"] * 50
+    )
     tokenizer.train_from_iterator(text, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
     folder = tmp_path_factory.mktemp("byte-bpe")
     fast.save_pretrained(folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -68,3 +82,36 @@ def unmoved_global_rng():
     moved = not torch.equal(before, torch.get_rng_state())
     torch.set_rng_state(before)
     assert not moved, "the global torch RNG moved: draw from a torch.Generator instead"
+
+
+@pytest.fixture(scope="session")
+def random_hf_model():
+    """Makes a tiny Hugging Face decoder, `random_hf_model("llama")`: random weights, attention far from uniform."""
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
+    rope = sizes | {"max_position_embeddings": 64, "initializer_range": 0.3}
+    grouped = rope | {"num_key_value_heads": 2}
+    configs = {
+        "llama": (transformers.LlamaConfig, grouped),
+        "qwen2": (transformers.Qwen2Config, grouped),
+        "qwen3": (transformers.Qwen3Config, grouped | {"head_dim": 8}),
+        "mistral": (transformers.MistralConfig, grouped | {"sliding_window": 5}),
+        "gpt2": (transformers.GPT2Config, {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64,
+                                           "initializer_range": 0.3}),
+        "gpt_neox": (transformers.GPTNeoXConfig, rope),
+        "gpt_oss": (transformers.GptOssConfig, grouped | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        "gemma2": (transformers.Gemma2Config, grouped | {"head_dim": 8}),
+    }  # fmt: skip
+
+    def make(architecture: str, seed: int = 0, **changes):
+        kind, settings = configs[architecture]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(kind(**(settings | changes))).eval()
+
+    return make

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.protocol import HookedModel, parameters_of
 
 BUNDLED: dict[str, Callable[[], Any]] = {}
@@ -19,6 +28,9 @@ BUNDLED: dict[str, Callable[[], Any]] = {}
 
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """What is fetched for a hub name: weights in safetensors, configuration, tokenizer. No pickle, no code."""
+
+FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
+"""Projections that make queries, keys and values at once."""
 
 
 def load(
@@ -49,34 +61,48 @@ def load(
         ValueError: The folder is missing, the name cannot be reached, there are no safetensors weights, the
             architecture is unknown, or a weight is NaN.
     """
+    with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
+        return _load(source, device, dtype, tokenizer, revision)
+
+
+def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, revision: str | None) -> Any:
     if isinstance(source, str) and source in BUNDLED:
         source = BUNDLED[source]()
     if isinstance(source, HookedModel):
         return _as_it_is(source, device, dtype, tokenizer)
     if isinstance(source, str | Path):
+        place = _device(device)
         folder = _folder(source, revision)
-        model = _read(folder, dtype)
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))  # pyright: ignore[reportArgumentType]
-        return _bridge(model, _tokenizer(tokenizer, folder), name=str(source))
-    if hasattr(source, "peft_config") and hasattr(source, "get_base_model"):
-        source = source.get_base_model()
+        model = _read(folder, dtype).to(place)  # pyright: ignore[reportArgumentType]
+        return _bridge(model, _tokenizer(tokenizer, folder, Path(model.name_or_path)), name=str(source))
+    if hasattr(source, "active_peft_config"):
+        source = _without_peft(source)
     if not isinstance(source, PreTrainedModel):
         raise ValueError(
             f"a {type(source).__name__} cannot be loaded: give a folder, a hub name, a Hugging Face model, a PeftModel "
             "or a TransformerLens model"
         )
-    if device is not None or dtype is not None:
-        source = source.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
-    named = Path(source.name_or_path or "?")
-    return _bridge(
-        source, _tokenizer(tokenizer, named if named.is_dir() else None), name=str(source.name_or_path or "model")
-    )
+    if device is not None:
+        source = source.to(_device(device))  # pyright: ignore[reportArgumentType]
+    if dtype is not None:
+        source = source.to(dtype)  # pyright: ignore[reportArgumentType]
+    name = str(source.name_or_path or "model")
+    return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
 
 
 def _as_it_is(model: Any, device: Any, dtype: Any, tokenizer: Any) -> Any:
     if device is not None or dtype is not None or tokenizer is not None:
         raise ValueError("a TransformerLens model is taken as it is: set its device, dtype and tokenizer yourself")
     return model
+
+
+def _device(asked: str | torch.device | None) -> torch.device:
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device={str(asked)!r}, but PyTorch sees no CUDA device here: leave device out to run on the CPU"
+        )
+    return device
 
 
 def _folder(source: str | Path, revision: str | None) -> Path:
@@ -101,7 +127,8 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         return _read_adapter(folder, dtype)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no config.json in {str(folder)!r}: give a folder that save_pretrained wrote")
-    _check_architecture(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     _check_safetensors(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return AutoModelForCausalLM.from_pretrained(
@@ -120,44 +147,72 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     _check_safetensors(folder)
     named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not named:
-        raise ValueError(f"the adapter in {str(folder)!r} does not name its base model: load the base, then PeftModel")
+        raise ValueError(
+            f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
+        )
     base = folder / named if (folder / named).is_dir() else named
-    model = PeftModel.from_pretrained(_read(_folder(base, None), dtype), str(folder))
-    return model.get_base_model()  # pyright: ignore[reportReturnType]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+        try:
+            model = PeftModel.from_pretrained(_read(_folder(base, None), dtype), str(folder))
+        except UserWarning as error:
+            raise ValueError(
+                f"the adapter in {str(folder)!r} does not fit its base model {str(named)!r}: its tensors have other "
+                "names. Was it saved from a wrapped model? Then remove '._original_component' from the names"
+            ) from error
+    return _without_peft(model)
+
+
+def _without_peft(model: Any) -> PreTrainedModel:
+    """The Hugging Face model inside a `PeftModel`, with the adapter's layers in place."""
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"a {kind} adapter works beside the model, where no hook sees it: give one inside the weights, like LoRA"
+        )
+    return model.get_base_model()
 
 
 def _check_safetensors(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can run code. "
-            "If you trust them, convert once: AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)"
-            ".save_pretrained(new_folder)"
+            f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
+            "run code. If you trust them, convert once: AutoModelForCausalLM.from_pretrained(folder, "
+            "use_safetensors=False).save_pretrained(new_folder)"
         )
 
 
-def _check_architecture(config: dict[str, Any]) -> None:
+def _check_architecture(name: str | None) -> None:
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 
-    kind = config.get("model_type")
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) not in SUPPORTED_ARCHITECTURES:
+    if name not in SUPPORTED_ARCHITECTURES:
         raise ValueError(
-            f"unknown architecture {kind!r}: it is no decoder that TransformerLens can wrap; "
-            "tested are llama, qwen2, qwen3, mistral, gpt2 and gpt_neox"
+            f"unknown architecture {name!r}: it is no decoder that TransformerLens can wrap; "
+            f"tested here are {', '.join(ARCHITECTURES)}"
         )
 
 
-def _tokenizer(given: Any, folder: Path | None) -> PreTrainedTokenizerBase | None:
-    """A copy of the tokenizer given, the one in the folder given, the one in the model's folder, or None."""
+def _tokenizer(given: Any, *folders: Path) -> PreTrainedTokenizerBase | None:
+    """A copy of the tokenizer given, that of the folder given, that of the first folder which has one, or None."""
     if isinstance(given, PreTrainedTokenizerBase):
         return copy.deepcopy(given)
-    if given is not None and not Path(given).is_dir():
-        raise ValueError(f"no tokenizer folder {str(given)!r}: give a Hugging Face tokenizer or a folder with one")
-    place = Path(given) if given is not None else folder
-    if place is None or not any(
-        (place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    holding = [
+        place
+        for place in ([Path(given)] if given is not None else folders)
+        if any((place / f).is_file() for f in files)
+    ]
+    if given is not None and not holding:
+        raise ValueError(f"no tokenizer in {str(given)!r}: give a Hugging Face tokenizer, or a folder that holds one")
+    if not holding:
         return None
-    return AutoTokenizer.from_pretrained(place, local_files_only=True)
+    place = holding[0]
+    settings = place / "tokenizer_config.json"
+    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    # A generic tokenizer beside, say, a Qwen2 model: AutoTokenizer would read it as Qwen2's, with other ids.
+    kind = PreTrainedTokenizerFast if named in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
+    return kind.from_pretrained(place, local_files_only=True)
 
 
 def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
@@ -165,19 +220,25 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
 
-    _check_architecture(model.config.to_dict())
-    if any(isinstance(module, GeneralizedComponent) for module in model.modules()):
+    _check_architecture(type(model).__name__)
+    modules = dict(model.named_modules())
+    if any(isinstance(module, GeneralizedComponent) for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
+    if lost := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
+        raise ValueError(
+            f"an adapter on {lost[0]} would be lost: TransformerLens splits this fused projection into copies of its "
+            "base weights; merge the adapter first (merge_and_unload) and load what that returns"
+        )
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not move.
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
         bridge.tokenizer = tokenizer
         bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = detect_tokenizer_bos_eos(tokenizer)
         bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
-    if broken := [name for name, value in parameters_of(bridge).items() if value.sum().isnan()]:
+    if broken := [name for name, value in parameters_of(bridge).items() if value.isnan().any()]:
         raise ValueError(
             f"the weights are NaN in {len(broken)} tensors, first in {broken[0]}: the checkpoint is broken"
         )

@@ -19,6 +19,8 @@ class HookedModel(Protocol):
 
     cfg: Any
     """`n_layers`, `n_heads`, `d_model`, `d_head`, `d_vocab`, `n_ctx`."""
+    hook_dict: Any
+    """The hook points by name."""
 
     def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns logits `[prompt pos d_vocab]`; `attention_mask=` where prompts are padded on the left."""
@@ -60,19 +62,20 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
         own = vocabulary_fingerprint(tokenizer)
         if own != prompts.fingerprint:
             raise ValueError(
-                f"these prompts were written with another tokenizer (vocabulary {prompts.fingerprint}, the model's is {own}): "
-                "sample them with model.tokenizer"
+                f"these prompts were written with another tokenizer (vocabulary {prompts.fingerprint}; the model's is "
+                f"{own}): sample them with model.tokenizer"
             )
     tokens = prompts.tokens[prompts.mask]
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
         raise ValueError(
-            f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has {model.cfg.d_vocab}: "
-            "sample the prompts with model.tokenizer"
+            f"token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary has "
+            f"{model.cfg.d_vocab}: sample the prompts with model.tokenizer"
         )
     longest = int(prompts.mask.sum(1).max()) if len(prompts) else 0
     if longest > model.cfg.n_ctx:
         raise ValueError(
-            f"a prompt of {longest} tokens, but the model's context is {model.cfg.n_ctx}: take fewer or shorter examples"
+            f"a prompt of {longest} tokens, but the model's context is {model.cfg.n_ctx}: take fewer or shorter "
+            "examples"
         )
 
 

@@ -1,0 +1,126 @@
+"""What exact attention rows cost: the fast engine beside the ways one would get them otherwise.
+
+A random Llama of 8 layers, width 512, 8 heads (4 key heads), prompts of 600 tokens, float32 on the CPU; the rows are
+the 32 last predicting positions, reduced as a metric reduces them. The contestants take turns on one thread, and
+processor time is counted, so that a busy machine disturbs little; the ratio is the median over rounds of the ratio
+within a round. Then the peak memory of scoring more and more prompts.
+
+    python benchmarks/probe_rows.py [--rounds 7] [--batch 4]
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import align_circuits as ac
+from align_circuits.engine import forward
+
+LENGTH, ROWS, LAYERS, HEADS = 600, 32, 8, 8
+
+
+def network(attention: str) -> LlamaForCausalLM:
+    """Returns the random Llama."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1536, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2, vocab_size=1000, max_position_embeddings=LENGTH, attn_implementation=attention,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts_of(count: int) -> ac.Prompts:
+    """Returns prompts of random tokens."""
+    return ac.Prompts.from_tokens(torch.randint(1000, (count, LENGTH), generator=torch.Generator().manual_seed(0)))
+
+
+def rows_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns prompt and query of every row."""
+    return torch.arange(count).repeat_interleave(ROWS), torch.arange(LENGTH - ROWS - 1, LENGTH - 1).repeat(count)
+
+
+def reduced(model: object, prompts: ac.Prompts, engine: str, batch: int | str = "auto") -> torch.Tensor:
+    """Returns each row's attention on the 100 first positions, and finds its strongest position."""
+    prompt, query = rows_of(len(prompts))
+    mass = torch.zeros(LAYERS, len(prompt), HEADS)
+    best = torch.zeros(LAYERS, len(prompt), HEADS, dtype=torch.long)
+
+    def on_pattern(rows: torch.Tensor, layer: int, pattern: torch.Tensor) -> None:
+        mass[layer, rows] = pattern[..., :100].sum(-1)
+        best[layer, rows] = pattern.argmax(-1)
+
+    forward(model, prompts, prompt=prompt, query=query, on_pattern=on_pattern, engine=engine, batch_size=batch)
+    return mass
+
+
+def compare(rounds: int, batch: int) -> None:
+    """Prints what each contestant costs."""
+    prompts = prompts_of(batch)
+    tokens, kept = prompts.tokens, rows_of(1)[1]
+    bare, eager, bridge = network("sdpa"), network("eager"), ac.load(network("sdpa"))
+    options = {"logits_to_keep": kept, "use_cache": False}
+    contestants: dict[str, Callable[[], object]] = {
+        "bare Hugging Face forward (SDPA)": lambda: bare(tokens, **options),
+        "fast engine, rows reduced": lambda: reduced(bridge, prompts, "fast", batch),
+        "Hugging Face, output_attentions": lambda: eager(tokens, output_attentions=True, **options),
+        "bridge, run_with_cache(hook_pattern)": lambda: bridge.run_with_cache(
+            tokens, names_filter=lambda name: name.endswith("hook_pattern"), **options
+        ),
+        "reference engine, rows reduced": lambda: reduced(bridge, prompts, "reference", batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    with torch.no_grad():
+        for _ in range(rounds + 1):  # the first warms up
+            for name, run in contestants.items():
+                started = time.process_time()
+                run()
+                times[name].append(time.process_time() - started)
+    first = next(iter(times.values()))
+    print(f"{batch} prompts of {LENGTH} tokens, {ROWS} rows each, one thread, median of {rounds} rounds")
+    for name, seconds in times.items():
+        ratio = median(mine / base for mine, base in zip(seconds[1:], first[1:], strict=True))
+        print(f"  {name:38s} {1000 * median(seconds[1:]):8.0f} ms   {ratio:5.2f}x")
+
+
+def memory(counts: tuple[int, ...]) -> None:
+    """Prints the peak memory of fresh processes that score more and more prompts."""
+    for count in counts:
+        done = subprocess.run(
+            [sys.executable, __file__, "--peak", str(count)], capture_output=True, text=True, check=True
+        )
+        print(f"  {count:5d} prompts: {done.stdout.strip()}")
+
+
+def peak(count: int) -> None:
+    """Prints how far memory rises above what the model and its prompts take."""
+    model, prompts = ac.load(network("sdpa")), prompts_of(count)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # Linux: the peak starts anew
+    before = resident("VmRSS")
+    reduced(model, prompts, "fast")
+    print(f"{resident('VmHWM') - before:5.0f} MB above the {before:.0f} MB of the model and its prompts")
+
+
+def resident(field: str) -> float:
+    """Returns a field of this process's memory in MB."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--peak", type=int, help="score so many prompts and print the peak memory only")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.peak:
+        peak(arguments.peak)
+    else:
+        compare(arguments.rounds, arguments.batch)
+        memory((3, 12, 48))

@@ -1,0 +1,117 @@
+"""What touches a live activation: names that exist, probes that must fire, and a bridge left as it was."""
+
+import re
+
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.hooks import names
+from align_circuits.hooks.attention import ATTENTION, Probe, raw_attention, why_not_fast
+from align_circuits.hooks.probes import Probes
+
+TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_names_are_hook_points_and_fire(name, random_hf_model):
+    model = ac.load(random_hf_model(name))
+    every = (names.pattern, names.scores, names.q, names.k, names.v, names.z, names.resid_pre, names.resid_post)
+    shapes = {}
+    probes = Probes(
+        model, {make(1): lambda x, make=make: shapes.update({make.__name__: tuple(x.shape)}) for make in every}
+    )
+    with torch.no_grad():
+        model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
+    probes.check()
+    keys = 2 if name == "llama" else 4
+    assert shapes == {
+        "pattern": (2, 4, 6, 6), "scores": (2, 4, 6, 6), "q": (2, 6, 4, 8), "k": (2, 6, keys, 8), "v": (2, 6, keys, 8),
+        "z": (2, 6, 4, 8), "resid_pre": (2, 6, 32), "resid_post": (2, 6, 32),
+    }  # fmt: skip
+
+
+def test_probes_say_what_is_wrong(random_hf_model):
+    model = ac.load(random_hf_model("llama"))
+    with pytest.raises(ValueError, match=r"no hook point 'blocks.2.attn.hook_pattern' in this TransformerBridge"):
+        Probes(model, {names.pattern(2): print})
+    probes = Probes(model, {names.pattern(0): lambda _: None, names.z(0): lambda _: None})
+    with pytest.raises(ValueError, match="silent are 2 of 2"):
+        probes.check()
+    with torch.no_grad(), raw_attention(model):
+        model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
+    with pytest.raises(ValueError, match=r"'blocks.0.attn.hook_pattern' never fired.* silent are 1 of 2"):
+        probes.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])
+def test_bridge_is_bit_identical_afterwards(name, random_hf_model):
+    model = ac.load(random_hf_model(name))
+    implementation = model.original_model.config._attn_implementation
+    with torch.no_grad():
+        before = model(TOKENS)
+        with raw_attention(model):
+            inside = model(TOKENS)
+            assert model.original_model.config._attn_implementation == ATTENTION
+        assert torch.equal(model(TOKENS), before)
+        with pytest.raises(RuntimeError, match="in the middle"), raw_attention(model):
+            raise RuntimeError("in the middle")
+        assert torch.equal(model(TOKENS), before)
+    torch.testing.assert_close(inside, before, atol=5e-5, rtol=0)
+    assert model.original_model.config._attn_implementation == implementation == "eager"
+    assert not any("forward" in vars(block.attn) for block in model.blocks)
+
+
+def test_probing_leaves_the_logits_as_they_are(random_hf_model):
+    model = ac.load(random_hf_model("llama"))
+    probe = Probe(torch.tensor([0, 1, 1]), torch.tensor([5, 0, 3]), lambda *_: None)
+    with torch.no_grad(), raw_attention(model):
+        assert torch.equal(model(TOKENS, attention_probe=probe), model(TOKENS))
+    assert probe.seen == 2
+
+
+def test_gradients_flow(random_hf_model):
+    model = ac.load(random_hf_model("llama"))
+    gradients = []
+    for fast in (True, False):
+        model.zero_grad()
+        if fast:
+            with raw_attention(model):
+                model(TOKENS).logsumexp(-1).sum().backward()
+        else:
+            model(TOKENS).logsumexp(-1).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.original_model.parameters()])
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+
+
+def test_rows_beside_a_slow_twin():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 7, 3, generator=generator, dtype=torch.float64)
+    k = torch.randn(2, 2, 7, 3, generator=generator, dtype=torch.float64)
+    visible = (torch.rand(2, 1, 7, 7, generator=generator) < 0.5) | torch.eye(7, dtype=torch.bool)
+    prompt, query = torch.tensor([0, 1, 1, 1]), torch.tensor([6, 2, 0, 5])
+    for mask in (None, visible):
+        rows = Probe(prompt, query, lambda *_: None).rows(q, k, mask, 0.7)
+        for row, (p, at) in enumerate(zip(prompt.tolist(), query.tolist(), strict=True)):
+            for head in range(4):
+                seen = [key for key in range(7) if (key <= at if mask is None else mask[p, 0, at, key])]
+                weights = torch.stack([(q[p, head, at] @ k[p, head // 2, key] * 0.7).exp() for key in seen])
+                expected = torch.zeros(7, dtype=torch.float64)
+                expected[seen] = weights / weights.sum()
+                torch.testing.assert_close(rows[row, head], expected)
+
+
+def test_models_that_fused_attention_would_get_wrong(random_hf_model):
+    capped = ac.load(random_hf_model("gemma2"))
+    with (
+        pytest.raises(ValueError, match=re.escape("Gemma2ForCausalLM caps its attention scores")),
+        raw_attention(capped),
+    ):
+        pass
+    sinks = ac.load(random_hf_model("gpt_oss"))
+    assert "attention sinks" in (why_not_fast(sinks) or "")
+    folded = ac.load(random_hf_model("gpt2"))
+    folded.enable_compatibility_mode()
+    assert "compatibility mode" in (why_not_fast(folded) or "")
