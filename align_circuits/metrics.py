@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
 TIE = 1e-5
 """Attention that is lower than the highest by less than this share of it ties with it: about the error of float32."""
 

@@ -30,7 +30,7 @@ STANDARD = {
 LAYER_MEAN = -1
 """The `head` of a layer's rows: the metric of the attention averaged over its heads, as paper 1 takes it."""
 
-_CELLS_AT_ONCE = 2**24
+_CELLS_AT_ONCE = 2**22
 
 
 def score_heads(

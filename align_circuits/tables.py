@@ -107,7 +107,8 @@ class Table:
         return len(self.frame)
 
     def __repr__(self) -> str:
-        return f"{self.frame.to_string(max_rows=20, float_format='{:.3f}'.format)}\n[{self.provenance.verb}, {len(self)} rows]"
+        rows = self.frame.to_string(max_rows=20, float_format="{:.3f}".format)
+        return f"{rows}\n[{self.provenance.verb}, {len(self)} rows]"
 
     def _repr_html_(self) -> str:
         return self.frame.to_html(max_rows=20, float_format="{:.3f}".format)
@@ -136,8 +137,9 @@ class Table:
     def top(self, metric: str, n: int = 5) -> "Table":
         """Returns the `n` heads with the highest value of `metric`, best first; heads without a value are left out."""
         table = self.where(metric=metric).heads()
-        best = table.frame["value"].dropna().sort_values(ascending=False, kind="stable").index[:n]
-        return table._rows(best.to_numpy())
+        value = table.frame["value"].to_numpy(dtype=float)
+        best = np.argsort(-value, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]  # NaN sorts last
+        return table._rows(best)
 
     def grid(self, metric: str) -> Float[ndarray, "layer head"]:
         """Returns `metric` as an array over layers and heads.
@@ -160,9 +162,11 @@ class Table:
         if sorted(self.keys) != sorted(other.keys):
             raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
         at = other.frame.reset_index().set_index(self.keys)["index"]
-        mine = pd.MultiIndex.from_frame(self.frame[self.keys])
+        mine = self.frame.set_index(self.keys).index
         if at.index.has_duplicates or not mine.isin(at.index).all() or len(at) != len(mine):
-            raise ValueError("the tables do not hold the same rows: select the same keys with .where(...) on both sides")
+            raise ValueError(
+                "the tables do not hold the same rows: select the same keys with .where(...) on both sides"
+            )
         order = at.loc[mine].to_numpy()
         there = other._rows(order)
         same = self.provenance.data == other.provenance.data
@@ -193,7 +197,9 @@ class Table:
         """
         folder = Path(folder)
         if missing := [name for name in ("table.csv", "provenance.json") if not (folder / name).is_file()]:
-            raise ValueError(f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote")
+            raise ValueError(
+                f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
+            )
         provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
         return cls(pd.read_csv(folder / "table.csv"), provenance)
 

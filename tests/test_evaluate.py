@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from align_circuits.evaluate import ALL_OFFSETS, REFERENCES, evaluate
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.prompts import Prompts
+from align_circuits.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
@@ -55,8 +57,12 @@ def looped(model, prompts: Prompts) -> list[dict]:
     return found
 
 
-def value(table, **keys) -> float:
-    frame = table.where(**keys).frame
+def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
+    return table.where(**keys).frame
+
+
+def value(table: Table, **keys) -> float:
+    frame = frame_of(table, **keys)
     assert len(frame) == 1
     return float(frame["value"][0])
 
@@ -80,7 +86,7 @@ def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
         for name in REFERENCES:
             expected = np.mean([row[name] for row in of_group])
             assert value(table, predictor=name, metric="accuracy", **keys) == pytest.approx(expected)
-        assert (table.where(**keys).frame["n"] == len(of_group)).all()
+        assert (frame_of(table, **keys)["n"] == len(of_group)).all()
     assert len(table) == (2 + len(REFERENCES)) * len(groups)
 
 
@@ -104,7 +110,7 @@ def test_the_planted_circuit_is_as_good_as_the_oracle(char_tokenizer):
 
 
 def test_intervals(llama, prompts):
-    frame = evaluate(llama, prompts).frame
+    frame = frame_of(evaluate(llama, prompts))
     assert (frame["low"] <= frame["value"] + 1e-9).all()
     assert (frame["value"] <= frame["high"] + 1e-9).all()
     accuracy, log_prob = frame[frame["metric"] == "accuracy"], frame[frame["metric"] == "log_prob"]
@@ -150,7 +156,7 @@ def test_two_models_are_compared_by_prompt(llama, prompts):
     gain = better - worse
     row = gain.where(predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS).frame.iloc[0]
     assert row["low"] > 0
-    assert gain.where(predictor="oracle").frame["value"].abs().max() == 0
+    assert frame_of(gain, predictor="oracle")["value"].abs().max() == 0
 
 
 def test_nothing_to_evaluate(llama, prompts):

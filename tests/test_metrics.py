@@ -1,6 +1,7 @@
 """Every metric beside a slow, obvious twin."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -175,13 +176,14 @@ def test_ov_copying_reads_a_loaded_model():
             GPT2Config(vocab_size=20, n_positions=16, n_embd=16, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0)
         )
         loaded = load(llama), load(gpt2)
-    value, output = llama.model.layers[0].self_attn.v_proj.weight, llama.model.layers[0].self_attn.o_proj.weight
+    inside: Any = llama
+    value, output = (inside.model.layers[0].self_attn.get_submodule(name).weight for name in ("v_proj", "o_proj"))
     head = 3  # reads the second of two value heads
     full = (
-        llama.get_input_embeddings().weight
+        inside.get_input_embeddings().weight
         @ value[4:8].T
         @ output[:, 4 * head : 4 * head + 4].T
-        @ llama.get_output_embeddings().weight.T
+        @ inside.get_output_embeddings().weight.T
     )
     eigenvalues = torch.linalg.eigvals(full.detach().double())
     for model in loaded:

@@ -1,6 +1,7 @@
 """Prompts of one's own tokens, and what indexing, saving and hashing keep."""
 
 from dataclasses import replace
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -52,10 +53,10 @@ def same(left: Prompts, right: Prompts) -> None:
     }
 
 
-def gold(prompts: Prompts, index: int) -> list:
+def gold(prompts: Prompts, index: int) -> list[Any]:
     """All that is known about one prompt, in positions counted from its first token."""
     start = int(prompts.mask[index].int().argmax())
-    mine = prompts.targets[prompts.targets["prompt"] == index]
+    mine: Any = prompts.targets[prompts.targets["prompt"] == index]
     assert prompts.accepted is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
     known += [

@@ -1,5 +1,7 @@
 """Relations beside loops over positions."""
 
+from typing import Any
+
 import jaxtyping
 import pytest
 import torch
@@ -120,7 +122,7 @@ def test_more_candidates():
 def test_columns_and_labels_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
     row, labels = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
-    columns = {"target": row, "prompt": row, "query": row, "wants": row}
+    columns: dict[str, Any] = {"target": row, "prompt": row, "query": row, "wants": row}
     with pytest.raises(ValueError, match=r"relation 'mine': its columns have different lengths \[1, 2\]"):
         Relation("mine", **columns, among=row[:1], key_label=labels, candidate_label=labels)
     with pytest.raises(ValueError, match=r"key labels \(1, 3\) and candidate labels \(1, 2\) differ"):

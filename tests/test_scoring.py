@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.prompts import Prompts, Role
 from align_circuits.scoring import LAYER_MEAN, score_heads
+from align_circuits.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3)
@@ -100,8 +102,12 @@ def looped(
     return {"hit": hit, "mass": mass, "mean": mean}
 
 
-def values(table, metric: str) -> dict[tuple[int, int], float]:
-    frame = table.where(metric=metric).frame
+def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
+    return table.where(**keys).frame
+
+
+def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
+    frame = frame_of(table, metric=metric)
     return dict(zip(zip(frame["layer"], frame["head"], strict=True), frame["value"], strict=True))
 
 
@@ -160,7 +166,7 @@ def test_planted_heads_are_found(models, prompts):
     model = models["planted"]
     table = score_heads(model, prompts)
     for metric in ("align_query", "align_key", "lookup"):
-        frame = table.top(metric, 1).frame
+        frame = frame_of(table.top(metric, 1))
         place = int(frame["layer"][0]), int(frame["head"][0])
         assert model.kinds[place] in (metric, "gold_without_output", "backup", "diffuse")
         assert frame["value"][0] > 0.95
@@ -215,7 +221,7 @@ def test_attention_that_never_arrives_is_no_score(models, prompts, monkeypatch):
 
 def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
     table = score_heads(models["gpt2"], prompts)
-    frame = table.frame[table.frame["n"] > 0]
+    frame = frame_of(table)[table.frame["n"] > 0]
     for metric, rows in frame.groupby("metric"):
         if metric in prompts.relations:
             assert set(rows["n"]) == {len(prompts.relations[str(metric)])}
@@ -235,17 +241,17 @@ def test_pooled_lookup_is_not_the_mean_of_prompts(models, prompts):
 
 def test_a_metric_without_any_row_has_no_value(models):
     table = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 23]]))
-    nothing = table.where(metric="induction").frame
+    nothing = frame_of(table, metric="induction")
     assert (nothing["n"] == 0).all()
     assert nothing[["value", "low", "high"]].isna().all(axis=None)
-    assert table.where(metric="previous").frame["value"].notna().all()
+    assert frame_of(table, metric="previous")["value"].notna().all()
     assert len(table.top("induction")) == 0
 
 
 def test_prompts_of_which_only_some_have_a_row(models):
     both = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 22, 23]]), ["duplicate"])
     alone = score_heads(models["llama"], Prompts.from_tokens([[1, 22, 22, 23]]), ["duplicate"])
-    assert (both.frame["n"] == 1).all()
+    assert (frame_of(both)["n"] == 1).all()
     np.testing.assert_allclose(both.frame["value"], alone.frame["value"], atol=1e-6)
 
 
@@ -273,7 +279,7 @@ def test_bf16_models_are_scored(prompts):
         )
         model = load(LlamaForCausalLM(config).bfloat16())
     table = score_heads(model, prompts)
-    assert table.frame["value"].between(0, 10).all()
+    assert frame_of(table)["value"].between(0, 10).all()
     assert table.provenance.model["dtype"] == "bfloat16"
 
 
