@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,17 @@ from torch import Tensor
 
 from align_circuits.files import replacing, writable_folder
 
-TORN = -1
-"""The step of a file that is being written, or whose writer was killed."""
+NEGATIVE = b"\xff"
+"""The last byte of a negative int64: written alone, it makes the step negative, and one byte is never half there."""
 
 
 class Checkpoints:
     """Two safetensors files that are overwritten in turn: while one is written, the other stands.
 
     Overwriting in place costs one copy into the page cache, about a tenth of filling and renaming a new file, so a
-    run can afford it after every step. The step, a tensor in the file, becomes -1 before anything else is written and
-    gets its value after everything else is. What a process wrote before it was killed stays, in that order, so a file
-    whose step is not -1 is whole.
+    run can afford it after every step. The step, a tensor in the file, becomes negative before anything else is written
+    and gets its value after everything else is. What a process wrote before it was killed stays, in that order, so a
+    file whose step is not negative is whole.
 
     This holds for a process that dies in any way, `kill -9` included. Where the whole machine may die, call `sync`: of
     what was written since, any part may be lost.
@@ -82,10 +81,9 @@ class Checkpoints:
         number = torch.tensor(step)
         if offsets.keys() == tensors.keys() | {"step"}:
             with path.open("r+b", buffering=0) as file:
-                _write(file.fileno(), torch.tensor(TORN), offsets["step"])
-                for name, tensor in tensors.items():
+                os.pwrite(file.fileno(), NEGATIVE, offsets["step"] + number.nbytes - 1)
+                for name, tensor in [*tensors.items(), ("step", number)]:
                     _write(file.fileno(), tensor, offsets[name])
-                _write(file.fileno(), number, offsets["step"])
         else:
             whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             with replacing(path) as temporary:
@@ -106,7 +104,7 @@ class Checkpoints:
 
     def _read_step(self, path: Path) -> int:
         if not path.exists():
-            return TORN
+            return -1
         try:
             with safe_open(path, framework="pt") as file:
                 there = json.loads(file.metadata()["about"])
@@ -163,7 +161,8 @@ class Log:
 
     def frame(self) -> pd.DataFrame:
         """Returns the rows; floats are as they were given, to the bit."""
-        return pd.read_csv(StringIO("".join(self._lines)), float_precision="round_trip")
+        header, *rows = (line.rstrip("\n").split(",") for line in self._lines)
+        return pd.DataFrame([map(float, row) for row in rows], columns=header).astype({"step": int})
 
 
 def bytes_of(tensor: Shaped[Tensor, "..."]) -> memoryview:
