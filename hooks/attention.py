@@ -123,14 +123,17 @@ def raw_attention(bridge: Any) -> Iterator[None]:
     models = [module for module in bridge.original_model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(owner.config): owner.config for owner in (*models, *(layer.original_component for layer in layers))}
     before = {key: config._attn_implementation for key, config in configs.items()}
+    forwards = [vars(layer).get("forward") for layer in layers]  # set where one `with` stands in another
     try:
         for config in configs.values():
             config._attn_implementation = ATTENTION
         for layer in layers:
-            layer.__dict__["forward"] = layer.original_component.forward
+            vars(layer)["forward"] = layer.original_component.forward
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        for layer, forward in zip(layers, forwards, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
         for key, config in configs.items():
             config._attn_implementation = before[key]

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite; every shape annotation in the package is checked in every test."""
 
+# ruff: noqa: E402 - what is imported later must find this set
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
+
+torch.set_num_threads(1)  # tiny models: threads only wait for each other, ten times slower on a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +107,7 @@ def random_hf_model():
         "gpt2": (transformers.GPT2Config, {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64,
                                            "initializer_range": 0.3}),
         "gpt_neox": (transformers.GPTNeoXConfig, rope),
-        "gpt_oss": (transformers.GptOssConfig, grouped | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        "gpt_oss": (transformers.GptOssConfig, grouped | {"head_dim": 8, "num_local_experts": 2}),
         "gemma2": (transformers.Gemma2Config, grouped | {"head_dim": 8}),
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformer_lens import HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
 from align_circuits import engine
@@ -211,7 +211,7 @@ def test_native_bridge_runs_by_reference(prompts):
         d_model=16, d_head=4, n_layers=2, n_heads=4, n_ctx=32, d_vocab=64, d_mlp=32, act_fn="relu", seed=0
     )
     with torch.random.fork_rng():
-        model = TransformerBridge.boot_native(config)
+        model = boot_native(config)
     one, many = run(model, prompts, batch_size=1), run(model, prompts, batch_size=5)
     assert one[2] == "reference"
     torch.testing.assert_close(many[:2], one[:2], atol=1e-5, rtol=0)

@@ -52,6 +52,9 @@ def test_bridge_is_bit_identical_afterwards(name, random_hf_model):
         before = model(TOKENS)
         with raw_attention(model):
             inside = model(TOKENS)
+            with raw_attention(model):
+                pass
+            assert torch.equal(model(TOKENS), inside), "one within another"
             assert model.original_model.config._attn_implementation == ATTENTION
         assert torch.equal(model(TOKENS), before)
         with pytest.raises(RuntimeError, match="in the middle"), raw_attention(model):

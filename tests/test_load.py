@@ -52,13 +52,14 @@ def test_folder(name, folders, random_hf_model, char_tokenizer):
     model = load(folders[name])
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), random_hf_model(name)(TOKENS).logits, atol=5e-5, rtol=0)
-    assert isinstance(model, HookedModel) and model.cfg.architecture in ARCHITECTURES
+    assert model.cfg.architecture in ARCHITECTURES
     assert (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_model, model.cfg.d_vocab) == (2, 4, 32, 64)
     assert (model.cfg.d_head, model.cfg.n_ctx, model.cfg.dtype) == (8, 64, torch.float32)
     assert vocabulary_fingerprint(model.tokenizer) == vocabulary_fingerprint(char_tokenizer)
     text = " A C B: r i j\n"
     assert model.tokenizer(text)["input_ids"] == char_tokenizer(text)["input_ids"]
     assert model.to_tokens(text).tolist() == [char_tokenizer(text)["input_ids"]]
+    assert isinstance(model, HookedModel)
 
 
 def test_public_name_and_string(folders):
@@ -281,8 +282,8 @@ def test_nothing_touches_the_network(folders, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     model = load(folders["qwen3"])
     prompts = ac.Prompts.from_tokens(TOKENS, tokenizer=model.tokenizer)
-    rows = {"prompt": prompts.column("prompt"), "query": prompts.column("query_pos")}
-    assert forward(model, prompts, **rows, on_pattern=lambda *_: None) == "fast"
+    prompt, query = prompts.column("prompt"), prompts.column("query_pos")
+    assert forward(model, prompts, prompt=prompt, query=query, on_pattern=lambda *_: None) == "fast"
 
 
 def test_what_does_not_fit(folders, byte_bpe_tokenizer):
