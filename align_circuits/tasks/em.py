@@ -47,8 +47,8 @@ class EMResult:
 
 
 def align_by_em(
-    x: Int[Tensor, "example pos"],
-    y: Int[Tensor, "example token"],
+    x: Int[Tensor, "input pos"],
+    y: Int[Tensor, "output token"],
     *,
     update: Literal["true", "printed"] = "true",
     restarts: int = 32,
@@ -86,7 +86,7 @@ def align_by_em(
         raise ValueError(f"{restarts} restarts of {iterations} iterations: give at least 1 of each")
     if update not in ("true", "printed"):
         raise ValueError(f"update {update!r}: choose 'true' or 'printed'")
-    (k, m), n = x.shape, y.shape[1]
+    m, n = x.shape[1], y.shape[1]
     symbols, x = x.unique(return_inverse=True)
     letters, y = y.unique(return_inverse=True)
     entry = x[:, None, :] * len(letters) + y[:, :, None]  # where β(y_j | x_p) stands: [example token pos]
@@ -123,8 +123,8 @@ class LikelihoodResult:
 
 
 def align_by_likelihood(
-    x: Int[Tensor, "example pos"],
-    y: Int[Tensor, "example pos"],
+    x: Int[Tensor, "input pos"],
+    y: Int[Tensor, "output letter"],
     *,
     among: Literal["permutations", "mappings"] = "permutations",
     smoothing: float = 0.1,

@@ -15,7 +15,7 @@ def first_part(x_len: int) -> int:
 def sample_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
     """Draws inputs of the grammar R -> XY | YX, X -> orders of U1, Y -> orders of U2, all derivations equally likely.
 
-    `U1` is the first half of the symbols (rounded up), `U2` the rest: empty with one symbol, where there is but one input.
+    `U1` is the first half of the symbols (rounded up), `U2` the rest, which is empty if there is one symbol.
 
     Args:
         streams: Where the randomness comes from.

@@ -11,6 +11,9 @@ import torch
 from align_circuits.prompts import Role, text_of, vocabulary_fingerprint
 from align_circuits.tasks.layout import FIXED, Layout
 
+ABSENT = -1
+"""In place of the id of a token that is not used."""
+
 
 @dataclass(frozen=True)
 class Lexicon:
@@ -21,7 +24,7 @@ class Lexicon:
     letters: tuple[int, ...]
     """The ids of the letters, in their order."""
     fixed: tuple[int, ...]
-    """The ids of `FIXED`; -1 for a BOS token that the tokenizer does not have."""
+    """The ids of `FIXED`; `ABSENT` for a BOS token that the tokenizer lacks and for a marker that is not used."""
     pieces: dict[int, str]
     """The text of each id."""
     fingerprint: str
@@ -30,7 +33,7 @@ class Lexicon:
     @property
     def bos(self) -> int | None:
         """The id of the BOS token, if the tokenizer has one."""
-        return None if self.fixed[0] < 0 else self.fixed[0]
+        return None if self.fixed[0] == ABSENT else self.fixed[0]
 
     def ids_of(self, role: Role) -> tuple[int, ...]:
         """Returns the ids that a token of this role may have."""
@@ -54,7 +57,7 @@ def lexicon(
         letters: The output letters, one character each.
         colon: Between input and output.
         separator: Between examples.
-        marker: Before each letter in the marked style.
+        marker: Before each symbol and letter in the marked style; empty in the others.
         spaced: Whether symbols, letters and marker are looked up with a space before them.
 
     Raises:
@@ -71,7 +74,7 @@ def _look_up(
     tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
 ) -> Lexicon:
     space = " " if spaced else ""
-    texts = [space + symbol for symbol in (*alphabet, *letters, marker)] + [colon, separator]
+    texts = [space + symbol for symbol in (*alphabet, *letters, *marker)] + [colon, separator]
     ids: dict[str, int] = {}
     for text in dict.fromkeys(texts):
         found = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -90,8 +93,8 @@ def _look_up(
                 "and delimiters must differ: choose others"
             )
     bos = tokenizer.bos_token_id
-    fixed = (-1 if bos is None else int(bos), ids[colon], ids[separator], ids[space + marker])
-    every = torch.tensor(sorted(set(ids.values()) | set(fixed[:1]) - {-1}))
+    fixed = (ABSENT if bos is None else int(bos), ids[colon], ids[separator], ids.get(space + marker, ABSENT))
+    every = torch.tensor(sorted({*ids.values(), *fixed} - {ABSENT}))
     return Lexicon(
         symbols=tuple(ids[space + symbol] for symbol in alphabet),
         letters=tuple(ids[space + letter] for letter in letters),
@@ -126,8 +129,8 @@ def check_text(tokenizer: Any, words: Lexicon, places: Layout) -> None:
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(
             f"{_name(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
-            f"{text[:40]!r} becomes {tokens[:20]}. Texts that break ({len(broken)}): {listed[:200]}. Leave these symbols "
-            "out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
+            f"{text[:40]!r} becomes {tokens[:20]}. Texts that break ({len(broken)}): {listed[:200]}. Leave these "
+            "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
     _CHECKED[tokenizer].add(key)
 

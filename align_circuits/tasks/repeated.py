@@ -74,9 +74,16 @@ class RepeatedTokensTask:
         target_pos = place[place > self.length] + start
         prompt, target_pos = torch.arange(n).repeat_interleave(len(target_pos)), target_pos.repeat(n)
         targets = pd.DataFrame(
-            {"prompt": prompt, "query_pos": target_pos - 1, "target_pos": target_pos, "token": inputs[prompt, target_pos],
-             "phrase": example[0, target_pos], "offset": place[target_pos] % self.length, "kind": "later"}
-        )  # fmt: skip
+            {
+                "prompt": prompt,
+                "query_pos": target_pos - 1,
+                "target_pos": target_pos,
+                "token": inputs[prompt, target_pos],
+                "phrase": example[0, target_pos],
+                "offset": place[target_pos] % self.length,
+                "kind": "later",
+            }
+        )
         mask = torch.ones_like(inputs, dtype=torch.bool)
         columns = {"target": torch.arange(len(prompt)), "prompt": prompt, "query": target_pos - 1}
         made = [make(inputs, mask, **columns) for make in (induction, previous_token, duplicate_token)]

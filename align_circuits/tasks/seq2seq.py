@@ -114,7 +114,8 @@ class Seq2SeqTask:
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
-        words = lexicon(tokenizer, self.alphabet, self.letters, self.colon, self.separator, MARKER, self.spaced)
+        marker = MARKER if self.style == "marked" else ""
+        words = lexicon(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
         bos = self.bos and words.bos is not None
         places = layout(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
         if self.spaced:
