@@ -8,12 +8,14 @@ from align_circuits.prompts import Prompts, Role
 from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 __all__ = [
     "Prompts",
     "Provenance",
     "Relation",
+    "RepeatedTokensTask",
     "Role",
     "Seq2SeqTask",
     "Table",

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -19,7 +19,7 @@ from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts import Prompts
 from align_circuits.report import write_report
 from align_circuits.scoring import score_heads
-from align_circuits.tables import Provenance, Table
+from align_circuits.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
@@ -52,7 +52,11 @@ class Job:
     def prepare(self) -> tuple[HookedModel, Prompts]:
         """Loads the model and samples the prompts; fails before any long work."""
         writable_folder(self.out)
-        model = planted(self.task, seed=self.seed) if self.model == "planted" else load(self.model, device=self.device, dtype=self.dtype)
+        model = (
+            planted(self.task, seed=self.seed)
+            if self.model == "planted"
+            else load(self.model, device=self.device, dtype=self.dtype)
+        )
         return model, self.task.sample(self.n, getattr(model, "tokenizer", None), seed=self.seed)
 
     @property
@@ -78,25 +82,33 @@ class Score(Job):
         metrics = [metric for metric in SHOWN if metric in set(table.frame["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}
         roles = getattr(model, "roles", None)
-        print(f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, {table.provenance.engine} engine")
+        print(
+            f"{self.model}: {len(prompts)} prompts of {prompts.inputs.shape[1]} tokens, "
+            f"{table.provenance.engine} engine"
+        )
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; true role' if roles else ''})")
         for metric, rows in best.items():
             print(f"  {metric:<12} " + "   ".join(_head(row, roles) for row in rows.itertuples()))
         first = correct.where(metric="accuracy", kind="first", predictor="model").frame.iloc[0]
         leaders = ", ".join(
-            f"{metric} {_head(next(rows.itertuples()))}" for metric, rows in best.items() if metric in ("align_query", "align_key", "lookup")
+            f"{metric} {_head(next(rows.itertuples()))}"
+            for metric, rows in best.items()
+            if metric in ("align_query", "align_key", "lookup")
         )
-        verdict = f"Highest scores: {leaders}. First token of a phrase right in {_interval(first)} of cases. Scores are correlational: no head was ablated."
+        verdict = (
+            f"Highest scores: {leaders}. First token of a phrase right in {_interval(first)} of cases. "
+            "Scores say where heads look, not what the model uses: no head was ablated."
+        )
         self.finish(
             "score",
             table,
             title=f"Attention heads of {self.model}",
             verdict=verdict,
             sections=[
-                ("What the model gets right", "Accuracy under teacher forcing, beside what needs no alignment.", plots.accuracy(correct)),
+                ("What the model gets right", "Beside what needs no alignment.", plots.accuracy(correct)),
                 ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
                 ("All heads", "Hover for the number and its interval.", plots.head_maps(table, metrics)),
-                ("A prompt with its gold", "Same number, same phrase: what is predicted, its aligned input symbol, where it can be looked up.", prompts.drawing(0)),
+                ("A prompt with its gold", "One number is one phrase, its symbol, and where to look it up.", prompts.drawing(0)),
             ],
         )  # fmt: skip
 
@@ -136,13 +148,23 @@ class Rerun:
         before = Table.load(self.folder)
         verb = VERBS.get(before.provenance.verb)
         if verb is None or verb is Rerun:
-            raise ValueError(f"{str(self.folder)!r} was written by {before.provenance.verb!r}, which is no verb of the command line: {', '.join(VERBS)}")
+            raise ValueError(
+                f"{str(self.folder)!r} was written by {before.provenance.verb!r}, which is no verb of the command line: "
+                f"give a folder of {', '.join(VERBS)}"
+            )
         out = self.out or self.folder / "rerun"
         _from_settings(verb, before.provenance.settings | {"out": str(out)})()
         after = Table.load(out)
         apart = float(np.nanmax(np.abs(after.frame["value"].to_numpy() - before.frame["value"].to_numpy())))
-        changed = [f"{name} {then} -> {now}" for name, then in before.provenance.versions.items() if (now := after.provenance.versions[name]) != then]
-        print(f"largest difference to the first run: {apart:.2g}" + (f" (versions changed: {', '.join(changed)})" if changed else ""))
+        changed = [
+            f"{name} {then} -> {now}"
+            for name, then in before.provenance.versions.items()
+            if (now := after.provenance.versions[name]) != then
+        ]
+        print(
+            f"largest difference to the first run: {apart:.2g}"
+            + (f" (versions changed: {', '.join(changed)})" if changed else "")
+        )
 
 
 VERBS: dict[str, type] = {"score": Score, "evaluate": Evaluate, "rerun": Rerun}
@@ -164,7 +186,10 @@ def _from_settings(verb: type, settings: dict[str, Any]) -> Any:
     """Makes a verb from the JSON that `Job.finish` wrote."""
     known = {f.name: f for f in fields(verb)}
     task = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["task"].items()}
-    return verb(**{name: value for name, value in settings.items() if name in known} | {"task": Seq2SeqTask(**task), "out": Path(settings["out"])})
+    return verb(
+        **{name: value for name, value in settings.items() if name in known}
+        | {"task": Seq2SeqTask(**task), "out": Path(settings["out"])}
+    )
 
 
 def _interval(row: Any) -> str:

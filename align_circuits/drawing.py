@@ -25,7 +25,9 @@ def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> str:
     A group is told by its number as well as by its colour.
     """
     body = "".join(f"<div>{''.join(map(_span, line))}</div>" for line in lines)
-    note = f'<div style="opacity:.7;font-family:sans-serif;font-size:12px">{html.escape(caption)}</div>' if caption else ""
+    note = (
+        f'<div style="opacity:.7;font-family:sans-serif;font-size:12px">{html.escape(caption)}</div>' if caption else ""
+    )
     return f'<div style="font-family:monospace;line-height:1.9;overflow-x:auto;white-space:nowrap">{body}{note}</div>'
 
 

@@ -1,6 +1,5 @@
 """Files are written whole or not at all."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial")
     try:
         yield temporary
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -57,6 +56,7 @@ def writable_folder(path: str | Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"cannot write results to {str(path)!r} ({error.strerror}): give a folder that does not exist yet or that you may write"
+            f"cannot write results to {str(path)!r} ({error.strerror}): "
+            "give a folder that does not exist yet or that you may write"
         ) from error
     return path

@@ -61,7 +61,8 @@ def head_maps(table: Table, metrics: Sequence[str], title: str = "", captions: b
         heat = go.Heatmap(
             z=grid, x=sorted(rows["head"].unique()), y=sorted(rows["layer"].unique()), customdata=np.stack(ends, -1),
             coloraxis="coloraxis", xgap=1, ygap=1,
-            hovertemplate=f"L%{{y}}H%{{x}} {metric}: %{{z:.3f}} [%{{customdata[0]:.3f}}, %{{customdata[1]:.3f}}]<extra></extra>",
+            hovertemplate=f"L%{{y}}H%{{x}} {metric}: %{{z:.3f}} "
+            "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
         )  # fmt: skip
         figure.add_trace(heat, row=place // columns + 1, col=place % columns + 1)
     layers, heads = grids[0].shape
@@ -133,7 +134,8 @@ def _styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Transparent and grey-lettered, so that light and dark pages both work; no template is registered."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}

@@ -66,8 +66,8 @@ class Prompts:
     example: Int[Tensor, "prompt pos"]
     """The in-context example that each token belongs to, from 0; the test example is the highest; -1 for none."""
     targets: pd.DataFrame
-    """One row a predicted token: `prompt`, `query_pos` (where it is predicted), `target_pos` (where it stands), `token`,
-    `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the task gives
+    """One row a predicted token: `prompt`, `query_pos` (where it is predicted), `target_pos` (where it stands),
+    `token`, `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the task gives
     them. Rows are ordered by prompt, then by position."""
     relations: Mapping[str, Relation]
     """Who should look at whom, by name."""
@@ -88,12 +88,16 @@ class Prompts:
         shape = tuple(self.inputs.shape[:2])
         for name in ("mask", "roles", "example"):
             if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}, but the inputs are {shape}: give one entry a token")
+                raise ValueError(
+                    f"{name} has shape {tuple(getattr(self, name).shape)}, but the inputs are {shape}: "
+                    "give one entry a token"
+                )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
         if self.accepted is not None and self.accepted.shape != (len(self.targets), len(self.letters)):
             raise ValueError(
-                f"accepted has shape {tuple(self.accepted.shape)}; it needs a row for each of the {len(self.targets)} targets "
+                f"accepted has shape {tuple(self.accepted.shape)}; it needs a row for each of the "
+                f"{len(self.targets)} targets "
                 f"and a column for each of the {len(self.letters)} letters"
             )
 
@@ -102,7 +106,8 @@ class Prompts:
 
     def __repr__(self) -> str:
         name = self.task.get("name", "tokens")
-        return f"Prompts({len(self)} x {self.inputs.shape[1]} {name}, targets={len(self.targets)}, relations={sorted(self.relations)})"
+        shape = f"{len(self)} x {self.inputs.shape[1]} {name}"
+        return f"Prompts({shape}, targets={len(self.targets)}, relations={sorted(self.relations)})"
 
     def _repr_html_(self) -> str:
         shown = [self.drawing(index) for index in range(min(len(self), 3))]
@@ -255,7 +260,9 @@ class Prompts:
         except TypeError as error:
             raise ValueError("give a list of token ids for each prompt, [[5, 7, 9]] for a single one") from error
         if not rows or any(len(row) < 2 for row in rows):
-            raise ValueError("every prompt needs at least two tokens, one to read and one to predict; give lists of token ids")
+            raise ValueError(
+                "every prompt needs at least two tokens, one to read and one to predict; give lists of token ids"
+            )
         if any(token < 0 for row in rows for token in row):
             raise ValueError("a token id is negative: give ids without padding, and lists of different lengths instead")
         length = max(map(len, rows))
@@ -272,8 +279,8 @@ class Prompts:
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
         return cls(
-            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value), example=mask.long() - 1, targets=targets,
-            relations=made, pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
+            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value), 
+            example=mask.long() - 1, targets=targets,            relations=made, pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
             fingerprint=vocabulary_fingerprint(tokenizer) if tokenizer is not None else None,
             task={"name": "tokens"},
         )  # fmt: skip
@@ -296,7 +303,9 @@ class Prompts:
             "relations": {name: [r.name, r.keys_before_query] for name, r in self.relations.items()},
         }  # fmt: skip
         with replacing(path) as temporary:
-            save_file({k: v.clone().contiguous() for k, v in tensors.items()}, temporary, {"prompts": json.dumps(header)})
+            save_file(
+                {k: v.clone().contiguous() for k, v in tensors.items()}, temporary, {"prompts": json.dumps(header)}
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> "Prompts":
@@ -317,14 +326,17 @@ class Prompts:
         columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
         parts = [name for f in fields(Relation) if (name := f.name) not in ("name", "keys_before_query")]
         relations = {
-            key: Relation(name=name, keys_before_query=strict, **{part: tensors[f"relations.{key}.{part}"] for part in parts})
+            key: Relation(
+                name=name, keys_before_query=strict, **{part: tensors[f"relations.{key}.{part}"] for part in parts}
+            )
             for key, (name, strict) in header["relations"].items()
         }
         return cls(
             **{name: tensors[name] for name in _TENSORS},
             targets=pd.DataFrame(columns), relations=relations, accepted=tensors.get("accepted"),
             pieces={int(token): text for token, text in header["pieces"].items()}, fingerprint=header["fingerprint"],
-            task=header["task"], latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
+            task=header["task"],
+            latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
         )  # fmt: skip
 
 

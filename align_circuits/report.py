@@ -42,7 +42,8 @@ def write_report(
         The path.
     """
     blocks = [
-        f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(note)}</p>\n{_block(content)}" for heading, note, content in sections
+        f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(note)}</p>\n{_block(content)}"
+        for heading, note, content in sections
     ]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -61,7 +62,9 @@ def write_report(
 
 def _block(content: go.Figure | Table | str) -> str:
     if isinstance(content, go.Figure):
-        return content.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
+        return content.to_html(
+            full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+        )
     if isinstance(content, Table):
         return content.frame.to_html(index=False, float_format="{:.3f}".format, border=0)
     return content

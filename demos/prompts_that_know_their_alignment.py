@@ -40,7 +40,12 @@ prompts.targets.head()
 # %%
 align = prompts.relations["align_query"]
 print(align)
-print("the position that predicts the first letter:", int(align.query[0]), "- its aligned symbol stands at", align.keys_of(0))
+print(
+    "the position that predicts the first letter:",
+    int(align.query[0]),
+    "- its aligned symbol stands at",
+    align.keys_of(0),
+)
 
 # %% [markdown]
 # Two relations are about alignment, and they are different jobs. `align_query` asks from the position that is *about to write* a phrase, `align_key` from the letter
@@ -106,5 +111,5 @@ accuracies = {name: ac.evaluate(model, some).where(predictor="model", metric="ac
 accuracies
 
 # %% [markdown]
-# Next: the same two functions work on any Llama that you can load; see [Your own data](../your-own-data.md) for your own prompts, and
-# [Paper or code?](../paper-or-code.md) for every choice behind the task.
+# Next: the same two functions work on any Llama that you can load; see {doc}`/your-own-data` for your own prompts, and
+# {doc}`/paper-or-code` for every choice behind the task.

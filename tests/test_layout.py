@@ -26,7 +26,9 @@ ORDER = [
     "scoring",
     "evaluate",
     "checkpoints",
+    "checkpoints",
     "training",
+    "pretraining",
     "cells",
     "plots",
     "report",
@@ -46,7 +48,11 @@ def imports_of(path: Path) -> list[str]:
     rooms = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "align_circuits" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "align_circuits"
+                else [node.module]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -55,7 +61,7 @@ def imports_of(path: Path) -> list[str]:
     return rooms
 
 
-MODULES = sorted(path for path in ROOT.rglob("*.py"))
+MODULES = sorted([*ROOT.rglob("*.py"), *(ROOT / "hooks").glob("*.py")])  # rglob does not follow the symlink
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -83,4 +89,6 @@ def test_hooks_has_one_identity():
 
 def test_every_module_says_what_it_is_for():
     for path in MODULES:
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(ROOT)} has no docstring"
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
+            f"{path.relative_to(ROOT)} has no docstring"
+        )

@@ -14,6 +14,9 @@ from align_circuits.tasks.seq2seq import Seq2SeqTask
 MARGIN = 10.0
 """By how many nats the right position beats a wrong one, at full strength."""
 
+BOUNDARY_MARGIN = 3 * MARGIN
+"""The same for the boundary head, whose attention is read as a number: it is the last to fail in a weak circuit."""
+
 EVIDENCE = 4.0
 """The logit of a letter on which all that was looked up agrees: so low that half of it is visibly less likely."""
 
@@ -29,8 +32,9 @@ Parts = dict[str, Directions]
 def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
     """Returns the parts of the residual stream, all exactly 0 where they do not apply.
 
-    From the embeddings: `one` (always 1), `delimiter` (start of text, separator, colon), `colon`, `symbol` (a code of
-    ±1 bits), `letter` (one-hot), `position` (a number), `here`, `1 back` and `2 back` (positions in ±1 bits).
+    From the embeddings: `one` (always 1), `delimiter` (BOS, separator, colon), `first` (the first token, without BOS),
+    `colon`, `symbol` (a code of ±1 bits), `letter` (one-hot), `position` (a number), `here`, `1 back` and `2 back`
+    (positions in ±1 bits).
     Written by heads and units: `distance` to the latest delimiter and whether that is a colon (`output`); `input
     place`, `next phrase`, `next offset`, and `next start` (the phrase again, only where its first letter comes next);
     `own phrase`, `own offset` and the letters `1 before` and `2 before` this one (all one-hot); `key symbol` and `query
@@ -40,7 +44,7 @@ def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
     symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
     return subspaces(
         {
-            "one": 1, "delimiter": 1, "colon": 1, "symbol": symbol, "letter": letters,
+            "one": 1, "delimiter": 1, "first": 1, "colon": 1, "symbol": symbol, "letter": letters,
             "position": 1, "here": place, **{f"{back} back": place for back in range(1, max(c, 2))},
             "distance": 1, "output": 1, "input place": m, "next phrase": m, "next offset": c, "next start": m,
             "own phrase": m, "own offset": c, **{f"{back} before": letters for back in range(1, c)},
@@ -51,17 +55,17 @@ def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
 
 def embeddings(task: Seq2SeqTask, parts: Parts, words: Lexicon, d_vocab: int) -> Float[Tensor, "d_vocab d_model"]:
     """Returns what each token is."""
-    _, colon, separator, _ = words.fixed
+    start, colon, separator, _ = words.fixed
     embedding = parts["one"].T.repeat(d_vocab, 1)
     embedding[list(words.symbols)] += bits(torch.arange(len(task.alphabet))) @ parts["symbol"].T
     embedding[list(words.letters)] += parts["letter"].T
-    embedding[[colon, separator]] += parts["delimiter"].T
+    embedding[[colon, separator] if words.bos is None else [start, colon, separator]] += parts["delimiter"].T
     embedding[colon] += parts["colon"][:, 0]
     return embedding
 
 
 def positions(parts: Parts, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_model"]:
-    """Returns what each position is. The text starts with a delimiter: the BOS token, or one just before the first."""
+    """Returns what each position is. Without BOS, the first token stands in for a delimiter that lies just before it."""
     place = torch.arange(n_ctx)
     number = place.float() + (0 if bos else 1)
     embedding = number[:, None] @ parts["distance"].T
@@ -70,18 +74,19 @@ def positions(parts: Parts, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_mod
     embedding += bits(place, n_ctx) @ parts["here"].T
     for back in (back for back in (1, 2) if f"{back} back" in parts):
         embedding += bits((place - back).clamp(min=0), n_ctx) @ parts[f"{back} back"].T
-    embedding[0] += parts["delimiter"][:, 0]
+    if not bos:
+        embedding[0] += parts["first"][:, 0]
     return embedding
 
 
 def boundary(task: Seq2SeqTask, parts: Parts) -> Head:
     """The latest delimiter, by a preference for delimiters and for late positions: how far it is, and which it is."""
     m, n = task.x_len, task.x_len * task.phrase_len
-    recency = MARGIN / (min(m, n) + 1)
+    recency = BOUNDARY_MARGIN / (min(m, n) + 1)
     return Head(
         (
             Match(parts["one"], parts["position"], recency),
-            Match(parts["one"], parts["delimiter"], MARGIN + recency * max(m, n)),
+            Match(parts["one"], parts["delimiter"] + parts["first"], BOUNDARY_MARGIN + recency * max(m, n)),
         ),
         (Move(parts["position"], parts["distance"], -1.0), Move(parts["colon"], parts["output"])),
     )

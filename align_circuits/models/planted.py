@@ -44,7 +44,7 @@ class PlantedModel(HandBuilt):
     task: Seq2SeqTask
     """The task that it was built for."""
     strength: float
-    """By what the attention scores of the circuit's heads are multiplied."""
+    """By what the query and the key weights of the circuit's heads are multiplied."""
     kinds: Mapping[tuple[int, int], str]
     """What each head (layer, head) was built as: a key of `ROLES`."""
     roles: Mapping[tuple[int, int], str | None]
@@ -55,7 +55,7 @@ def planted(
     task: Seq2SeqTask,
     seed: int = 0,
     strength: float = 1.0,
-    decoys: Collection[Decoy] = DECOYS,
+    decoys: Collection[str] = DECOYS,
     n_layers: int = 6,
     n_heads: int = 4,
     n_ctx: int = 512,
@@ -94,8 +94,8 @@ def planted(
     Args:
         task: A task in the standard style, with phrases of one to three letters.
         seed: Draws the places of the heads, and the weights of random ones.
-        strength: From 0 to 1: multiplies the attention scores of the circuit's heads, the backup included. At 1 they
-            attend where they should, at 0 to all positions alike.
+        strength: From 0 to 1: multiplies the query and the key weights of the circuit's heads, the backup included. At 1
+            they attend where they should, at 0 to all positions alike.
         decoys: Which decoys there are.
         n_layers: Layers, at least 4.
         n_heads: Heads a layer, at least 4.
@@ -153,7 +153,7 @@ def planted(
     model.task, model.strength = task, strength
     model.kinds = MappingProxyType({place: kind for place, (kind, _) in sorted(heads.items())})
     model.roles = MappingProxyType({place: ROLES[kind] if strength else None for place, kind in model.kinds.items()})
-    return model
+    return model.eval()
 
 
 _Wanted = tuple[str, Head, Sequence[int]]

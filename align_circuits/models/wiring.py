@@ -55,8 +55,9 @@ class Head:
         return max(sum(match.query.shape[1] for match in self.matches), sum(move.read.shape[1] for move in self.moves))
 
     def weakened(self, strength: float) -> "Head":
-        """Returns the head with its attention scores multiplied by `strength`."""
-        return replace(self, matches=tuple(replace(match, weight=match.weight * strength) for match in self.matches))
+        """Returns the head with its query and key weights multiplied by `strength`, so its scores by its square."""
+        weak = (replace(match, query=match.query * strength, key=match.key * strength) for match in self.matches)
+        return replace(self, matches=tuple(weak))
 
     def write(self, model: HandBuilt, layer: int, head: int) -> None:
         """Puts the head into a model whose weights are still zero there."""

@@ -1,0 +1,231 @@
+"""What the toy Llama is pretrained on: lines of symbols and letters, and no task whose alignment must be found."""
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.tasks.automaton import Automata
+from align_circuits.tasks.grammar import sample_orders
+from align_circuits.tasks.streams import Streams
+
+MOST_SYMBOLS = 10
+"""Automata drawn for each document; a kind uses the first few."""
+
+QUIET = 0.1
+"""The loss weight of separators: worth knowing, soon known."""
+
+Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
+"""Token ids, at least as many as were asked for, and the weight of each in the loss."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one document is written from."""
+
+    rng: np.random.Generator
+    automata: Automata
+    """Those of one prompt, `MOST_SYMBOLS` of them."""
+    length: int
+    """The fewest tokens of the document."""
+    most_symbols: int
+    """The most symbols in the input of a pre-aligned prompt."""
+
+    def phrases(self, symbol: Int[ndarray, "line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
+        """Writes a phrase for each symbol, as token ids."""
+        uniform = torch.from_numpy(self.rng.random((1, *symbol.shape, length), dtype=np.float32))
+        letters, _ = self.automata.walk(torch.from_numpy(symbol)[None], uniform)
+        return LETTERS[letters[0].numpy()]
+
+    def names(self, count: int) -> Int[ndarray, " symbol"]:
+        """Draws the token ids of `count` symbols."""
+        return SYMBOLS[self.rng.permutation(len(SYMBOLS))[:count]]
+
+    def lines(self, width: int) -> int:
+        """How many lines of `width` tokens fill the document."""
+        return -(-self.length // width)
+
+    def phrase_len(self) -> int:
+        """Draws the letters in a phrase: 1 to 4."""
+        return int(self.rng.integers(1, 5))
+
+
+def pre_aligned(source: Source) -> Document:
+    """Pre-aligned prompts of 2 symbols or more: half monotonic, the rest permuted for the prompt or for each line."""
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(m + 2 + m * (c + 1))
+    order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
+    draw = rng.random()
+    if draw < 0.5:
+        aligned = np.broadcast_to(np.arange(m), (n, m))
+    elif draw < 0.75:
+        aligned = np.broadcast_to(rng.permutation(m), (n, m))
+    else:
+        aligned = np.argsort(rng.random((n, m)), 1)
+    which = np.take_along_axis(order, aligned, 1)
+    names = source.names(m)
+    colon = COLON if rng.random() < 0.85 else rng.choice([SEMICOLON, BANG])
+    body = np.concatenate([names[which][..., None], source.phrases(which, c)], 2)
+    ids = np.concatenate([names[order], np.full((n, 1), colon), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
+    # Symbols are not predicted: after a phrase, the next one would be an alignment learned before anybody asked for it.
+    weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
+    return _flat(ids, np.tile(weight, (n, 1)))
+
+
+def single(source: Source) -> Document:
+    """Standard prompts of one symbol: `A:ri`, again and again."""
+    c = source.phrase_len()
+    n = source.lines(c + 3)
+    name = source.names(1)[0]
+    head = np.tile([name, COLON], (n, 1))
+    ids = np.concatenate([head, source.phrases(np.zeros(n, np.int64), c), np.full((n, 1), NEWLINE)], 1)
+    return _flat(ids, np.tile([0.0, QUIET] + [1.0] * c + [QUIET], (n, 1)))
+
+
+def pairs(source: Source) -> Document:
+    """Lines of one symbol and its phrase, the symbols in random order, with or without a colon."""
+    rng = source.rng
+    m, c = int(rng.integers(2, MOST_SYMBOLS + 1)), source.phrase_len()
+    between = [] if rng.random() < 0.3 else [COLON if rng.random() < 0.8 else SEMICOLON]
+    n = source.lines(c + 2 + len(between))
+    which = rng.integers(0, m, n)
+    middle = np.tile(np.array(between, dtype=np.int64), (n, 1))
+    ids = np.concatenate(
+        [source.names(m)[which][:, None], middle, source.phrases(which, c), np.full((n, 1), NEWLINE)], 1
+    )
+    return _flat(ids, np.tile([0.0] + [QUIET] * len(between) + [1.0] * c + [QUIET], (n, 1)))
+
+
+def phrases(source: Source) -> Document:
+    """Symbols and their phrases without lines, the phrases of one length or of several."""
+    rng = source.rng
+    m, c = int(rng.integers(2, MOST_SYMBOLS + 1)), source.phrase_len()
+    n = source.length  # enough even where every phrase is cut to nothing
+    which = rng.integers(0, m, n)
+    ids = np.concatenate([source.names(m)[which][:, None], source.phrases(which, c)], 1)
+    kept = rng.integers(1, c + 1, n) if rng.random() < 0.5 else np.full(n, c)
+    keep = np.arange(c + 1) <= kept[:, None]
+    weight = np.tile([0.0] + [1.0] * c, (n, 1))
+    return _flat(ids[keep], weight[keep])
+
+
+def strings(source: Source) -> Document:
+    """Strings of one automaton, one a line."""
+    c = int(source.rng.integers(3, 13))
+    n = source.lines(c + 1)
+    ids = np.concatenate([source.phrases(np.zeros(n, np.int64), c), np.full((n, 1), NEWLINE)], 1)
+    return _flat(ids, np.tile([1.0] * c + [QUIET], (n, 1)))
+
+
+def outputs(source: Source) -> Document:
+    """Lines of phrases of several automata in random order, without symbols: which comes next cannot be known."""
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(m * c + 1)
+    which = np.argsort(rng.random((n, m)), 1)
+    ids = np.concatenate([source.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
+    return _flat(ids, np.tile(([QUIET] + [1.0] * (c - 1)) * m + [QUIET], (n, 1)))
+
+
+def copies(source: Source) -> Document:
+    """A random segment repeated, or short random words in random order; the first time of each is not predicted."""
+    rng = source.rng
+    draw = rng.random()
+    vocabulary = EVERYTHING if draw < 0.6 else SYMBOLS if draw < 0.8 else LETTERS
+    n = int(rng.integers(3, max(8, source.length // 3)))
+    if rng.random() < 0.5:
+        different = n <= len(vocabulary) and rng.random() < 0.5
+        segment = rng.permutation(vocabulary)[:n] if different else rng.choice(vocabulary, n)
+        times = source.lines(n) + 1
+        weight = np.ones((times, n))
+        weight[0] = 0
+        return _flat(np.tile(segment, times), weight)
+    width = int(rng.integers(2, 6))
+    words = max(2, n // width)
+    if words > len(vocabulary):
+        book = rng.choice(vocabulary, (words, width))
+    else:  # no two words share a token at one place, so that a word is known by any of its tokens
+        book = np.stack([rng.permutation(vocabulary)[:words] for _ in range(width)], 1)
+    order = rng.integers(0, words, source.lines(width) + 1)
+    weight = np.ones((len(order), width))
+    weight[:, 0] = 0
+    weight[np.unique(order, return_index=True)[1]] = 0
+    return _flat(book[order], weight)
+
+
+KINDS: Mapping[str, Callable[[Source], Document]] = {
+    "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
+    "outputs": outputs, "copies": copies,
+}  # fmt: skip
+"""The kinds of documents. None is a standard prompt of two symbols or more."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How often each kind occurs, and how hard the automata are."""
+
+    shares: Mapping[str, float]
+    """The relative frequency of kinds of `KINDS`."""
+    most_symbols: int = 8
+    """The most symbols in the input of a pre-aligned prompt."""
+    most_edges: int = 4
+    """The most edges that leave a state of an automaton."""
+    swapped: float = 0.1
+    """The share of documents in which symbols and letters swap their case (not of kind "single")."""
+
+    def __post_init__(self):
+        if unknown := sorted(set(self.shares) - set(KINDS)):
+            raise ValueError(f"unknown kinds of documents: {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+        if not 2 <= self.most_symbols <= MOST_SYMBOLS or not 1 <= self.most_edges <= 4:
+            raise ValueError(
+                f"most_symbols={self.most_symbols}, most_edges={self.most_edges}: "
+                f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
+            )
+
+    def sample(self, n: int, length: int, seed: int) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"]]:
+        """Draws documents, each after a BOS token and cut to `length`.
+
+        Args:
+            n: How many.
+            length: Tokens in each.
+            seed: Which.
+
+        Returns:
+            Token ids, and the weight in the loss of predicting each; that of the first is 0.
+        """
+        rng = np.random.default_rng(seed)
+        automata = Automata.sample(
+            Streams(seed, "pretraining"), n, MOST_SYMBOLS, len(LETTERS), (4, 18), (4, 12), (1, self.most_edges)
+        )
+        shares = np.array(list(self.shares.values()), dtype=float)
+        kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())
+        ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
+        for row, kind in enumerate(kinds):
+            own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
+            text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
+            text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
+            ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
+        return torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
+    return ids.ravel(), weight.ravel()
+
+
+def _ids(characters: str) -> Int[ndarray, " token"]:
+    return np.array(_TOKENIZER.convert_tokens_to_ids(list(characters)))
+
+
+_TOKENIZER = char_tokenizer()
+SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
+BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
+EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])
+SWAPPED = np.arange(len(_TOKENIZER))
+SWAPPED[SYMBOLS], SWAPPED[LETTERS] = LETTERS, SYMBOLS

@@ -1,0 +1,192 @@
+"""How the toy Llama is made, from nothing to a folder that any Hugging Face program reads."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from align_circuits.evaluate import evaluate
+from align_circuits.files import replacing, writable_folder
+from align_circuits.models.load import load
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.pretraining.mixture import Mixture
+from align_circuits.prompts import Prompts
+from align_circuits.scoring import score_heads
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.training import TrainConfig, TrainRun, train
+
+INDUCTION = {"copies": 0.4, "phrases": 0.3, "pairs": 0.1, "pre-aligned": 0.2}
+"""A mixture from which induction heads form soon: short documents, much that repeats."""
+
+LINES = {
+    "pre-aligned": 0.46, "outputs": 0.12, "copies": 0.12, "phrases": 0.1, "pairs": 0.08, "single": 0.08,
+    "strings": 0.04,
+}  # fmt: skip
+"""The mixture that the model is made for."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is read from one step on."""
+
+    start: int
+    """The first step, from 1."""
+    lengths: tuple[int, ...]
+    """Tokens in a document; one of these for each step."""
+    mixture: Mixture
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, what it reads, and how it is trained."""
+
+    train: TrainConfig
+    stages: tuple[Stage, ...]
+    """In order; documents get longer and automata harder."""
+    tokens: int = 3264
+    """Tokens in a batch."""
+    n_layers: int = 6
+    n_heads: int = 4
+    d_model: int = 128
+    d_mlp: int = 352
+    n_ctx: int = 2048
+    """The longest prompt that the model accepts; it has seen none longer than the last stage's."""
+    metrics_prompts: int = 24
+    """Prompts behind each number of the log."""
+
+    def stage(self, step: int) -> Stage:
+        """Returns the stage of a step."""
+        return [stage for stage in self.stages if stage.start <= max(step, 1)][-1]
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "toy-llama": Recipe(
+        TrainConfig(
+            steps=1400, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
+            schedule="linear", warmup=100, decay=600, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
+        ),
+        (
+            Stage(1, (64,), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
+            Stage(501, (64, 128), Mixture(LINES, most_edges=2)),
+            Stage(601, (128, 256), Mixture(LINES)),
+            Stage(801, (192, 256, 544), Mixture(LINES)),
+            Stage(1101, (256, 544, 1088), Mixture(LINES)),
+        ),
+    ),
+    "smoke": Recipe(
+        TrainConfig(steps=30, lr=0.012, rest_lr=0.002, optimizer="muon", schedule="linear", warmup=5, clip=None,
+                    log_every=15),
+        (Stage(1, (64,), Mixture(INDUCTION, most_symbols=3, most_edges=1)),
+         Stage(16, (96,), Mixture(LINES, most_symbols=3))),
+        tokens=512, n_layers=2, n_heads=2, d_model=32, d_mlp=64, n_ctx=512, metrics_prompts=4,
+    ),
+}  # fmt: skip
+"""Recipes by name; `"smoke"` takes seconds and teaches nothing."""
+
+
+def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool = True) -> TrainRun:
+    """Trains a Llama from scratch and writes it to `out/model`; goes on where a killed run stopped.
+
+    Args:
+        recipe: What and how.
+        seed: Of the weights and the documents.
+        out: The folder for checkpoints, `log.csv` and the model.
+        progress: Whether to draw a progress bar.
+
+    Returns:
+        The run; its log holds, beside the loss, the first-token accuracy on pre-aligned, single-symbol and standard
+        prompts, and the best induction, previous-token and `align_query` heads.
+
+    Raises:
+        ValueError: `out` cannot be written, or holds another run.
+    """
+    out = writable_folder(out)
+    model = untrained(recipe, seed)
+
+    def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor]:
+        stage = recipe.stage(step)
+        length = stage.lengths[batch_seed % len(stage.lengths)]
+        return stage.mixture.sample(max(1, recipe.tokens // length), length, batch_seed)
+
+    run = train(
+        model, sample, _loss, recipe.train, seed=seed, out=out / "training", progress=progress,
+        metrics=lambda network, _: probe(network, recipe.metrics_prompts), recipe=asdict(recipe),
+    )  # fmt: skip
+    save(model, out / "model")
+    with replacing(out / "log.csv") as path:
+        run.log.to_csv(path, index=False)
+    return run
+
+
+def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
+    """Returns the recipe's model with fresh weights.
+
+    Matrices have the standard deviation 1/√fan_in, those that write into the residual stream 1/√(2 n_layers) of it;
+    embeddings 0.05.
+    """
+    tokenizer = char_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=recipe.d_model, intermediate_size=recipe.d_mlp, 
+        num_hidden_layers=recipe.n_layers,        num_attention_heads=recipe.n_heads, num_key_value_heads=recipe.n_heads, max_position_embeddings=recipe.n_ctx,
+        tie_word_embeddings=True, rms_norm_eps=1e-6, pad_token_id=tokenizer.pad_token_id, 
+        bos_token_id=tokenizer.bos_token_id,        eos_token_id=tokenizer.eos_token_id, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                weight.normal_(0, 0.05, generator=generator)
+            elif weight.ndim == 2:
+                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+                weight.normal_(
+                    0, (weight.shape[1] * (2 * recipe.n_layers if writes else 1)) ** -0.5, generator=generator
+                )
+    return model
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes a model as bf16 safetensors with the bundled tokenizer; `config.json` comes last."""
+    lean = copy.deepcopy(model).to(torch.bfloat16)
+    lean.save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+
+
+def probe(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
+    """Returns what the log says about a model in training: a few accuracies, and its best heads."""
+    bridge = load(copy.deepcopy(model), tokenizer=char_tokenizer())
+    kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {
+        "pre_aligned": (4, "pre-aligned"), "single": (1, "standard"), "standard": (5, "standard"),
+    }  # fmt: skip
+    found: dict[str, float] = {}
+    for name, (m, style) in kinds.items():
+        prompts = Seq2SeqTask(x_len=m, style=style).sample(n, bridge.tokenizer, seed, references=False)
+        right = evaluate(bridge, prompts).where(predictor="model", metric="accuracy", kind=["first", "later"]).frame
+        found |= {f"{name}_{kind}": value for kind, value in zip(right["kind"], right["value"], strict=True)}
+        if name == "standard":
+            found |= _best(score_heads(bridge, prompts, ["align_query"]), "align_query")
+    words = torch.randint(4, len(bridge.tokenizer), (n, 40), generator=torch.Generator().manual_seed(seed))
+    repeated = Prompts.from_tokens(torch.cat([words, words], 1))
+    scores = score_heads(bridge, repeated, ["induction", "previous"])
+    return found | _best(scores, "induction") | _best(scores, "previous")
+
+
+def _best(scores: Any, metric: str) -> dict[str, float]:
+    row = scores.top(metric, 1).frame.iloc[0]
+    return {metric: float(row["value"]), f"{metric}_layer": float(row["layer"]), f"{metric}_head": float(row["head"])}
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
+    ids, weights = batch
+    logits = model(ids[:, :-1], use_cache=False).logits
+    each = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    weights = weights[:, 1:].flatten()
+    return (each * weights).sum() / weights.sum()
