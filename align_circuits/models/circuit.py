@@ -65,7 +65,7 @@ def embeddings(task: Seq2SeqTask, parts: Parts, words: Lexicon, d_vocab: int) ->
 
 
 def positions(parts: Parts, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx d_model"]:
-    """Returns what each position is. Without BOS, the first token stands in for a delimiter that lies just before it."""
+    """Returns what each position is. Without BOS, the first token stands in for a delimiter just before it."""
     place = torch.arange(n_ctx)
     number = place.float() + (0 if bos else 1)
     embedding = number[:, None] @ parts["distance"].T

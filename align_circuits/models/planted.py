@@ -94,8 +94,8 @@ def planted(
     Args:
         task: A task in the standard style, with phrases of one to three letters.
         seed: Draws the places of the heads, and the weights of random ones.
-        strength: From 0 to 1: multiplies the query and the key weights of the circuit's heads, the backup included. At 1
-            they attend where they should, at 0 to all positions alike.
+        strength: From 0 to 1: multiplies the query and the key weights of the circuit's heads, the backup included. At
+            1 they attend where they should, at 0 to all positions alike; accuracy is half lost near 0.4.
         decoys: Which decoys there are.
         n_layers: Layers, at least 4.
         n_heads: Heads a layer, at least 4.
