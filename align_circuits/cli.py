@@ -108,7 +108,7 @@ class Score(Job):
                 ("What the model gets right", "Beside what needs no alignment.", plots.accuracy(correct)),
                 ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
                 ("All heads", "Hover for the number and its interval.", plots.head_maps(table, metrics)),
-                ("A prompt with its gold", "One number is one phrase, its symbol, and where to look it up.", prompts.drawing(0)),
+                ("A prompt", "One number: a phrase, its symbol, and where to look it up.", prompts.drawing(0)),
             ],
         )  # fmt: skip
 
@@ -149,7 +149,7 @@ class Rerun:
         verb = VERBS.get(before.provenance.verb)
         if verb is None or verb is Rerun:
             raise ValueError(
-                f"{str(self.folder)!r} was written by {before.provenance.verb!r}, which is no verb of the command line: "
+                f"{str(self.folder)!r} was written by {before.provenance.verb!r}, no verb of the command line: "
                 f"give a folder of {', '.join(VERBS)}"
             )
         out = self.out or self.folder / "rerun"

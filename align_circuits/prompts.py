@@ -67,8 +67,8 @@ class Prompts:
     """The in-context example that each token belongs to, from 0; the test example is the highest; -1 for none."""
     targets: pd.DataFrame
     """One row a predicted token: `prompt`, `query_pos` (where it is predicted), `target_pos` (where it stands),
-    `token`, `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the task gives
-    them. Rows are ordered by prompt, then by position."""
+    `token`, `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the
+    task gives them. Rows are ordered by prompt, then by position."""
     relations: Mapping[str, Relation]
     """Who should look at whom, by name."""
     letters: Int[Tensor, " letter"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
@@ -279,8 +279,9 @@ class Prompts:
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
         return cls(
-            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value), 
-            example=mask.long() - 1, targets=targets,            relations=made, pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
+            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
+            example=mask.long() - 1, targets=targets, relations=made,
+            pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
             fingerprint=vocabulary_fingerprint(tokenizer) if tokenizer is not None else None,
             task={"name": "tokens"},
         )  # fmt: skip

@@ -133,10 +133,11 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     """
     tokenizer = char_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=recipe.d_model, intermediate_size=recipe.d_mlp, 
-        num_hidden_layers=recipe.n_layers,        num_attention_heads=recipe.n_heads, num_key_value_heads=recipe.n_heads, max_position_embeddings=recipe.n_ctx,
-        tie_word_embeddings=True, rms_norm_eps=1e-6, pad_token_id=tokenizer.pad_token_id, 
-        bos_token_id=tokenizer.bos_token_id,        eos_token_id=tokenizer.eos_token_id, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        vocab_size=len(tokenizer), hidden_size=recipe.d_model, intermediate_size=recipe.d_mlp,
+        num_hidden_layers=recipe.n_layers, num_attention_heads=recipe.n_heads, num_key_value_heads=recipe.n_heads,
+        max_position_embeddings=recipe.n_ctx, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True, rms_norm_eps=1e-6, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng():
         model = LlamaForCausalLM(config)
