@@ -118,14 +118,10 @@ def planted(
     generator = torch.Generator().manual_seed(seed)
     layers = sorted(torch.randperm(n_layers, generator=generator)[:STAGES].tolist())
     parts = circuit.parts_of(task, n_ctx)
-    found = _circuit_heads(task, parts, layers, share=0.5 if "backup" in decoys else 1.0)
-    weak = [
-        (kind, head.weakened(strength), within)
-        for kind, head, within in found
-        if kind != "backup" or "backup" in decoys
-    ]
-    others = _decoy_heads(task, parts, layers, n_layers, n_ctx, generator)
-    heads = _placed(weak + [other for other in others if other[0] in decoys], n_layers, n_heads, generator)
+    circuit_heads = _circuit_heads(task, parts, layers, backup="backup" in decoys)
+    wanted = [(kind, head.weakened(strength), within) for kind, head, within in circuit_heads]
+    wanted += [decoy for decoy in _decoy_heads(task, parts, layers, n_layers, n_ctx, generator) if decoy[0] in decoys]
+    heads = _placed(wanted, n_layers, n_heads, generator)
     for place in product(range(n_layers), range(n_heads)):
         if place not in heads:
             is_random = "random" in decoys and bool(torch.rand((), generator=generator) < 0.5)
@@ -160,16 +156,18 @@ _Wanted = tuple[str, Head, Sequence[int]]
 """A kind of head, the head, and the layers in which it may lie."""
 
 
-def _circuit_heads(task: Seq2SeqTask, parts: circuit.Parts, layers: Sequence[int], share: float) -> Sequence[_Wanted]:
+def _circuit_heads(task: Seq2SeqTask, parts: circuit.Parts, layers: Sequence[int], backup: bool) -> Sequence[_Wanted]:
     first, second, third, fourth = layers
+    lookup = circuit.lookup(task, parts, share=0.5 if backup else 1.0)
     heads = [
         ("boundary", circuit.boundary(task, parts), [first]),
         ("previous", circuit.previous(task, parts), [second]),
         ("align_query", circuit.aligner(task, parts, "next start"), [third]),
         ("align_key", circuit.aligner(task, parts, "own phrase"), [third]),
-        ("lookup", circuit.lookup(task, parts, share), [fourth]),
-        ("backup", circuit.lookup(task, parts, share), [fourth]),
+        ("lookup", lookup, [fourth]),
     ]
+    if backup:
+        heads.append(("backup", lookup, [fourth]))
     if task.phrase_len > 2:
         heads.append(("second_previous", circuit.second_previous(parts), [second]))
     return heads
