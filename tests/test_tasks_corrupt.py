@@ -1,5 +1,6 @@
 """Minimal pairs: what changes, what stays, and how it is drawn."""
 
+import inspect
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from scipy import stats
 
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts import Prompts, Role
+from align_circuits.tasks import seq2seq
 from align_circuits.tasks.grammar import in_support
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -177,9 +179,7 @@ def test_corruptions_that_cannot_be_made_are_refused():
 
 
 def test_an_unknown_corruption_is_refused():
-    from align_circuits.tasks import seq2seq
-
-    unchecked = seq2seq.corrupt.__wrapped__  # past the type check of the import hook, as for users without it
+    unchecked = inspect.unwrap(seq2seq.corrupt)  # past the type check of the import hook, as for users without it
     prompts = Seq2SeqTask(x_len=2, n_examples=1).sample(1, TOKENIZER)
     with pytest.raises(ValueError, match="corruption 'letters': choose one of 'query', 'labels', 'alignment'"):
         unchecked(prompts, "letters", 0, places=None, ood=False, sample_automata=None)

@@ -67,9 +67,9 @@ def test_prompts_say_what_the_automata_write_and_know_where(task, seed):
             assert sorted(x) == sorted(symbols)
             wanted = [x[position] for position in task.aligned]
             assert copies == (wanted if has_copies else [])
+            state = 0
             for phrase, offset in itertools.product(range(m), range(c)):
-                if offset == 0:
-                    state = 0
+                state = 0 if offset == 0 else state
                 automaton = symbols.index(wanted[phrase])
                 choices = [task.letters[letter] for letter in edges[automaton][state] if letter >= 0]
                 letter = y[phrase * c + offset]

@@ -92,7 +92,7 @@ def test_permutations_are_uniform_but_never_the_identity():
 def test_automata_keep_to_their_ranges_and_rules(alphabet, states, edges, seed):
     edges = (edges[0], min(edges[0] + edges[1], 3))
     ranges = [(low, low + more) for low, more in (alphabet, states)]
-    automata = Automata.sample(Streams(seed), 2, 3, 26, *ranges, edges)
+    automata = Automata.sample(Streams(seed), 2, 3, 26, ranges[0], ranges[1], edges)
     for prompt, symbol in itertools.product(range(2), range(3)):
         letter, following, n_edges = (
             table[prompt, symbol] for table in (automata.letter, automata.next, automata.n_edges)

@@ -116,10 +116,10 @@ def check_text(tokenizer: Any, words: Lexicon, places: Layout) -> None:
     Raises:
         ValueError: Some text is read as other tokens, as `"!I"` by the Llama 3 tokenizer in the marked style.
     """
-    roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
-    key = (words.symbols, words.letters, words.fixed, tuple(roles))
+    key = (words.symbols, words.letters, words.fixed, places)
     if key in _CHECKED.setdefault(tokenizer, set()):
         return
+    roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
     kinds = dict.fromkeys(pairwise(roles))
     pairs = [(a, b) for first, second in kinds for a in words.ids_of(first) for b in words.ids_of(second)]
     whole = tuple(words.ids_of(role)[place % len(words.ids_of(role))] for place, role in enumerate(roles))

@@ -45,7 +45,7 @@ class Seq2SeqTask:
     >>> from align_circuits.models.tokenizer import char_tokenizer
     >>> task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=1, separator=";", bos=False)
     >>> task.sample(1, char_tokenizer(), seed=0).text
-    ['MRB:zqbgsn;BRM:snbjss']
+    ['EPR:bqwsch;PER:qovzch']
     """
 
     x_len: int = 5

@@ -1,5 +1,7 @@
 """Named random streams: what one part of a task draws never moves what another part draws."""
 
+import hashlib
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +28,7 @@ class Streams:
     def generator(self, name: str) -> np.random.Generator:
         """Returns the generator of a stream; every call with one name returns the same object."""
         if name not in self._generators:
-            self._generators[name] = np.random.default_rng([self._seed, *f"{self._purpose}/{name}".encode()])
+            self._generators[name] = np.random.default_rng(_number(self._seed, self._purpose, name))
         return self._generators[name]
 
     def uniform(self, name: str, *shape: int) -> Float[Tensor, "..."]:
@@ -66,3 +68,8 @@ class Streams:
                 taken[place], value = torch.minimum(other, value), torch.maximum(other, value)
             taken.append(value)
         return torch.stack(drawn, dim=-1)
+
+
+def _number(seed: int, *names: str) -> int:
+    """A number of 128 bits that no other seed and names share."""
+    return int.from_bytes(hashlib.sha256("/".join((str(seed), *names)).encode()).digest()[:16], "big")
