@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import torch
 import tyro
 
 from align_circuits import plots
@@ -15,7 +17,6 @@ from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.files import writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
-from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts import Prompts
 from align_circuits.report import write_report
 from align_circuits.scoring import score_heads
@@ -46,18 +47,23 @@ class Job:
     """Prompts at a time; results do not depend on it."""
     device: str | None = None
     """Such as "cuda"; the GPU where there is one."""
-    dtype: str | None = None
-    """Such as "bfloat16"; as the weights are stored by default."""
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    """Of the weights; as they are stored by default."""
 
-    def prepare(self) -> tuple[HookedModel, Prompts]:
+    def prepare(self) -> tuple[Any, Prompts]:
         """Loads the model and samples the prompts; fails before any long work."""
         writable_folder(self.out)
-        model = (
-            planted(self.task, seed=self.seed)
-            if self.model == "planted"
-            else load(self.model, device=self.device, dtype=self.dtype)
-        )
-        return model, self.task.sample(self.n, getattr(model, "tokenizer", None), seed=self.seed)
+        if self.model == "planted":
+            if self.device or self.dtype:
+                raise ValueError("the planted circuit runs on the CPU in float32: leave out --device and --dtype")
+            model: Any = planted(self.task, seed=self.seed)
+        else:
+            model = load(self.model, device=self.device, dtype=getattr(torch, self.dtype) if self.dtype else None)
+        if model.tokenizer is None:
+            raise ValueError(
+                f"{self.model!r} has no tokenizer, and the task is written in words: add one to its folder"
+            )
+        return model, self.task.sample(self.n, model.tokenizer, seed=self.seed)
 
     @property
     def _how(self) -> dict[str, Any]:
@@ -88,10 +94,10 @@ class Score(Job):
         )
         print(f"\n  {'metric':<12} best heads (95% interval over prompts{'; true role' if roles else ''})")
         for metric, rows in best.items():
-            print(f"  {metric:<12} " + "   ".join(_head(row, roles) for row in rows.itertuples()))
+            print(f"  {metric:<12} " + "   ".join(_head(row, roles) for _, row in rows.iterrows()))
         first = correct.where(metric="accuracy", kind="first", predictor="model").frame.iloc[0]
         leaders = ", ".join(
-            f"{metric} {_head(next(rows.itertuples()))}"
+            f"{metric} {_head(rows.iloc[0])}"
             for metric, rows in best.items()
             if metric in ("align_query", "align_key", "lookup")
         )
@@ -123,7 +129,7 @@ class Evaluate(Job):
         table = evaluate(model, prompts, **self._how)
         print(table)
         rows = table.where(metric="accuracy", kind="all", offset=ALL_OFFSETS).frame
-        said = {row.predictor: _interval(row) for row in rows.itertuples()}
+        said = {row["predictor"]: _interval(row) for _, row in rows.iterrows()}
         self.finish(
             "evaluate",
             table,
@@ -153,7 +159,7 @@ class Rerun:
                 f"give a folder of {', '.join(VERBS)}"
             )
         out = self.out or self.folder / "rerun"
-        _from_settings(verb, before.provenance.settings | {"out": str(out)})()
+        _from_settings(verb, dict(before.provenance.settings) | {"out": str(out)})()
         after = Table.load(out)
         apart = float(np.nanmax(np.abs(after.frame["value"].to_numpy() - before.frame["value"].to_numpy())))
         changed = [
@@ -185,17 +191,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _from_settings(verb: type, settings: dict[str, Any]) -> Any:
     """Makes a verb from the JSON that `Job.finish` wrote."""
     known = {f.name: f for f in fields(verb)}
-    task = {name: tuple(value) if isinstance(value, list) else value for name, value in settings["task"].items()}
+    task: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings["task"].items()
+    }
     return verb(
         **{name: value for name, value in settings.items() if name in known}
         | {"task": Seq2SeqTask(**task), "out": Path(settings["out"])}
     )
 
 
-def _interval(row: Any) -> str:
-    return f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]"
+def _interval(row: pd.Series) -> str:
+    return f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
-def _head(row: Any, roles: Any = None) -> str:
-    text = f"L{row.layer}H{row.head} {_interval(row)}"
-    return text if roles is None else f"{text} ({roles.get((row.layer, row.head)) or 'none'})"
+def _head(row: pd.Series, roles: Any = None) -> str:
+    text = f"L{row['layer']}H{row['head']} {_interval(row)}"
+    return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"

@@ -1,9 +1,9 @@
 """Figures of tables: plotly figures that read on light and on dark pages and by colour-blind people."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -125,7 +125,7 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     return _styled(figure, title, height=380)
 
 
-def _error_bars(frame: pd.DataFrame) -> dict:
+def _error_bars(frame: Any) -> dict:
     above, below = frame["high"] - frame["value"], frame["value"] - frame["low"]
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
 

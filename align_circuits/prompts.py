@@ -124,7 +124,7 @@ class Prompts:
             examples: How many of the last examples to draw; all of them by default.
         """
         prompt = self[index]
-        group: dict[int, int] = {}
+        group: dict[int, Any] = {}
         strong: set[int] = set()
         phrase = dict(enumerate(prompt.targets["phrase"]))
         aligned = {name: relation for name, relation in prompt.relations.items() if name in ("lookup", "align_query")}

@@ -180,12 +180,11 @@ def _among_all(
 def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Bool[Tensor, "prompt pos"]:
     """Whether the token at each position occurs at an earlier real position of its prompt."""
     length = ids.shape[1]
-    pos, bits = torch.arange(length, device=ids.device), length.bit_length()
-    alone = ids.max() + 1 + pos  # padding never equals anything
-    keys = torch.where(mask, ids, alone) << bits | pos
-    if int(keys.max()) < 2**31:
-        keys = keys.int()  # numpy sorts 32 bits twenty times as fast as torch sorts anything
-    ordered = torch.from_numpy(np.sort(keys.cpu().numpy(), axis=1)).to(ids.device)
+    most, bits = int(ids.max()), length.bit_length()
+    narrow = (most + 1 + length) << bits < 2**31  # numpy sorts 32 bits twenty times as fast as torch sorts anything
+    pos = torch.arange(length, device=ids.device, dtype=torch.int32 if narrow else torch.int64)
+    keys = torch.where(mask, ids.to(pos.dtype), most + 1 + pos)  # padding never equals anything
+    keys = np.sort((keys << bits | pos).cpu().numpy(), axis=1)
     repeats = torch.zeros_like(mask)
-    repeats[:, 1:] = ordered[:, 1:] >> bits == ordered[:, :-1] >> bits
-    return torch.zeros_like(mask).scatter(1, (ordered & (2**bits - 1)).long(), repeats)
+    repeats[:, 1:] = torch.from_numpy(keys[:, 1:] >> bits == keys[:, :-1] >> bits)
+    return torch.zeros_like(mask).scatter(1, torch.from_numpy(keys & (2**bits - 1)).to(ids.device).long(), repeats)

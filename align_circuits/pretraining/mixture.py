@@ -3,6 +3,7 @@
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,7 +224,7 @@ def _ids(characters: str) -> Int[ndarray, " token"]:
     return np.array(_TOKENIZER.convert_tokens_to_ids(list(characters)))
 
 
-_TOKENIZER = char_tokenizer()
+_TOKENIZER: Any = char_tokenizer()
 SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
 BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
 EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])

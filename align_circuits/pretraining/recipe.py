@@ -131,7 +131,7 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     Matrices have the standard deviation 1/√fan_in, those that write into the residual stream 1/√(2 n_layers) of it;
     embeddings 0.05.
     """
-    tokenizer = char_tokenizer()
+    tokenizer: Any = char_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=recipe.d_model, intermediate_size=recipe.d_mlp,
         num_hidden_layers=recipe.n_layers, num_attention_heads=recipe.n_heads, num_key_value_heads=recipe.n_heads,
@@ -156,7 +156,8 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes a model as bf16 safetensors with the bundled tokenizer; `config.json` comes last."""
-    lean = copy.deepcopy(model).to(torch.bfloat16)
+    lean: Any = copy.deepcopy(model)
+    lean.to(torch.bfloat16)
     lean.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
 

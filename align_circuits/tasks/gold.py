@@ -10,7 +10,7 @@ from torch import Tensor
 
 from align_circuits.prompts import KINDS
 from align_circuits.relations import NOBODY, Relation, duplicate_token, induction, previous_token
-from align_circuits.tasks.layout import Layout
+from align_circuits.tasks.layout import FIXED, Layout
 
 LATENT = ("symbols", "order", "phrases", "letter", "next")
 """What `Prompts.latent` holds: `symbols [prompt symbol]`, the places of the prompt's symbols in the alphabet; `order
@@ -99,11 +99,9 @@ def _align(
 def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
     """From each target to the letters of earlier examples that translate the same symbol."""
     c = places.outputs.shape[2]
-    earlier = places.outputs[:-1].flatten()
-    key = torch.full((len(symbol), len(places.roles)), NOBODY)
-    key[:, earlier] = symbol[:, :-1].flatten(1).repeat_interleave(c, dim=1)
-    candidate = torch.full((len(places.roles),), NOBODY)
-    candidate[earlier] = 0
+    nobody = torch.full_like(symbol, NOBODY)
+    label = torch.cat([symbol[:, :-1], nobody[:, -1:]], dim=1)
+    key = places.write(torch.full((len(FIXED),), NOBODY), nobody, label[..., None].expand(-1, -1, -1, c), nobody)
     wants = symbol[:, -1]
     relation = Relation(
         "lookup",
@@ -113,7 +111,7 @@ def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "pro
         wants=wants.repeat_interleave(c, dim=1).flatten(),
         among=torch.zeros_like(rows["query"]),
         key_label=key,
-        candidate_label=candidate.expand_as(key),
+        candidate_label=key[:1].clamp(max=0).expand_as(key),
     )
     seen = (symbol[:, :-1, :, None] == wants[:, None, None]).any(2).any(1)
     return relation if bool(seen.all()) else relation.select(seen.repeat_interleave(c, dim=1).flatten())

@@ -131,12 +131,14 @@ class Seq2SeqTask:
         latent = {name: drawn[name] for name in LATENT}
         inputs = write(places, latent, latent["order"][:, :, aligned], fixed, symbols, letters)
         targets, relations = gold(places, inputs, latent, aligned)
+        if references:
+            targets = targets.assign(**{name: drawn[name].flatten().numpy() for name in REFERENCES})
         return Prompts(
             inputs=inputs,
             mask=torch.ones_like(inputs, dtype=torch.bool),
             roles=places.roles.expand_as(inputs),
             example=places.example.expand_as(inputs),
-            targets=targets.assign(**{name: drawn[name].flatten().numpy() for name in REFERENCES if name in drawn}),
+            targets=targets,
             relations=relations,
             letters=letters,
             accepted=drawn["accepted"].flatten(0, 2),

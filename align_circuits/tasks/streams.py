@@ -47,11 +47,12 @@ class Streams:
             *shape: The shape of the result.
             late: 0 or 1 for each thing: those with a 1 come after all those with a 0.
         """
-        bits = max(shape[-1] - 1, 1).bit_length()  # the index stands below a random key: 32-bit values sort fast
-        keys = self.generator(name).integers(2 ** (30 - bits), size=shape, dtype=np.int32) << bits
-        keys |= np.arange(shape[-1], dtype=np.int32)
+        bits = max(shape[-1] - 1, 1).bit_length()  # the index stands below a random key of 24 bits or more
+        width, dtype = (30, np.int32) if bits <= 6 else (62, np.int64)  # 32-bit values sort faster
+        keys = self.generator(name).integers(2 ** (width - bits), size=shape, dtype=dtype) << bits
+        keys |= np.arange(shape[-1], dtype=dtype)
         if late is not None:
-            keys |= late.numpy().astype(np.int32) << 30
+            keys |= late.numpy().astype(dtype) << width
         keys.sort(axis=-1)
         return torch.from_numpy(keys & (2**bits - 1)).long()
 
