@@ -1,0 +1,118 @@
+"""The command line: what a user types, what is written, and what is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from align_circuits.cli import main
+from align_circuits.tables import Table
+
+SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
+
+
+def test_score_writes_a_table_a_report_and_its_provenance(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["score", *SMALL, "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"table.csv", "report.html", "provenance.json"}
+    printed = capsys.readouterr().out
+    assert str(out / "report.html") in printed
+    table = Table.load(out)
+    best = table.top("align_query", 1).frame.iloc[0]
+    assert f"L{best['layer']}H{best['head']}" in printed
+    provenance = json.loads((out / "provenance.json").read_text())
+    assert provenance["verb"] == "score"
+    assert provenance["settings"]["task"]["x_len"] == 3
+
+
+def test_the_report_is_self_contained(tmp_path):
+    main(["score", *SMALL, "--out", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the report loads something"
+    assert page.count("plotly.js v") == 1, "plotly's script stands in the page once"
+    assert len(page) < 10e6
+    assert "align_query" in page
+
+
+def test_rerun_repeats_a_run_from_its_provenance(tmp_path, capsys):
+    main(["score", *SMALL, "--seed", "3", "--out", str(tmp_path / "first")])
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0" in capsys.readouterr().out
+    first, second = (Table.load(tmp_path / name).frame for name in ("first", "second"))
+    np.testing.assert_array_equal(first["value"], second["value"])
+
+
+def test_rerun_tells_when_the_numbers_differ(tmp_path, capsys):
+    main(["score", *SMALL, "--out", str(tmp_path / "first")])
+    table = tmp_path / "first" / "table.csv"
+    frame = Table.load(tmp_path / "first").frame
+    frame.assign(value=frame["value"] + 0.5).to_csv(table, index=False)
+    main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
+    assert "largest difference to the first run: 0.5" in capsys.readouterr().out
+
+
+def test_evaluate_writes_accuracies(tmp_path, capsys):
+    assert main(["evaluate", *SMALL, "--out", str(tmp_path)]) == 0
+    assert "history" in capsys.readouterr().out
+    assert set(Table.load(tmp_path).frame["predictor"]) == {"model", "chance", "memoryless", "history", "oracle"}
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory, llama_tokenizer, random_hf_model):
+    """A Llama-shaped folder in the hub's format: grouped-query attention, bf16, the real vocabulary of 128k tokens."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = random_hf_model("llama", vocab_size=len(llama_tokenizer))
+    model.bfloat16().save_pretrained(folder)
+    llama_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_folder, capsys):
+    assert main(["score", "--model", str(llama_folder), *SMALL, "--out", str(tmp_path)]) == 0
+    assert "fast engine" in capsys.readouterr().out
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["model"]["dtype"] == "bfloat16"
+    assert provenance["model"]["d_vocab"] > 128_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
+        (["--n", "0"], "0 prompts"),
+        (["--dtype", "bfloat16"], "leave out --device and --dtype"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--style", "marked"], "marked"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, said):
+    out = tmp_path / "run"
+    assert main(["score", *SMALL, *arguments, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("align-circuits: ")
+    assert said in line
+    assert not list(out.glob("*")), "something half-written was left"
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert main(["score", "--model", "/no/such/folder", "--out", str(blocked)]) == 2
+    assert "cannot write results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--x-len", "30"], ["--n-examples", "0"], ["--alignment", "prior", "--decay", "-1"]]
+)
+def test_a_task_that_cannot_be_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["score", *arguments])
+    assert exit.value.code == 2
+    printed = capsys.readouterr()
+    assert arguments[-2].strip("-").replace("-", "_") in printed.err + printed.out
+
+
+def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["rerun", str(tmp_path)]) == 2
+    assert "no table in" in capsys.readouterr().err
