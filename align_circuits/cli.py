@@ -14,9 +14,12 @@ import tyro
 
 from align_circuits import plots
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
+from align_circuits.experiments import EXPERIMENTS
+from align_circuits.experiments.experiment import Scale, checks_html
 from align_circuits.files import writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
+from align_circuits.pretraining.recipe import RECIPES, pretrain
 from align_circuits.prompts import Prompts
 from align_circuits.report import write_report
 from align_circuits.scoring import score_heads
@@ -141,6 +144,72 @@ class Evaluate(Job):
 
 
 @dataclass(frozen=True)
+class Pretrain:
+    """Train a small Llama from scratch, by a recipe of the package; a killed run goes on where it was."""
+
+    recipe: Literal["toy-llama", "smoke"] = "toy-llama"
+    """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
+    seed: int = 0
+    """Of the weights and the documents."""
+    out: Path = Path("runs/pretrain")
+    """The folder for checkpoints, the log and the model."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=self.out)
+        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        print(f"\nmodel: {self.out / 'model'}")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Reproduce a figure or table of a paper, with its claims tested."""
+
+    name: tyro.conf.Positional[str] = ""
+    """Such as icatune/fig3; see --list."""
+    list: bool = False
+    """Name all experiments and stop."""
+    scale: Scale = "cpu"
+    """smoke takes seconds, cpu up to 30 minutes on two cores, paper is the paper's setting."""
+    model: tuple[str, ...] = ("toy-llama",)
+    """What is measured: one model, or several where the figure compares models."""
+    jobs: int = 1
+    """Local processes."""
+    out: Path | None = None
+    """The folder for the results; runs/NAME/SCALE by default."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        if self.list or self.name not in EXPERIMENTS:
+            for experiment in EXPERIMENTS.values():
+                print(f"{experiment.name:<20} {experiment.title} [{experiment.source}]")
+            if not self.list:
+                raise ValueError(f"no experiment {self.name!r}: give one of the names above")
+            return
+        experiment = EXPERIMENTS[self.name]
+        out = writable_folder(self.out or Path("runs") / self.name / self.scale)
+        table = experiment.run(experiment.scales[self.scale], models=self.model, jobs=self.jobs, folder=out)
+        checks = experiment.check(table)
+        for check in checks:
+            print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
+        settings = {"name": self.name, "scale": self.scale, "models": list(self.model)}
+        provenance = replace(table.provenance, verb="reproduce", settings=settings)
+        path = write_report(
+            out / "report.html",
+            title=f"{experiment.name}: {experiment.title}",
+            verdict=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",
+            sections=[
+                ("Claims", f"Thresholds were fixed before the run; {experiment.source}.", checks_html(checks)),
+                *[(name, "", figure) for name, figure in experiment.draw(table).items()],
+                ("All numbers", "", table),
+            ],
+            provenance=provenance,
+        )
+        replace(table, provenance=provenance).save(out)
+        print(f"report: {path}")
+
+
+@dataclass(frozen=True)
 class Rerun:
     """Repeat a run from its provenance, and say whether the numbers came out the same."""
 
@@ -153,7 +222,7 @@ class Rerun:
         """Runs the verb."""
         before = Table.load(self.folder)
         verb = VERBS.get(before.provenance.verb)
-        if verb is None or verb is Rerun:
+        if verb is None or not issubclass(verb, Job):
             raise ValueError(
                 f"{str(self.folder)!r} was written by {before.provenance.verb!r}, no verb of the command line: "
                 f"give a folder of {', '.join(VERBS)}"
@@ -173,7 +242,13 @@ class Rerun:
         )
 
 
-VERBS: dict[str, type] = {"score": Score, "evaluate": Evaluate, "rerun": Rerun}
+VERBS: dict[str, type] = {
+    "score": Score,
+    "evaluate": Evaluate,
+    "pretrain": Pretrain,
+    "reproduce": Reproduce,
+    "rerun": Rerun,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

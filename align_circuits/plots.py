@@ -1,9 +1,10 @@
 """Figures of tables: plotly figures that read on light and on dark pages and by colour-blind people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -122,6 +123,54 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(title="target tokens")
     figure.update_layout(scattermode="group", scattergap=0.6)
+    return _styled(figure, title, height=380)
+
+
+def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "") -> go.Figure:
+    """Returns grids of accuracies side by side, on one scale from 0 to 1, with the number in each cell.
+
+    Args:
+        panels: A frame for each panel by its caption: columns along x, index along y.
+        x: What the columns are.
+        y: What the rows are.
+        title: Above the panels.
+    """
+    figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
+    for place, frame in enumerate(panels.values(), start=1):
+        heat = go.Heatmap(
+            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
+            texttemplate="%{z:.2f}", hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_trace(heat, row=1, col=place)
+    figure.update_xaxes(title=x, dtick=1, showgrid=False)
+    figure.update_yaxes(dtick=1, showgrid=False)
+    figure.update_yaxes(title=y, col=1)
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "accuracy"}})
+    return _styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
+
+
+def curves(panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, title: str = "") -> go.Figure:
+    """Returns values over `x` with 95% intervals, a panel each, a colour and a symbol for each value of `by`.
+
+    Args:
+        panels: A frame for each panel by its caption, with the columns `x`, `by`, value, low and high.
+        x: The column along x.
+        by: The column that is told apart.
+        label: What x is.
+        title: Above the panels.
+    """
+    figure = make_subplots(1, len(panels), subplot_titles=list(panels), shared_yaxes=True, horizontal_spacing=0.05)
+    for panel, frame in enumerate(panels.values(), start=1):
+        for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
+            line = go.Scatter(
+                x=rows[x], y=rows["value"], error_y=_error_bars(rows), mode="lines+markers", name=str(name),
+                legendgroup=str(name), showlegend=panel == 1,
+                marker={"size": 9, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
+            )  # fmt: skip
+            figure.add_trace(line, row=1, col=panel)
+    figure.update_xaxes(title=label, dtick=1)
+    figure.update_yaxes(range=[-0.04, 1.06])
+    figure.update_yaxes(title="accuracy", col=1)
     return _styled(figure, title, height=380)
 
 

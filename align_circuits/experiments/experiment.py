@@ -98,6 +98,7 @@ class Experiment:
     published: str = ""
     """What the paper reports, in a sentence, beside which ours is read."""
 
-    def checks_frame(self, table: Table) -> pd.DataFrame:
-        """Returns the checks as a frame for people."""
-        return pd.DataFrame([check.row() for check in self.check(table)])
+
+def checks_html(checks: Sequence[Check]) -> str:
+    """Returns the checks as an HTML table."""
+    return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)

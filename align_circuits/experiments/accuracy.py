@@ -1,0 +1,97 @@
+"""The measurement that most experiments repeat: one model, one task, accuracy beside its references."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from align_circuits.cells import Cell, run_cells
+from align_circuits.evaluate import evaluate
+from align_circuits.experiments.experiment import Measured
+from align_circuits.models.load import load
+from align_circuits.scoring import score_heads
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+
+def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:
+    """Evaluates a model on fresh prompts of a task; the function of a cell.
+
+    Args:
+        model: What `load` takes.
+        task: The task's arguments.
+        n: Prompts.
+        seed: Of the prompts.
+    """
+    loaded = _load(model)
+    prompts = Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)
+    return evaluate(loaded, prompts).frame
+
+
+def scores(*, model: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:
+    """Scores every head of a model on fresh prompts of a task; the function of a cell. Arguments as for `accuracy`."""
+    loaded = _load(model)
+    return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).frame
+
+
+def measure(
+    function: str,
+    models: Sequence[str],
+    tasks: Iterable[Mapping[str, Any]],
+    *,
+    n: int,
+    jobs: int,
+    folder: Path,
+    seed: int = 0,
+) -> Table:
+    """Runs `accuracy` or `scores` on every model and task, and returns one table with the tasks' arguments as keys.
+
+    Raises:
+        RuntimeError: A cell failed; what is finished stays, and the next call goes on from there.
+    """
+    tasks = list(tasks)
+    cells = [
+        Cell(f"{__name__}:{function}", {"model": model, "task": dict(task), "n": n}, seed)
+        for model in models
+        for task in tasks
+    ]
+    sweep = run_cells(cells, folder / "cells", jobs=jobs)
+    if sweep.failures:
+        failed = sweep.failures[0]
+        raise RuntimeError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
+    arguments = pd.DataFrame(list(sweep.frame["task"]))
+    frame = pd.concat([arguments, sweep.frame.drop(columns=["task", "seed"])], axis=1)
+    settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}
+    return Table(frame, Provenance("measure", settings))
+
+
+def mean_of(table: Table) -> Measured:
+    """Returns the mean of a table's independent rows, with the interval that their own intervals imply."""
+    value, low, high = (table.frame[column].to_numpy(dtype=float) for column in ("value", "low", "high"))
+    below, above = (float(np.linalg.norm(reach)) / len(table) for reach in (value - low, high - value))
+    return Measured(float(value.mean()), float(value.mean()) - below, float(value.mean()) + above)
+
+
+def difference_of(minuend: Table, subtrahend: Table) -> Measured:
+    """Returns the difference of two means of independent rows."""
+    left, right = mean_of(minuend), mean_of(subtrahend)
+    below = math.hypot(left.value - left.low, right.high - right.value)
+    above = math.hypot(left.high - left.value, right.value - right.low)
+    value = left.value - right.value
+    return Measured(value, value - below, value + above)
+
+
+def extreme_of(table: Table, *, highest: bool) -> Measured:
+    """Returns the row with the highest (else the lowest) value, with its own interval."""
+    value = table.frame["value"].to_numpy()
+    row = table.frame.iloc[int(value.argmax() if highest else value.argmin())]
+    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+
+
+@lru_cache(maxsize=1)
+def _load(model: str) -> Any:
+    return load(model)
