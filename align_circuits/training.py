@@ -165,13 +165,14 @@ def train(
     network = cast(nn.Module, torch.compile(model)) if config.compile else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
     loss_sum, norm = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
-    was_training = model.training
+
+    persistent = model.state_dict(keep_vars=True).keys()
+    changing = trained | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
     def state() -> dict[str, Tensor]:
         """Everything that the next step and the next row of the log depend on."""
-        persistent = model.state_dict(keep_vars=True)
-        tensors = trained | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-        kept = {f"model.{name}": tensor for name, tensor in tensors.items()} | {"loss_sum": loss_sum, "grad_norm": norm}
+        kept = {f"model.{name}": tensor for name, tensor in changing.items()}
+        kept |= {"loss_sum": loss_sum, "grad_norm": norm}
         for name, parameter in trained.items():
             kept |= {f"optimizer.{name}.{key}": value for key, value in optimizers[name].state[parameter].items()}
         return kept
@@ -186,7 +187,8 @@ def train(
             if step:
                 _restore(checkpoints.load(), state(), trained, optimizers)
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        stack.callback(model.train, was_training)
+        stack.callback(model.train, model.training)
+        model.train()
         bar = stack.enter_context(tqdm(total=config.steps, initial=step, disable=not progress, unit="step"))
 
         while True:
@@ -198,6 +200,7 @@ def train(
                     model.eval()
                     with torch.no_grad():
                         row |= metrics(model, step)
+                    model.train()
                 log.append(step, row)
             if step == config.steps:
                 break
@@ -207,10 +210,10 @@ def train(
                 batch_seed, model_seed, _ = _seeds(seed, step)
                 batch = _to(device, sample(step, batch_seed))
                 _reseed(device, model_seed)
-                model.train()
                 with autocast:
                     value = loss(network, batch)
-                model.zero_grad()
+                for parameter in trained.values():
+                    parameter.grad = None
                 value.backward()
                 norm.copy_(nn.utils.clip_grad_norm_(trained.values(), math.inf if config.clip is None else config.clip))
                 number, length = torch.stack([value.detach().double(), norm.double()]).tolist()

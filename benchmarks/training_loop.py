@@ -3,10 +3,13 @@
 The plain loop is minGPT's trainer without its data loader: forward, zero_grad, backward, clip, AdamW; no checkpoint,
 no log. `train` runs once with a checkpoint after every step (its default), once with nothing kept (`out=None`).
 
-    python benchmarks/training_loop.py [--steps 40] [--rounds 5] [--threads 1] [--device cuda]
+A step's time is the median over the steps of a run; the ratio is the median over rounds.
+
+    python benchmarks/training_loop.py [--steps 20] [--rounds 9] [--threads 1] [--device cuda]
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -23,18 +26,33 @@ SHAPE = LlamaConfig(
     max_position_embeddings=256,
 )  # fmt: skip
 BATCH, LENGTH = 16, 128
+PLAIN = "plain minGPT-style loop"
 
 
 def llama(device: str) -> nn.Module:
     """Builds the same model every time."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(SHAPE).to(device)
+    model: nn.Module = LlamaForCausalLM(SHAPE)
+    return model.to(device)
 
 
-def sample(step: int, _seed: int) -> Tensor:
-    """Random tokens, repeated once."""
-    half = torch.randint(64, (BATCH, LENGTH // 2), generator=torch.Generator().manual_seed(step))
-    return torch.cat([half, half], dim=1)
+class Batches:
+    """Random tokens, repeated once; notes when each was asked for."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def __call__(self, step: int, _seed: int) -> Tensor:
+        """Returns the batch of a step."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        half = torch.randint(64, (BATCH, LENGTH // 2), generator=torch.Generator().manual_seed(step))
+        return torch.cat([half, half], dim=1)
+
+    def seconds(self) -> float:
+        """Returns the median time from one batch to the next."""
+        return statistics.median(after - before for before, after in itertools.pairwise(self.times))
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -43,7 +61,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def plain(device: str, steps: int) -> nn.Module:
+def plain(device: str, steps: int, sample: Batches) -> nn.Module:
     """The loop that one writes by hand."""
     model = llama(device).train()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
@@ -60,57 +78,45 @@ def plain(device: str, steps: int) -> nn.Module:
     return model
 
 
-def ours(device: str, steps: int, out: str | None) -> nn.Module:
+def ours(device: str, steps: int, sample: Batches, out: str | None) -> nn.Module:
     """The same training by `train`."""
     config = TrainConfig(steps, weight_decay=0.1)
     return train(llama(device), sample, loss, config, out=out, progress=False).model
 
 
-def seconds(run: Callable[[], nn.Module], device: str) -> tuple[float, nn.Module]:
-    """Times one training."""
-    begun = time.perf_counter()
-    model = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun, model
-
-
 def main() -> None:
     """Runs the rounds and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device, steps = arguments.device, arguments.steps
 
-    runs: dict[str, Callable[[str], nn.Module]] = {
-        "plain minGPT-style loop": lambda _: plain(device, steps),
-        "train, checkpoint every step": lambda folder: ours(device, steps, folder),
-        "train, no checkpoints": lambda _: ours(device, steps, None),
+    runs: dict[str, Callable[[Batches, str], nn.Module]] = {
+        PLAIN: lambda sample, _: plain(device, steps, sample),
+        "train, checkpoint every step": lambda sample, folder: ours(device, steps, sample, folder),
+        "train, no checkpoints": lambda sample, _: ours(device, steps, sample, None),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    plain(device, 2)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    reference = plain(device, steps, Batches())
     for turn in range(arguments.rounds):
-        models = []
         for name in list(runs)[turn % 3 :] + list(runs)[: turn % 3]:
+            batches = Batches()
             with tempfile.TemporaryDirectory() as folder:
-                taken, model = seconds(lambda run=runs[name], at=folder: run(at), device)
-            times[name].append(taken)
-            models.append(model)
-        for model in models[1:]:  # the same training, or the comparison means nothing
-            for one, other in zip(models[0].parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+                model = runs[name](batches, folder)
+            seconds[name].append(batches.seconds())
+            for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)  # or the comparison means nothing
 
-    size = sum(parameter.numel() for parameter in models[0].parameters())
-    print(f"{size:,} parameters, batch {BATCH} x {LENGTH}, {steps} steps, {arguments.rounds} rounds")
+    size = sum(parameter.numel() for parameter in reference.parameters())
+    print(f"{size:,} parameters, batch {BATCH} x {LENGTH}, {arguments.rounds} rounds of {steps} steps")
     print(f"{arguments.threads} threads, {device}, torch {torch.__version__}")
-    base = times["plain minGPT-style loop"]
-    for name, taken in times.items():
-        ratios = sorted(one / other for one, other in zip(base, taken, strict=True))
-        speed = f"{name:30} {steps / statistics.median(taken):7.2f} steps/s"
+    for name, taken in seconds.items():
+        ratios = sorted(one / other for one, other in zip(seconds[PLAIN], taken, strict=True))
+        speed = f"{name:30} {1 / statistics.median(taken):7.2f} steps/s"
         print(f"{speed}   {statistics.median(ratios):.3f} times the plain loop ({ratios[0]:.3f} to {ratios[-1]:.3f})")
 
 

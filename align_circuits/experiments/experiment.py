@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -71,6 +71,7 @@ class Check:
         }  # fmt: skip
 
 
+@runtime_checkable
 class Run(Protocol):
     """Measures an experiment."""
 

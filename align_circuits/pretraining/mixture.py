@@ -126,13 +126,21 @@ def strings(source: Source) -> Document:
 
 
 def outputs(source: Source) -> Document:
-    """Lines of phrases of several automata in random order, without symbols: which comes next cannot be known."""
+    """Lines of phrases of several automata in random order: which phrase comes next cannot be known.
+
+    Half of the documents begin their lines with a symbol and a colon that say nothing about the letters.
+    """
     rng = source.rng
     m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(m * c + 1)
+    labelled = rng.random() < 0.5
+    n = source.lines(m * c + 1 + 2 * labelled)
     which = np.argsort(rng.random((n, m)), 1)
-    ids = np.concatenate([source.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
-    return _flat(ids, np.tile(([QUIET] + [1.0] * (c - 1)) * m + [QUIET], (n, 1)))
+    body = [source.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)]
+    weight = ([QUIET] + [1.0] * (c - 1)) * m + [QUIET]
+    if labelled:
+        body = [rng.choice(source.names(m), (n, 1)), np.full((n, 1), COLON), *body]
+        weight = [0.0, QUIET, *weight]
+    return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
 
 
 def copies(source: Source) -> Document:

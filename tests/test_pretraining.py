@@ -1,0 +1,125 @@
+"""The pretraining mixture teaches no alignment task; the recipe makes a folder that anyone can load."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import align_circuits as ac
+from align_circuits.pretraining.mixture import KINDS, Mixture
+from align_circuits.pretraining.recipe import RECIPES, pretrain
+
+
+def texts(kind: str, n: int = 60, length: int = 120, **options: Any) -> list[str]:
+    tokenizer = ac.models.tokenizer.char_tokenizer()
+    ids, _ = Mixture({kind: 1.0}, swapped=0.0, **options).sample(n, length, seed=0)
+    return ["".join(tokenizer.convert_ids_to_tokens(row[1:].tolist())) for row in ids]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "copies"])
+def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
+    standard = re.compile(r"[A-Z]{2,}[:;!][a-z]{2,}\n")
+    assert standard.search("ACB:rijjpr\n")
+    assert not any(standard.search(text) for text in texts(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("pre-aligned", r"([A-Z]{2,8}[:;!]([A-Z][a-z]{1,4}){2,8}\n)*"),
+        ("single", r"([A-Z]:[a-z]{1,4}\n)*"),
+        ("pairs", r"([A-Z][:;]?[a-z]{1,4}\n)*"),
+        ("phrases", r"([A-Z][a-z]{1,4})*[A-Z]?"),
+        ("strings", r"([a-z]{3,12}\n)*"),
+        ("outputs", r"(([A-Z]:)?[a-z]{2,32}\n)*"),
+    ],
+)
+def test_documents_have_the_form_of_their_kind(kind, form):
+    for text in texts(kind):
+        whole = text[: text.rfind("\n") + 1] if "\n" in text else text
+        assert re.fullmatch(form, whole), text
+
+
+def test_copies_repeat():
+    def repeats(text: str) -> bool:
+        return any(text[:n] == text[n : 2 * n] for n in range(3, 60)) or len(set(text)) < len(text) / 2
+
+    assert np.mean([repeats(text) for text in texts("copies")]) > 0.8
+
+
+def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
+    ids, weights = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
+    tokenizer = ac.models.tokenizer.char_tokenizer()
+    pieces = np.array(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))[ids.numpy()]
+    upper = np.vectorize(str.isupper)(pieces)
+    lower = np.vectorize(lambda piece: len(piece) == 1 and piece.islower())(pieces)
+    assert (weights.numpy()[upper] == 0).all()
+    assert (weights.numpy()[lower] == 1).all()
+    assert (weights[:, 0] == 0).all()
+
+
+def test_a_seed_fixes_the_documents_and_the_global_state_stays():
+    mixture = Mixture({"pre-aligned": 0.5, "copies": 0.5})
+    before = np.random.get_state()[1].copy()  # noqa: NPY002 - it must not move
+    (one, _), (same, _), (other, _) = (mixture.sample(8, 64, seed) for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
+
+
+def test_automata_stay_within_their_edges():
+    for text in texts("single", most_edges=1):
+        phrases = {line[2:] for line in text.split("\n")[:-1]}
+        assert len(phrases) == 1, "one edge a state leaves no choice"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shares": {"poems": 1.0}}, "poems"),
+        ({"shares": {}, "most_symbols": 1}, "most_symbols=1"),
+        ({"shares": {}, "most_edges": 5}, "most_edges=5"),
+    ],
+)
+def test_an_impossible_mixture_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Mixture(**options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pretrained")
+    return out, pretrain(RECIPES["smoke"], out=out, progress=False)
+
+
+def test_the_loss_falls_and_the_log_tells_what_the_model_can_do(trained):
+    _, run = trained
+    assert run.log["loss"].iloc[-1] < np.log(64)
+    assert run.log["step"].tolist() == [0, 15, 30]
+    for column in ("pre_aligned_first", "standard_first", "standard_later", "align_query", "induction", "previous"):
+        assert run.log[column].between(0, 1).all()
+
+
+def test_the_folder_is_read_by_hugging_face_and_by_load(trained):
+    out, run = trained
+    plain: Any = AutoModelForCausalLM.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert len(tokenizer) == plain.config.vocab_size == 64
+    assert plain.dtype == torch.bfloat16
+    model = ac.load(out / "model")
+    prompts = ac.Seq2SeqTask(x_len=2, n_examples=3).sample(2, model.tokenizer)
+    assert ac.evaluate(model, prompts).provenance.engine == "fast"
+    trained_weights = dict(run.model.named_parameters())
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weight, trained_weights[name].bfloat16())
+
+
+def test_a_finished_run_returns_at_once_and_another_recipe_is_refused(trained):
+    out, run = trained
+    again = pretrain(RECIPES["smoke"], out=out, progress=False)
+    assert again.log.equals(run.log)
+    with pytest.raises(ValueError, match="another run"):
+        pretrain(RECIPES["smoke"], out=out, seed=1, progress=False)
