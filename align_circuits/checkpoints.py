@@ -3,7 +3,10 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +81,13 @@ class Checkpoints:
             tensors: What to keep, by name; the shapes and dtypes of a name never change.
         """
         path, offsets = self._paths[self._older], self._offsets[self._older]
-        number = torch.tensor(step)
+        number, torn = torch.tensor(step), torch.tensor(-1)
         if offsets.keys() == tensors.keys() | {"step"}:
             with path.open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), NEGATIVE, offsets["step"] + number.nbytes - 1)
-                for name, tensor in [*tensors.items(), ("step", number)]:
-                    _write(file.fileno(), tensor, offsets[name])
+                data = [bytes_of(tensors.get(name, torn)) for name in offsets]
+                _write(file.fileno(), data, min(offsets.values()))
+                os.pwrite(file.fileno(), bytes_of(number), offsets["step"])
         else:
             whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             with replacing(path) as temporary:
@@ -165,24 +169,48 @@ class Log:
         return pd.DataFrame([map(float, row) for row in rows], columns=header).astype({"step": int})
 
 
+@contextmanager
+def signals_held() -> Iterator[list[int]]:
+    """Yields a list of the SIGINT and SIGTERM that come; they are delivered when the block is left."""
+    held: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    for number in handlers:
+        signal.signal(number, lambda came, _: held.append(came))
+    try:
+        yield held
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
+
+
 def bytes_of(tensor: Shaped[Tensor, "..."]) -> memoryview:
     """Returns a tensor's values as they stand in memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(file: int, tensor: Shaped[Tensor, "..."], offset: int) -> None:
-    data = bytes_of(tensor)
+def _write(file: int, data: list[memoryview], offset: int) -> None:
+    """Writes pieces one after the other, in as few calls as the system allows."""
     while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
+        written = os.pwritev(file, data[:1024], offset)
+        offset += written
+        while data and written >= len(data[0]):
+            written -= len(data.pop(0))
+        if written:
+            data[0] = data[0][written:]
 
 
 def _read_offsets(path: Path) -> dict[str, int]:
-    """Returns where in a safetensors file the bytes of each tensor begin."""
+    """Returns where in a safetensors file the bytes of each tensor begin, in the order of the file, without gaps."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    starts = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    return {name: 8 + length + starts[name] for name in sorted(starts, key=starts.__getitem__)}
 
 
 def _step_of(row: str) -> int:

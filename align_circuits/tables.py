@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Provenance:
     """The task and its seed, and a hash of the tokens."""
     engine: str = ""
     """What ran: `"fast"` or `"reference"`."""
-    versions: Mapping[str, str] = field(default_factory=lambda: _versions())
+    versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
 
     def to_json(self) -> str:
         """Returns the provenance as indented JSON."""
@@ -208,6 +209,7 @@ class Table:
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
 
 
+@cache
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in ("align-circuits", "torch", "transformers", "transformer-lens", "peft"):

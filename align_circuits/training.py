@@ -2,10 +2,8 @@
 
 import hashlib
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from tqdm.auto import tqdm
 
-from align_circuits.checkpoints import Checkpoints, Log, bytes_of
+from align_circuits.checkpoints import Checkpoints, Log, bytes_of, signals_held
 
 
 @dataclass(frozen=True)
@@ -177,6 +175,32 @@ def train(
             kept |= {f"optimizer.{name}.{key}": value for key, value in optimizers[name].state[parameter].items()}
         return kept
 
+    def update(step: int) -> float:
+        """One step of training; returns the loss."""
+        batch_seed, model_seed, _ = _seeds(seed, step)
+        batch = _to(device, sample(step, batch_seed))
+        _reseed(device, model_seed)
+        with autocast:
+            value = loss(network, batch)
+        for parameter in trained.values():
+            parameter.grad = None
+        value.backward()
+        norm.copy_(nn.utils.clip_grad_norm_(trained.values(), math.inf if config.clip is None else config.clip))
+        number, length = torch.stack([value.detach().double(), norm.double()]).tolist()
+        if not math.isfinite(number + length):
+            raise FloatingPointError(
+                f"step {step}: the loss is {number}, its gradient has the norm {length}. The model is as "
+                f"step {step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
+            )
+        for optimizer, lr in highest.items():
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (learning_rate(config, step) / config.lr)
+            optimizer.step()
+        if _since_row(config, step) == 1:
+            loss_sum.zero_()
+        loss_sum.add_(value.detach())
+        return number
+
     with ExitStack() as stack:
         step, checkpoints, log = 0, None, Log(None, 0)
         if out is not None:
@@ -205,36 +229,16 @@ def train(
             if step == config.steps:
                 break
 
-            with _signals_held() as held:
-                step += 1
-                batch_seed, model_seed, _ = _seeds(seed, step)
-                batch = _to(device, sample(step, batch_seed))
-                _reseed(device, model_seed)
-                with autocast:
-                    value = loss(network, batch)
-                for parameter in trained.values():
-                    parameter.grad = None
-                value.backward()
-                norm.copy_(nn.utils.clip_grad_norm_(trained.values(), math.inf if config.clip is None else config.clip))
-                number, length = torch.stack([value.detach().double(), norm.double()]).tolist()
-                if not math.isfinite(number + length):
-                    raise FloatingPointError(
-                        f"step {step}: the loss is {number}, its gradient has the norm {length}. The model is as step "
-                        f"{step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
-                    )
-                for optimizer, lr in highest.items():
-                    for group in optimizer.param_groups:
-                        group["lr"] = lr * (learning_rate(config, step) / config.lr)
-                    optimizer.step()
-
-                if _since_row(config, step) == 1:
-                    loss_sum.zero_()
-                loss_sum += value.detach()
-                due = step % config.checkpoint_every == 0 or _has_row(config, step) or bool(held)
-                if checkpoints is not None and due:
-                    checkpoints.save(step, state())
-                bar.set_postfix(loss=f"{number:.4f}", refresh=False)
-                bar.update()
+            with signals_held() as held:
+                stop = False
+                while not stop:  # up to the next row, which stands on a checkpoint and may be interrupted
+                    step += 1
+                    number = update(step)
+                    stop = _has_row(config, step) or bool(held)
+                    if checkpoints is not None and (stop or step % config.checkpoint_every == 0):
+                        checkpoints.save(step, state())
+                    bar.set_postfix(loss=f"{number:.4f}", refresh=False)
+                    bar.update()
         if checkpoints is not None:
             checkpoints.sync()
     return TrainRun(model, log.frame(), None if checkpoints is None else checkpoints.folder)
@@ -319,22 +323,3 @@ def _fingerprint(model: nn.Module) -> str:
         if not parameter.requires_grad:
             digest.update(bytes_of(parameter))
     return f"{sum(parameter.numel() for parameter in model.parameters())} parameters, {digest.hexdigest()[:12]}"
-
-
-@contextmanager
-def _signals_held() -> Iterator[list[int]]:
-    """Yields a list of the SIGINT and SIGTERM that come; they are delivered when the block is left."""
-    held: list[int] = []
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        handlers = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
-    for number in handlers:
-        signal.signal(number, lambda came, _: held.append(came))
-    try:
-        yield held
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in held:
-            signal.raise_signal(number)

@@ -1,6 +1,9 @@
 """Sphinx configuration: an offline site whose code cells run when it is built; a warning fails the build."""
 
+import os
 from importlib.metadata import version as installed
+
+os.environ["PLOTLY_RENDERER"] = "notebook"  # plotly's script stands in each page: the site needs no network
 
 project = "align_circuits"
 author = "The align_circuits developers"

@@ -72,7 +72,7 @@ def test_means_and_differences_carry_intervals_of_independent_rows():
 def test_the_interval_of_a_difference_covers_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = []
-    for _ in range(2000):
+    for _ in range(500):
         left, right = rng.normal(0.6, 0.05, 1), rng.normal(0.4, 0.05, 1)
         found = difference_of(table_of(list(left), 1.96 * 0.05), table_of(list(right), 1.96 * 0.05))
         covered.append(found.low <= 0.2 <= found.high)

@@ -282,7 +282,8 @@ class TestStrength:
         assert likelihoods == sorted(likelihoods)
         assert accuracies == sorted(accuracies)
         assert max(after - before for before, after in itertools.pairwise(accuracies)) < 0.35
-        assert accuracies[0] < 0.45 and accuracies[-1] > 0.98
+        assert accuracies[0] < 0.45
+        assert accuracies[-1] == pytest.approx(prompts.targets["oracle"].mean(), abs=0.01)
 
     def test_nothing_is_left_at_zero(self, prompts):
         model = planted(TASK, strength=0.0)

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits import plots
+from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.experiments.accuracy import difference_of, mean_of, measure
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.models.tokenizer import char_tokenizer
@@ -41,7 +42,8 @@ class Grid:
 
 
 def _run(config: Grid, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    return measure("accuracy", models, config.tasks, n=config.n, jobs=jobs, folder=folder)
+    table = measure("accuracy", models, config.tasks, n=config.n, jobs=jobs, folder=folder)
+    return table.where(offset=ALL_OFFSETS)
 
 
 # Figure 3
@@ -49,7 +51,7 @@ def _run(config: Grid, *, models: Sequence[str], jobs: int, folder: Path) -> Tab
 
 def _accuracy(table: Table, style: str, kind: str) -> Table:
     """The rows of one panel: `kind` is "all" or "first"."""
-    return table.where(style=style, kind=kind, offset=-1, predictor="model", metric="accuracy")
+    return table.where(style=style, kind=kind, predictor="model", metric="accuracy")
 
 
 PANELS = {

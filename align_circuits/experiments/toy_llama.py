@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits import plots
+from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.tables import Table
@@ -50,7 +51,7 @@ def _run(config: Criteria, *, models: Sequence[str], jobs: int, folder: Path) ->
 
 
 def _right(table: Table, **where: Any) -> Table:
-    return table.where(metric="accuracy", offset=-1, **where)
+    return table.where(metric="accuracy", offset=ALL_OFFSETS, **where)
 
 
 def _check(table: Table) -> list[Check]:
