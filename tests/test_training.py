@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,6 +340,35 @@ def test_killed_while_writing_the_checkpoint_before_stands(tmp_path, uninterrupt
     assert all(steps[at] == steps[at - 1] for at in restarts)
     assert len(noted(tmp_path, "u")) - STEPS <= len(moments)
     assert_ended_alike(tmp_path, uninterrupted)
+
+
+def test_a_checkpoint_of_any_size_is_written_whole(tmp_path, monkeypatch):
+    """More tensors than one system call takes, of all widths, scalars and empty ones, by calls that write only a part."""
+
+    def in_parts(file, pieces, offset):
+        assert len(pieces) <= 1024
+        return os.pwrite(file, b"".join(pieces)[:777], offset)
+
+    monkeypatch.setattr(os, "pwritev", in_parts)
+    dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64]
+
+    def tensors(step):
+        shapes = {f"{i}": [(2, 3), (), (0, 4), (5,)][i % 4] for i in range(1500)}
+        return {
+            name: torch.full(shape, step + int(name) % 7).to(dtypes[int(name) % 5]) for name, shape in shapes.items()
+        }
+
+    with closing(checkpoints.Checkpoints(tmp_path, {})) as kept:
+        for step in (1, 2, 3, 4):
+            kept.save(step, tensors(step))
+    with closing(checkpoints.Checkpoints(tmp_path, {})) as kept:
+        assert kept.step == 4
+        there = kept.load()
+    assert int(there.pop("step")) == 4
+    assert there.keys() == tensors(4).keys()
+    assert all(
+        torch.equal(there[name], tensor) and there[name].dtype == tensor.dtype for name, tensor in tensors(4).items()
+    )
 
 
 def test_with_rare_checkpoints_no_more_than_those_between_are_done_again(tmp_path, uninterrupted):
