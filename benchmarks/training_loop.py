@@ -32,8 +32,7 @@ PLAIN = "plain minGPT-style loop"
 def llama(device: str) -> nn.Module:
     """Builds the same model every time."""
     torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(SHAPE)
-    return model.to(device)
+    return nn.Module.to(LlamaForCausalLM(SHAPE), device)
 
 
 class Batches:
