@@ -343,7 +343,7 @@ def test_killed_while_writing_the_checkpoint_before_stands(tmp_path, uninterrupt
 
 
 def test_a_checkpoint_of_any_size_is_written_whole(tmp_path, monkeypatch):
-    """More tensors than one system call takes, of all widths, scalars and empty ones, by calls that write only a part."""
+    """More tensors than one call takes, of all widths, scalars and empty ones, by calls that write only a part."""
 
     def in_parts(file, pieces, offset):
         assert len(pieces) <= 1024
