@@ -19,6 +19,7 @@ from align_circuits.experiments.experiment import Scale, checks_html
 from align_circuits.files import writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
+from align_circuits.models.protocol import model_provenance
 from align_circuits.pretraining.recipe import RECIPES, pretrain
 from align_circuits.prompts import Prompts
 from align_circuits.report import write_report
@@ -193,7 +194,8 @@ class Reproduce:
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
         settings = {"name": self.name, "scale": self.scale, "models": list(self.model)}
-        provenance = replace(table.provenance, verb="reproduce", settings=settings)
+        models = {name: model_provenance(load(name)) for name in self.model}
+        provenance = replace(table.provenance, verb="reproduce", settings=settings, model=models)
         path = write_report(
             out / "report.html",
             title=f"{experiment.name}: {experiment.title}",

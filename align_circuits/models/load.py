@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.protocol import HookedModel, parameters_of
 
-BUNDLED: dict[str, Callable[[], Any]] = {}
+BUNDLED: dict[str, Callable[[], Any]] = {"toy-llama": lambda: Path(__file__).parent / "weights" / "toy-llama"}
 """Names that mean a model of this package, and what makes it: a folder or a model."""
 
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -46,9 +46,9 @@ def load(
     the network is used only for the name of a model on the hub that is not a folder here.
 
     Args:
-        source: A folder in the Hugging Face format, a folder with a PEFT adapter, a name on the hub, a
-            `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is wrapped in place,
-            not copied; a TransformerLens model is returned as it is.
+        source: "toy-llama", the bundled model; a folder in the Hugging Face format, a folder with a PEFT adapter, a name
+            on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is wrapped
+            in place, not copied; a TransformerLens model is returned as it is.
         device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
         dtype: The dtype of its weights; that of the checkpoint by default.
         tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
