@@ -46,9 +46,9 @@ def load(
     the network is used only for the name of a model on the hub that is not a folder here.
 
     Args:
-        source: "toy-llama", the bundled model; a folder in the Hugging Face format, a folder with a PEFT adapter, a name
-            on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is wrapped
-            in place, not copied; a TransformerLens model is returned as it is.
+        source: "toy-llama", the bundled model; a folder in the Hugging Face format, a folder with a PEFT adapter, a
+            name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is
+            wrapped in place, not copied; a TransformerLens model is returned as it is.
         device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
         dtype: The dtype of its weights; that of the checkpoint by default.
         tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
