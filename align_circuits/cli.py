@@ -19,7 +19,6 @@ from align_circuits.experiments.experiment import Scale, checks_html
 from align_circuits.files import writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
-from align_circuits.models.protocol import model_provenance
 from align_circuits.pretraining.recipe import RECIPES, pretrain
 from align_circuits.prompts import Prompts
 from align_circuits.report import write_report
@@ -74,11 +73,9 @@ class Job:
         return {"engine": self.engine, "batch_size": self.batch_size}
 
     def finish(self, verb: str, table: Table, **report: Any) -> None:
-        """Writes the results; `provenance.json` comes last, so a folder that has it is whole."""
+        """Writes the results."""
         provenance = replace(table.provenance, verb=verb, settings=json.loads(json.dumps(asdict(self), default=str)))
-        path = write_report(self.out / "report.html", provenance=provenance, **report)
-        replace(table, provenance=provenance).save(self.out)
-        print(f"\nreport: {path}")
+        _write(self.out, replace(table, provenance=provenance), **report)
 
 
 @dataclass(frozen=True)
@@ -188,16 +185,20 @@ class Reproduce:
                 raise ValueError(f"no experiment {self.name!r}: give one of the names above")
             return
         experiment = EXPERIMENTS[self.name]
+        if len(self.model) != 1 and not experiment.compares_models:
+            raise ValueError(
+                f"{self.name} measures one model, but {len(self.model)} were given: {', '.join(self.model)}"
+            )
         out = writable_folder(self.out or Path("runs") / self.name / self.scale)
         table = experiment.run(experiment.scales[self.scale], models=self.model, jobs=self.jobs, folder=out)
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
         settings = {"name": self.name, "scale": self.scale, "models": list(self.model)}
-        models = {name: model_provenance(load(name)) for name in self.model}
-        provenance = replace(table.provenance, verb="reproduce", settings=settings, model=models)
-        path = write_report(
-            out / "report.html",
+        provenance = replace(table.provenance, verb="reproduce", settings=settings)
+        _write(
+            out,
+            replace(table, provenance=provenance),
             title=f"{experiment.name}: {experiment.title}",
             verdict=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",
             sections=[
@@ -205,10 +206,7 @@ class Reproduce:
                 *[(name, "", figure) for name, figure in experiment.draw(table).items()],
                 ("All numbers", "", table),
             ],
-            provenance=provenance,
         )
-        replace(table, provenance=provenance).save(out)
-        print(f"report: {path}")
 
 
 @dataclass(frozen=True)
@@ -223,25 +221,28 @@ class Rerun:
     def __call__(self) -> None:
         """Runs the verb."""
         before = Table.load(self.folder)
-        verb = VERBS.get(before.provenance.verb)
-        if verb is None or not issubclass(verb, Job):
-            raise ValueError(
-                f"{str(self.folder)!r} was written by {before.provenance.verb!r}, no verb of the command line: "
-                f"give a folder of {', '.join(VERBS)}"
-            )
+        verb, settings = before.provenance.verb, dict(before.provenance.settings)
         out = self.out or self.folder / "rerun"
-        _from_settings(verb, dict(before.provenance.settings) | {"out": str(out)})()
+        if verb == "reproduce":
+            Reproduce(settings["name"], scale=settings["scale"], model=tuple(settings["models"]), out=out)()
+        elif verb in ("score", "evaluate"):
+            _from_settings(VERBS[verb], settings | {"out": str(out)})()
+        else:
+            raise ValueError(
+                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate or reproduce wrote"
+            )
         after = Table.load(out)
-        apart = float(np.nanmax(np.abs(after.frame["value"].to_numpy() - before.frame["value"].to_numpy())))
-        changed = [
-            f"{name} {then} -> {now}"
-            for name, then in before.provenance.versions.items()
-            if (now := after.provenance.versions[name]) != then
-        ]
-        print(
-            f"largest difference to the first run: {apart:.2g}"
-            + (f" (versions changed: {', '.join(changed)})" if changed else "")
-        )
+        then, now = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
+        if len(then) != len(now) or (np.isnan(then) != np.isnan(now)).any():
+            raise ValueError(
+                f"the rows differ: {len(then)} in the first run, {len(now)} in this one; compare the tables"
+            )
+        print(f"largest difference to the first run: {np.nanmax(np.abs(now - then)):.2g}")
+        for part in ("versions", "model"):
+            first, second = getattr(before.provenance, part), getattr(after.provenance, part)
+            for name in first.keys() | second.keys():
+                if first.get(name) != second.get(name):
+                    print(f"  changed since then: {name}, {first.get(name)} -> {second.get(name)}")
 
 
 VERBS: dict[str, type] = {
@@ -263,6 +264,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"align-circuits: {message}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write(out: Path, table: Table, **report: Any) -> None:
+    """Writes report, table and provenance; a folder with a `provenance.json` is whole."""
+    (out / "provenance.json").unlink(missing_ok=True)
+    path = write_report(out / "report.html", provenance=table.provenance, **report)
+    table.save(out)
+    print(f"\nreport: {path}")
 
 
 def _from_settings(verb: type, settings: dict[str, Any]) -> Any:

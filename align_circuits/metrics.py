@@ -99,7 +99,7 @@ def ov_copying(
     W_E: Float[Tensor, "d_vocab d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
 ) -> Float[Tensor, " head"]:
-    """Returns each head's OV copying score, Σ λ / Σ |λ| over the eigenvalues λ of its W_E W_V W_O W_U.
+    """Returns each head's OV copying score, Σ λ / Σ abs(λ) over the eigenvalues λ of its W_E W_V W_O W_U.
 
     Range -1 (attending to a token lowers its own logit) to 1 (raises it); random weights lie near 0; NaN for a head
     whose output is zero. Source: Elhage et al. (2021), "A Mathematical Framework for Transformer Circuits", "Copying:

@@ -113,6 +113,25 @@ def test_a_task_that_cannot_be_is_refused(arguments, capsys):
     assert arguments[-2].strip("-").replace("-", "_") in printed.err + printed.out
 
 
+def test_rerun_repeats_a_reproduction(tmp_path, capsys):
+    first = ["reproduce", "icatune/table1", "--scale", "smoke", "--out", str(tmp_path / "first")]
+    assert main(first) == 0
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0" in capsys.readouterr().out
+
+
+def test_rerun_tells_when_the_rows_differ(tmp_path, capsys):
+    main(["score", *SMALL, "--out", str(tmp_path / "first")])
+    Table.load(tmp_path / "first").frame[1:].to_csv(tmp_path / "first" / "table.csv", index=False)
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 2
+    assert "the rows differ" in capsys.readouterr().err
+
+
+def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
+    assert main(["reproduce", "icatune/fig3", "--model", "a", "b", "--out", str(tmp_path)]) == 2
+    assert "measures one model, but 2 were given: a, b" in capsys.readouterr().err
+
+
 def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == 2
     assert "no table in" in capsys.readouterr().err

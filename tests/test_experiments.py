@@ -9,6 +9,7 @@ import pytest
 
 from align_circuits.cli import main
 from align_circuits.experiments import EXPERIMENTS
+from align_circuits.experiments import accuracy as accuracy_module
 from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure
 from align_circuits.experiments.experiment import SCALES, Check, Measured
 from align_circuits.tables import Provenance, Table
@@ -30,7 +31,7 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, tmp_path):
     table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
     assert len(table)
     for figure in experiment.draw(table).values():
-        assert len(figure.data)
+        assert figure.data
     for check in experiment.check(table):
         assert np.isfinite(check.measured.value)
         assert check.measured.low <= check.measured.value <= check.measured.high
@@ -88,7 +89,7 @@ def test_a_check_holds_at_its_threshold_and_not_beyond(relation: Any, value, hol
 
 
 def test_a_failing_cell_is_reported_with_its_config(tmp_path):
-    with pytest.raises(RuntimeError, match="no folder '/no/such/model'"):
+    with pytest.raises(ValueError, match="no folder '/no/such/model'"):
         measure("accuracy", ["/no/such/model"], [{"x_len": 2}], n=2, jobs=1, folder=tmp_path)
 
 
@@ -98,6 +99,24 @@ def test_finished_cells_are_not_measured_again(folder, tmp_path, monkeypatch):
     first = measure("accuracy", [folder], [task], **arguments)
     monkeypatch.setattr("align_circuits.experiments.accuracy.accuracy", lambda **_: pytest.fail("measured again"))
     pd.testing.assert_frame_equal(first.frame, measure("accuracy", [folder], [task], **arguments).frame)
+
+
+def test_other_weights_under_the_same_name_are_measured_again(tmp_path, char_tokenizer, random_hf_model):
+    folder, task = tmp_path / "model", {"x_len": 2, "n_examples": 2}
+    char_tokenizer.save_pretrained(folder)
+    tables = []
+    for seed in (0, 1):
+        random_hf_model("llama", seed=seed).save_pretrained(folder)
+        accuracy_module._load.cache_clear()
+        table = measure("accuracy", [str(folder)], [task], n=4, jobs=1, folder=tmp_path)
+        tables.append(table.where(metric="log_prob", kind="all").frame["value"].iloc[0])
+    assert tables[0] != tables[1]
+
+
+def test_every_task_has_prompts_of_its_own():
+    tasks = [{"x_len": 2, "phrase_len": c} for c in (1, 2, 3)]
+    assert len({accuracy_module._seed_of(task, 0) for task in tasks}) == 3
+    assert accuracy_module._seed_of(tasks[0], 0) != accuracy_module._seed_of(tasks[0], 1)
 
 
 def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):

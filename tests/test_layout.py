@@ -26,7 +26,6 @@ ORDER = [
     "scoring",
     "evaluate",
     "checkpoints",
-    "checkpoints",
     "training",
     "pretraining",
     "cells",

@@ -314,3 +314,11 @@ def test_peft_stays_the_callers(random_hf_model):
     wrapped = lora(random_hf_model("llama"))
     load(wrapped)
     assert isinstance(wrapped, PeftModel)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"), [("gpt2", {"scale_attn_weights": False}), ("gpt_neox", {"attention_bias": False})]
+)
+def test_what_transformer_lens_would_get_wrong_is_refused(random_hf_model, architecture, change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=False"):
+        ac.load(random_hf_model(architecture, **change))

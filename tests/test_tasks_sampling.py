@@ -28,7 +28,7 @@ def tasks(draw):
         n_examples=draw(st.integers(1, 4)),
         alignment=alignment,
         decay=draw(st.floats(0, 5)) if alignment == "prior" else None,
-        prior_form=draw(st.sampled_from(("text", "code"))),
+        prior_form=draw(st.sampled_from(("text", "code"))) if alignment == "prior" else "text",
         automata=draw(st.sampled_from(("prompt", "task"))),
         style=draw(st.sampled_from(STYLES)),
         ood=draw(st.booleans()),
@@ -259,3 +259,13 @@ def test_sampling_refuses_what_it_cannot_draw():
     with pytest.raises(ValueError, match="references=False"):
         Seq2SeqTask(x_len=15, phrase_len=1, n_examples=1).sample(1, TOKENIZER)
     assert len(Seq2SeqTask(x_len=26, phrase_len=1, n_examples=1).sample(1, TOKENIZER, references=False)) == 1
+
+
+def test_more_letters_than_the_tables_hold_are_refused():
+    with pytest.raises(ValueError, match="101 letters"):
+        Seq2SeqTask(letters="".join(chr(0x4E00 + index) for index in range(101)))
+
+
+def test_a_form_of_the_prior_without_a_prior_is_refused():
+    with pytest.raises(ValueError, match="only alignment='prior' has a form"):
+        Seq2SeqTask(prior_form="code")

@@ -1,5 +1,7 @@
 """The measurement that most experiments repeat: one model, one task, accuracy beside its references."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -13,16 +15,18 @@ from align_circuits.cells import Cell, run_cells
 from align_circuits.evaluate import evaluate
 from align_circuits.experiments.experiment import Measured
 from align_circuits.models.load import load
+from align_circuits.models.protocol import model_provenance
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 
-def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:
+def accuracy(*, model: str, weights: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:  # noqa: ARG001
     """Evaluates a model on fresh prompts of a task; the function of a cell.
 
     Args:
         model: What `load` takes.
+        weights: The hash of the model's weights: other weights under the same name are another cell.
         task: The task's arguments.
         n: Prompts.
         seed: Of the prompts.
@@ -32,7 +36,7 @@ def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int) -> pd.Da
     return evaluate(loaded, prompts).frame
 
 
-def scores(*, model: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:
+def scores(*, model: str, weights: str, task: Mapping[str, Any], n: int, seed: int) -> pd.DataFrame:  # noqa: ARG001
     """Scores every head of a model on fresh prompts of a task; the function of a cell. Arguments as for `accuracy`."""
     loaded = _load(model)
     return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).frame
@@ -50,23 +54,31 @@ def measure(
 ) -> Table:
     """Runs `accuracy` or `scores` on every model and task, and returns one table with the tasks' arguments as keys.
 
+    Each task has prompts of its own, so that its rows are independent of another task's.
+
     Raises:
-        RuntimeError: A cell failed; what is finished stays, and the next call goes on from there.
+        ValueError: A model cannot be loaded, or a cell failed; what is finished stays, and the next call goes on from
+            there.
     """
     tasks = list(tasks)
+    loaded = {model: model_provenance(_load(model)) for model in models}
     cells = [
-        Cell(f"{__name__}:{function}", {"model": model, "task": dict(task), "n": n}, seed)
-        for model in models
+        Cell(
+            f"{__name__}:{function}",
+            {"model": model, "weights": about["weights"], "task": dict(task), "n": n},
+            _seed_of(task, seed),
+        )
+        for model, about in loaded.items()
         for task in tasks
     ]
     sweep = run_cells(cells, folder / "cells", jobs=jobs)
     if sweep.failures:
         failed = sweep.failures[0]
-        raise RuntimeError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
+        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
     arguments = pd.DataFrame(list(sweep.frame["task"]))
-    frame = pd.concat([arguments, sweep.frame.drop(columns=["task", "seed"])], axis=1)
+    frame = pd.concat([arguments, sweep.frame.drop(columns=["task", "seed", "weights"])], axis=1)
     settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}
-    return Table(frame, Provenance("measure", settings))
+    return Table(frame, Provenance("measure", settings, model=loaded))
 
 
 def mean_of(table: Table) -> Measured:
@@ -77,7 +89,11 @@ def mean_of(table: Table) -> Measured:
 
 
 def difference_of(minuend: Table, subtrahend: Table) -> Measured:
-    """Returns the difference of two means of independent rows."""
+    """Returns the difference of two means of independent rows.
+
+    Rows measured on the same prompts, such as a model and its ceiling, mostly rise and fall together: for them the
+    interval is too wide, not too narrow.
+    """
     left, right = mean_of(minuend), mean_of(subtrahend)
     below = math.hypot(left.value - left.low, right.high - right.value)
     above = math.hypot(left.high - left.value, right.value - right.low)
@@ -90,6 +106,11 @@ def extreme_of(table: Table, *, highest: bool) -> Measured:
     value = table.frame["value"].to_numpy()
     row = table.frame.iloc[int(value.argmax() if highest else value.argmin())]
     return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+
+
+def _seed_of(task: Mapping[str, Any], seed: int) -> int:
+    digest = hashlib.sha256(json.dumps([dict(task), seed], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
 
 
 @lru_cache(maxsize=1)

@@ -98,6 +98,8 @@ class Experiment:
     """From the table alone to the paper's claims."""
     published: str = ""
     """What the paper reports, in a sentence, beside which ours is read."""
+    compares_models: bool = False
+    """Whether it takes several models; the others measure one."""
 
 
 def checks_html(checks: Sequence[Check]) -> str:

@@ -142,6 +142,7 @@ FIG9 = Experiment(
     },
     run=_run,
     draw=_draw_models,
+    compares_models=True,
     published="Llama 3.2 1B and 3B and Llama 3 8B: larger models are better, and all are good on pre-aligned prompts.",
 )
 

@@ -224,6 +224,10 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
     modules = dict(model.named_modules())
     if any(isinstance(module, GeneralizedComponent) for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
+    if getattr(model.config, "scale_attn_weights", True) is False:
+        raise ValueError("scale_attn_weights=False: TransformerLens scales attention all the same and would be wrong")
+    if type(model).__name__.startswith("GPTNeoX") and getattr(model.config, "attention_bias", True) is False:
+        raise ValueError("attention_bias=False: TransformerLens reads GPT-NeoX with attention biases only")
     if lost := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
         raise ValueError(
             f"an adapter on {lost[0]} would be lost: TransformerLens splits this fused projection into copies of its "

@@ -75,10 +75,6 @@ class Automata:
             n_edges.to(torch.int8),
         )  # fmt: skip
 
-    def expand(self, n: int) -> "Automata":
-        """Returns the automata of one prompt as those of `n` prompts, without copying."""
-        return Automata(*(table.expand(n, *table.shape[1:]) for table in (self.letter, self.next, self.n_edges)))
-
     def walk(
         self, symbol: Int[Tensor, "prompt *phrase"], uniform: Float[Tensor, "prompt *phrase offset"]
     ) -> tuple[Int[Tensor, "prompt *phrase offset"], Int[Tensor, "prompt *phrase offset"]]:

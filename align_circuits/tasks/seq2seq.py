@@ -163,7 +163,7 @@ class Seq2SeqTask:
           symbols and phrases still belong together.
 
         Targets, what is accepted, references and relations stay those of the clean prompts; `latent` says what the
-        corrupted prompts hold.
+        corrupted prompts hold, except for its automata, which stay those that write the test example.
 
         Args:
             prompts: What `sample` of this task returned, or some of them.
@@ -242,6 +242,12 @@ def _check(task: Seq2SeqTask) -> None:
             raise ValueError(
                 f"{name} is {getattr(task, name)!r}: choose one of {', '.join(map(repr, get_args(allowed)))}"
             )
+    if task.prior_form != "text" and task.alignment != "prior":
+        raise ValueError(
+            f"prior_form is {task.prior_form!r} with alignment={task.alignment!r}: only alignment='prior' has a form"
+        )
+    if len(task.letters) > 100:
+        raise ValueError(f"{len(task.letters)} letters: give at most 100, which is what the tables hold")
     if (task.decay is None) == (task.alignment == "prior"):
         raise ValueError(
             f"decay is {task.decay} with alignment={task.alignment!r}: the alignment prior needs a decay, and only "
