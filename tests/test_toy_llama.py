@@ -6,6 +6,7 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.models import load as loading
+from align_circuits.models.protocol import model_provenance
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +52,7 @@ def test_it_has_induction_and_previous_token_heads(toy):
     assert induction["value"] > 0.5
     assert previous["value"] > 0.5
     assert previous["layer"] < induction["layer"], "an induction head reads what a previous-token head wrote"
+
+
+def test_its_provenance_names_it_and_no_place(toy):
+    assert model_provenance(toy)["name"] == "toy-llama"

@@ -66,6 +66,7 @@ def load(
 
 
 def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, revision: str | None) -> Any:
+    name = source
     if isinstance(source, str) and source in BUNDLED:
         source = BUNDLED[source]()
     if isinstance(source, HookedModel):
@@ -74,7 +75,7 @@ def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, r
         place = _device(device)
         folder = _folder(source, revision)
         model = _read(folder, dtype).to(place)  # pyright: ignore[reportArgumentType]
-        return _bridge(model, _tokenizer(tokenizer, folder, Path(str(model.name_or_path))), name=str(source))
+        return _bridge(model, _tokenizer(tokenizer, folder, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
         source = _without_peft(source)
     if not isinstance(source, PreTrainedModel):
