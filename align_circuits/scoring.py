@@ -1,13 +1,14 @@
 """Scores every head on prompts that know who should look at whom."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from align_circuits import metrics as m
@@ -92,31 +93,57 @@ def score_heads(
     return tally.table(provenance)
 
 
-def _hit(pattern: Tensor, keys: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    hits = m.hit_rate(pattern, keys, candidates)
+@dataclass(frozen=True)
+class _Asked:
+    """The rows of one relation in a chunk of a batch; the same for every layer."""
+
+    relation: Relation
+    place: Int[Tensor, " row"]
+    """Where each lies in the chunk."""
+    prompt: Int[Tensor, " row"]
+    """The prompt of each, on the CPU."""
+    keys: Bool[Tensor, "row pos"]
+    candidates: Bool[Tensor, "row pos"]
+    column: Int[Tensor, "row two"]
+    """The columns of the chunk's masks that hold its keys and its candidates."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a batch, and who asks there."""
+
+    rows: Int[Tensor, " row"]
+    asked: list[_Asked]
+    masks: Float[Tensor, "row pos column"]
+    """All keys and candidates side by side, so that one product sums the attention on each."""
+
+
+def _hit(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    hits = m.hit_rate(pattern[asked.place], asked.keys, asked.candidates)
     return hits, torch.ones_like(hits)
 
 
-def _mass(pattern: Tensor, keys: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    return m.attention_on(pattern, keys), m.attention_on(pattern, candidates)
+def _mass(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return on_keys, on_candidates
 
 
-def _mean(pattern: Tensor, keys: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    return _where_attended(m.mass(pattern, keys, candidates), pattern, candidates)
+def _mean(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return _where_attended(on_keys / on_candidates, on_candidates)
 
 
-def _entropy(pattern: Tensor, keys: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return _where_attended(m.entropy(pattern, candidates), pattern, candidates)
+def _entropy(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return _where_attended(m.entropy(pattern[asked.place], asked.candidates), on_candidates)
 
 
-def _where_attended(values: Tensor, pattern: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+def _where_attended(values: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:
     """Gives weight 0 to rows without attention to any candidate, whose ratio is undefined."""
-    attended = m.attention_on(pattern, candidates) != 0
+    attended = on_candidates != 0
     return values.where(attended, 0), attended.to(values.dtype)
 
 
-Measure = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(pattern, keys, candidates) -> (part, whole), each [row head]: the metric is Σ part / Σ whole over rows."""
+Measure = Callable[[_Asked, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(who asks, pattern of the chunk, attention on keys, on candidates) -> (part, whole), each [row head]: the metric is
+Σ part / Σ whole over rows."""
 
 MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "mean": _mean}
 """How a relation can be measured, by suffix."""
@@ -158,34 +185,62 @@ class _Tally:
         # part, whole, and the number of rows with a whole
         self.sums = {name: torch.zeros(3, layers, prompts, heads + 1, dtype=torch.float64) for name in wanted}
         self.seen = torch.zeros(layers, len(rows), dtype=torch.bool)
+        self.chunks: dict[int, _Chunk] = {}
 
     def add(self, rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         """Adds one layer's attention at `rows`; a row that comes again, after a batch that failed, counts once."""
         rows = rows.cpu()
-        new = (~self.seen[layer, rows]).nonzero()[:, 0]
-        for chunk in new.split(max(1, _CELLS_AT_ONCE // max(1, pattern[:1].numel()))):
-            some = pattern[chunk.to(pattern.device)].to(torch.promote_types(pattern.dtype, torch.float32))
-            measured = self._measure(rows[chunk], torch.cat([some, some.mean(1, keepdim=True)], 1))
+        new = ~self.seen[layer, rows]
+        if not new.all():
+            rows, pattern = rows[new], pattern[new.to(pattern.device)]
+        pattern = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+        for chunk, some in self._chunks(rows, pattern):
+            measured = self._measure(chunk, torch.cat([some, some.mean(1, keepdim=True)], 1))
             for name, prompt, values in measured:  # all of them or, if memory ran out above, none
                 self.sums[name][:, layer].index_add_(1, prompt, values)
-            self.seen[layer, rows[chunk]] = True
+            self.seen[layer, chunk.rows] = True
 
-    def _measure(self, rows: Tensor, pattern: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """Each metric's name, prompts and [part whole count] at some rows of one layer."""
-        measured = []
+    def _chunks(self, rows: Tensor, pattern: Tensor) -> Iterator[tuple[_Chunk, Tensor]]:
+        """Cuts a batch so that little is in memory at once; the layers of a batch share what is found out about it."""
+        size = max(1, _CELLS_AT_ONCE // max(1, pattern[:1].numel()))
+        parts = pattern.split(size)
+        for index, (part, some) in enumerate(zip(rows.split(size), parts, strict=True)):
+            known = self.chunks.get(index)
+            if known is None or not torch.equal(known.rows, part):
+                self.chunks[index] = known = self._chunk(part, some)
+            yield known, some
+
+    def _chunk(self, rows: Tensor, pattern: Tensor) -> _Chunk:
+        """Finds out who asks at some rows, with keys and candidates as masks."""
+        asked, columns = [], 0
         for here, there, (asker, order) in zip(
             self.relations, self.on_device(pattern.device), self.askers, strict=True
         ):
             first, end = torch.searchsorted(asker, rows), torch.searchsorted(asker, rows, right=True)
             place = torch.arange(len(rows)).repeat_interleave(end - first)
-            which = order[(first - (end - first).cumsum(0) + (end - first))[place] + torch.arange(len(place))]
+            time = torch.arange(len(place)) - ((end - first).cumsum(0) - (end - first))[place]  # asked here before
+            which = order[first[place] + time]
             keys, candidates = there.expand(which.to(pattern.device))
-            asked = pattern[place.to(pattern.device)]
+            times = int(time.max()) + 1 if len(time) else 0
+            column = torch.stack([columns + time, columns + times + time], 1).to(pattern.device)
+            asked.append(_Asked(here, place.to(pattern.device), here.prompt[which], keys, candidates, column))
+            columns += 2 * times
+        masks = pattern.new_zeros(len(rows), columns, pattern.shape[2], dtype=torch.float32)
+        for some in asked:
+            masks[some.place[:, None], some.column] = torch.stack([some.keys, some.candidates], 1).float()
+        return _Chunk(rows, asked, masks.to(pattern.dtype).mT)
+
+    def _measure(self, chunk: _Chunk, pattern: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """Each metric's name, prompts and [part whole count] at some rows of one layer."""
+        measured = []
+        on = pattern @ chunk.masks
+        for asked in chunk.asked:
+            on_keys, on_candidates = on[asked.place[:, None], :, asked.column].unbind(1)
             for name, (relation, measure) in self.wanted.items():
-                if relation is here:
-                    part, whole = measure(asked, keys, candidates)
+                if relation is asked.relation:
+                    part, whole = measure(asked, pattern, on_keys, on_candidates)
                     values = torch.stack([part, whole, (whole > 0).to(whole.dtype)])
-                    measured.append((name, here.prompt[which], values.cpu().double()))
+                    measured.append((name, asked.prompt, values.cpu().double()))
         return measured
 
     def table(self, provenance: Provenance) -> Table:

@@ -64,10 +64,15 @@ def bootstrap(
         means = _resampled(values[rows], weights[rows], draws)
         if minus is not None:
             means = means - _resampled(minus[0][rows], minus[1][rows], draws)
-        known = ~np.isnan(means).all(1)
-        if known.any():
-            tails = [(1 - level) / 2, (1 + level) / 2]
-            low[rows][known], high[rows][known] = np.nanquantile(means[known], tails, axis=1)
+        missing = np.isnan(means)
+        tails = [(1 - level) / 2, (1 + level) / 2]
+        # numpy sorts whole rows together, but rows with gaps one by one
+        for known, quantile in (
+            (~missing.any(1), np.quantile),
+            (missing.any(1) & ~missing.all(1), np.nanquantile),
+        ):
+            if known.any():
+                low[rows][known], high[rows][known] = quantile(means[known], tails, axis=1)
     return low, high
 
 

@@ -6,7 +6,7 @@ its metrics and intervals. The contestants take turns on one thread, and process
 machine disturbs little; the ratio is the median over rounds of the ratio within a round. Then the peak memory of
 scoring more and more prompts.
 
-    python benchmarks/probe_rows.py [--rounds 7] [--batch 4]
+    python benchmarks/probe_rows.py [--rounds 7] [--prompts 12] [--batch 4]
 """
 
 import argparse
@@ -62,19 +62,22 @@ def reduced(model: object, prompts: ac.Prompts, engine: str, batch: int | str = 
     return mass
 
 
-def compare(rounds: int, batch: int) -> None:
+def compare(rounds: int, count: int, batch: int) -> None:
     """Prints what each contestant costs."""
-    prompts = prompts_of(batch)
-    tokens, kept = prompts.tokens, rows_of(1)[1]
+    prompts = prompts_of(count)
     bare, eager, bridge = network("sdpa"), network("eager"), ac.load(network("sdpa"))
-    options = {"logits_to_keep": kept, "use_cache": False}
+
+    def in_batches(run: Callable[..., object], **options: object) -> None:
+        for tokens in prompts.tokens.split(batch):
+            run(tokens, logits_to_keep=rows_of(1)[1], use_cache=False, **options)
+
     contestants: dict[str, Callable[[], object]] = {
-        "bare Hugging Face forward (SDPA)": lambda: bare(tokens, **options),
+        "bare Hugging Face forward (SDPA)": lambda: in_batches(bare),
         "fast engine, rows reduced": lambda: reduced(bridge, prompts, "fast", batch),
         "score_heads, all metrics": lambda: ac.score_heads(bridge, prompts, engine="fast", batch_size=batch),
-        "Hugging Face, output_attentions": lambda: eager(tokens, output_attentions=True, **options),
-        "bridge, run_with_cache(hook_pattern)": lambda: bridge.run_with_cache(
-            tokens, names_filter=lambda name: name.endswith("hook_pattern"), **options
+        "Hugging Face, output_attentions": lambda: in_batches(eager, output_attentions=True),
+        "bridge, run_with_cache(hook_pattern)": lambda: in_batches(
+            bridge.run_with_cache, names_filter=lambda name: name.endswith("hook_pattern")
         ),
         "reference engine, rows reduced": lambda: reduced(bridge, prompts, "reference", batch),
     }
@@ -86,7 +89,10 @@ def compare(rounds: int, batch: int) -> None:
                 run()
                 times[name].append(time.process_time() - started)
     first = next(iter(times.values()))
-    print(f"{batch} prompts of {LENGTH} tokens, {ROWS} rows each, one thread, median of {rounds} rounds")
+    print(
+        f"{count} prompts of {LENGTH} tokens in batches of {batch}, {ROWS} rows each, one thread, "
+        f"median of {rounds} rounds"
+    )
     for name, seconds in times.items():
         ratio = median(mine / base for mine, base in zip(seconds[1:], first[1:], strict=True))
         print(f"  {name:38s} {1000 * median(seconds[1:]):8.0f} ms   {ratio:5.2f}x")
@@ -119,6 +125,7 @@ def resident(field: str) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--peak", type=int, help="score so many prompts and print the peak memory only")
     arguments = parser.parse_args()
@@ -126,5 +133,5 @@ if __name__ == "__main__":
     if arguments.peak:
         peak(arguments.peak)
     else:
-        compare(arguments.rounds, arguments.batch)
+        compare(arguments.rounds, arguments.prompts, arguments.batch)
         memory((3, 12, 48))

@@ -19,6 +19,9 @@ from align_circuits.tasks.streams import Streams
 MOST_SYMBOLS = 10
 """Automata drawn for each document; a kind uses the first few."""
 
+MOST_RUN = 6
+"""Phrases after one symbol, at most."""
+
 QUIET = 0.1
 """The loss weight of separators: worth knowing, soon known."""
 
@@ -52,15 +55,15 @@ class Source:
         """How many lines of `width` tokens fill the document."""
         return -(-self.length // width)
 
-    def phrase_len(self) -> int:
-        """Draws the letters in a phrase: 1 to 4."""
-        return int(self.rng.integers(1, 5))
+    def phrase_len(self, least: int = 1, most: int = 4) -> int:
+        """Draws the letters in a phrase."""
+        return int(self.rng.integers(least, most + 1))
 
 
 def pre_aligned(source: Source) -> Document:
     """Pre-aligned prompts of 2 symbols or more: half monotonic, the rest permuted for the prompt or for each line."""
     rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len(most=8 if rng.random() < 0.2 else 4)
     n = source.lines(m + 2 + m * (c + 1))
     order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
     draw = rng.random()
@@ -131,7 +134,7 @@ def outputs(source: Source) -> Document:
     Half of the documents begin their lines with a symbol and a colon that say nothing about the letters.
     """
     rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len(least=2)
     labelled = rng.random() < 0.5
     n = source.lines(m * c + 1 + 2 * labelled)
     which = np.argsort(rng.random((n, m)), 1)
@@ -141,6 +144,42 @@ def outputs(source: Source) -> Document:
         body = [rng.choice(source.names(m), (n, 1)), np.full((n, 1), COLON), *body]
         weight = [0.0, QUIET, *weight]
     return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
+
+
+def runs(source: Source) -> Document:
+    """Lines of one symbol, a colon and several of its phrases, the symbols in random order."""
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(c + 3)
+    which = rng.integers(0, m, n)
+    line = np.concatenate(
+        [
+            source.names(m)[which][:, None],
+            np.full((n, 1), COLON),
+            source.phrases(which[:, None].repeat(MOST_RUN, 1), c).reshape(n, -1),
+            np.full((n, 1), NEWLINE),
+        ],
+        1,
+    )
+    phrases = rng.integers(1, MOST_RUN + 1, n)[:, None]
+    place = np.arange(line.shape[1])
+    keep = (place < 2 + phrases * c) | (place == line.shape[1] - 1)
+    weight = np.tile([0.0, QUIET] + [1.0] * (MOST_RUN * c) + [QUIET], (n, 1))
+    return _flat(line[keep], weight[keep])
+
+
+def columns(source: Source) -> Document:
+    """Lines of phrases whose automata change from column to column; a line has the first few columns or all."""
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(c + 1)
+    line = source.phrases(np.tile(np.arange(m), (n, 1)), c).reshape(n, -1)
+    line = np.concatenate([line, np.full((n, 1), NEWLINE)], 1)
+    columns = np.where(rng.random(n) < 0.5, m, rng.integers(1, m + 1, n))[:, None]
+    place = np.arange(line.shape[1])
+    keep = (place < columns * c) | (place == m * c)
+    weight = np.tile([1.0] * (m * c) + [QUIET], (n, 1))
+    return _flat(line[keep], weight[keep])
 
 
 def copies(source: Source) -> Document:
@@ -171,7 +210,7 @@ def copies(source: Source) -> Document:
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
     "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "copies": copies,
+    "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 

@@ -26,8 +26,8 @@ INDUCTION = {"copies": 0.4, "phrases": 0.3, "pairs": 0.1, "pre-aligned": 0.2}
 """A mixture from which induction heads form soon: short documents, much that repeats."""
 
 LINES = {
-    "pre-aligned": 0.4, "outputs": 0.26, "copies": 0.1, "phrases": 0.08, "pairs": 0.06, "single": 0.06,
-    "strings": 0.04,
+    "pre-aligned": 0.3, "outputs": 0.3, "copies": 0.08, "runs": 0.08, "columns": 0.06, "phrases": 0.06,
+    "pairs": 0.04, "single": 0.05, "strings": 0.03,
 }  # fmt: skip
 """The mixture that the model is made for."""
 
@@ -69,15 +69,15 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "toy-llama": Recipe(
         TrainConfig(
-            steps=1400, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
-            schedule="linear", warmup=100, decay=600, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
+            steps=2600, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
+            schedule="linear", warmup=100, decay=1200, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
         ),
         (
             Stage(1, (64,), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
             Stage(501, (64, 128), Mixture(LINES, most_edges=2)),
             Stage(601, (128, 256), Mixture(LINES)),
             Stage(801, (192, 256, 544), Mixture(LINES)),
-            Stage(1101, (256, 544, 1088), Mixture(LINES)),
+            Stage(1801, (256, 544, 1088), Mixture(LINES)),
         ),
     ),
     "smoke": Recipe(
