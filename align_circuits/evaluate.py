@@ -64,7 +64,7 @@ def evaluate(
     """
     if not len(prompts) or prompts.targets.empty:
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
-    scored = _Predictions(prompts)
+    scored = Predictions(prompts)
     ran = forward(
         model,
         prompts,
@@ -74,37 +74,17 @@ def evaluate(
         engine=engine,
         batch_size=batch_size,
     )
-    right, log_prob = scored.by_target()
-    targets = prompts.targets
-    measured = {("model", "accuracy"): right, ("model", "log_prob"): log_prob}
-    measured |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
-
-    kind, offset, prompt = (targets[column].to_numpy() for column in ("kind", "offset", "prompt"))
-    groups = {("all", ALL_OFFSETS): np.full(len(targets), True)}
-    groups |= {(name, ALL_OFFSETS): kind == name for name in KINDS if (kind == name).any()}
-    groups |= {("all", int(place)): offset == place for place in np.unique(offset)}
-
-    keys = pd.DataFrame(
-        [(*by, *group) for by in measured for group in groups], columns=["predictor", "metric", "kind", "offset"]
-    )
-    counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups.values()])
-    sums = [
-        np.bincount(prompt[rows], weights=values[rows], minlength=len(prompts))
-        for values in measured.values()
-        for rows in groups.values()
-    ]
-    weights = np.tile(counts, (len(measured), 1)).astype(float)
     provenance = Provenance(
         "evaluate",
         model=model_provenance(model),
         data={"task": dict(prompts.task), "digest": prompts.digest},
         engine=ran,
     )
-    means = np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0)
+    keys, means, weights = scored.measured()
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
 
 
-class _Predictions:
+class Predictions:
     """What was predicted at each row, filled in as logits arrive; a row that comes again is written again."""
 
     def __init__(self, prompts: Prompts):
@@ -133,3 +113,27 @@ class _Predictions:
         else:
             right = ((predicted == prompts.letters) & prompts.accepted).any(1)
         return right.double().numpy(), self.log_prob[self.row_of].numpy()
+
+    def measured(self) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+        """The keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there."""
+        right, log_prob = self.by_target()
+        targets, n = self.prompts.targets, len(self.prompts)
+        by = {("model", "accuracy"): right, ("model", "log_prob"): log_prob}
+        by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
+
+        kind, offset, prompt = (targets[column].to_numpy() for column in ("kind", "offset", "prompt"))
+        groups = {("all", ALL_OFFSETS): np.full(len(targets), True)}
+        groups |= {(name, ALL_OFFSETS): kind == name for name in KINDS if (kind == name).any()}
+        groups |= {("all", int(place)): offset == place for place in np.unique(offset)}
+
+        keys = pd.DataFrame(
+            [(*who, *group) for who in by for group in groups], columns=["predictor", "metric", "kind", "offset"]
+        )
+        counts = np.stack([np.bincount(prompt[rows], minlength=n) for rows in groups.values()])
+        sums = [
+            np.bincount(prompt[rows], weights=values[rows], minlength=n)
+            for values in by.values()
+            for rows in groups.values()
+        ]
+        weights = np.tile(counts, (len(by), 1)).astype(float)
+        return keys, np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0), weights

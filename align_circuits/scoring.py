@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
 from torch import Tensor
 
 from align_circuits import metrics as m
@@ -73,7 +74,7 @@ def score_heads(
     """
     if not len(prompts):
         raise ValueError("no prompts to score: give at least one")
-    tally = _Tally(_resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    tally = Tally(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     ran = forward(
         model,
         prompts,
@@ -149,7 +150,7 @@ MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "mean": _mean}
 """How a relation can be measured, by suffix."""
 
 
-def _resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Relation, Measure]]:
+def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Relation, Measure]]:
     """The metrics by name, or all that are on by default."""
     if not prompts.relations:
         raise ValueError("these prompts hold no relation, so there is nothing to score: give them one in `relations`")
@@ -171,7 +172,7 @@ def _resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[R
     return {name: known[name] for name in names}
 
 
-class _Tally:
+class Tally:
     """Sums over rows: memory grows with layers, heads, metrics and prompts, not with the length of the prompts."""
 
     def __init__(self, wanted: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):
@@ -243,8 +244,10 @@ class _Tally:
                     measured.append((name, asked.prompt, values.cpu().double()))
         return measured
 
-    def table(self, provenance: Provenance) -> Table:
-        """The ratios, with intervals over prompts."""
+    def measured(
+        self,
+    ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+        """The keys of `score_heads`'s rows, each row's ratio in each prompt, its denominator, its number of targets."""
         if not self.seen.all():
             layer = int((~self.seen).any(1).nonzero()[0])
             raise RuntimeError(f"the engine gave no attention for layer {layer}: this model's patterns cannot be read")
@@ -258,7 +261,11 @@ class _Tally:
             torch.stack(list(self.sums.values()), 1).movedim(-1, 3).flatten(1, 3)
         )  # [part whole count, row, prompt]
         part, whole, count = by_row.numpy()
-        values = np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0)
+        return keys, np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), whole, count
+
+    def table(self, provenance: Provenance) -> Table:
+        """The ratios, with intervals over prompts."""
+        keys, values, whole, count = self.measured()
         return Table.from_prompts(
             keys, values, whole, provenance, counts=count, bounded=(keys["metric"] != "entropy").to_numpy()
         )
