@@ -1,9 +1,12 @@
 """Which attention heads align an output with its input, and which look it up in the examples."""
 
 from align_circuits import plots
+from align_circuits.ablation import ablate_heads, reference_of
 from align_circuits.evaluate import evaluate
+from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
+from align_circuits.patching import patch_heads
 from align_circuits.prompts import Prompts, Role
 from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
@@ -12,16 +15,23 @@ from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 __all__ = [
+    "Ablate",
+    "Clamp",
+    "Patch",
     "Prompts",
     "Provenance",
     "Relation",
     "RepeatedTokensTask",
     "Role",
     "Seq2SeqTask",
+    "Steer",
     "Table",
+    "ablate_heads",
     "evaluate",
     "load",
+    "patch_heads",
     "planted",
     "plots",
+    "reference_of",
     "score_heads",
 ]

@@ -1,6 +1,6 @@
 """The engine: runs a model on prompts, and hands rows of attention and logits to whoever asked, batch by batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align_circuits.hooks import names
 from align_circuits.hooks.attention import Probe, raw_attention, why_not_fast
-from align_circuits.hooks.probes import Probes
+from align_circuits.hooks.edits import Edit, Running, changes_of, two_tokens
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import Change, Probes
 from align_circuits.models.protocol import HookedModel, check_fits, device_of
 from align_circuits.prompts import Prompts
 
@@ -22,6 +23,7 @@ CPU_TOKENS = 2048
 
 OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]
 OnLogits = Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
+OnActivation = Callable[[Int[Tensor, " batch"], Float[Tensor, "batch ..."]], None]
 
 
 def forward(
@@ -32,6 +34,8 @@ def forward(
     query: Int[Tensor, " row"],
     on_pattern: OnPattern | None = None,
     on_logits: OnLogits | None = None,
+    on_activation: Mapping[str, OnActivation] | None = None,
+    edits: Sequence[Edit] = (),
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> str:
@@ -48,8 +52,12 @@ def forward(
         query: The position of each row.
         on_pattern: Called with rows, layer and their attention `[row head pos]`, 0 at padding.
         on_logits: Called with rows and their logits `[row d_vocab]`.
+        on_activation: By hook point, called with the prompts of a batch and the activation, after the edits. Columns of
+            padding that all of a batch share are left out on the left.
+        edits: What is changed while the model runs.
         engine: `"fast"` is Hugging Face's own attention with exact rows on the side, `"reference"` is TransformerLens's
-            hooks; `"auto"` is fast on a `TransformerBridge` of a tested architecture without hooks attached.
+            hooks; `"auto"` is fast on a `TransformerBridge` of a tested architecture without hooks attached, where all
+            hook points of `edits` and `on_activation` fire.
         batch_size: Prompts a batch; `"auto"` fits it to the device and halves it on out-of-memory. It changes no
             result.
 
@@ -62,7 +70,9 @@ def forward(
     """
     check_fits(model, prompts)
     _check_rows(prompts, prompt, query)
-    ran = choose(model, engine)
+    reads = dict(on_activation or {})
+    touched = {*reads, *changes_of(edits, model, Running(prompts, prompt[:0]))}
+    ran = choose(model, engine, touched)
     device = device_of(model)
     size = _fitting_size(model, prompts, device, ran) if batch_size == "auto" else batch_size
     if size < 1:
@@ -73,13 +83,17 @@ def forward(
     with torch.no_grad(), _evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
         while len(chosen):
             batch = _Batch.of(prompts, chosen[:size], prompt, query, device)
+            hooked = _hooked(model, edits, reads, Running(prompts, chosen[:size]))
             try:
-                logits = run(model, batch, on_pattern, keep_logits=on_logits is not None)
+                with model.hooks(fwd_hooks=[hook for probes in hooked for hook in probes.fwd_hooks]):
+                    logits = run(model, batch, on_pattern, keep_logits=on_logits is not None)
             except RuntimeError as error:
                 if batch_size != "auto" or size == 1 or not _out_of_memory(error):
                     raise
                 size //= 2
                 continue
+            for probes in hooked:
+                probes.check()
             if logits.isnan().any():
                 raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
             if on_logits is not None:
@@ -88,18 +102,77 @@ def forward(
     return ran
 
 
-def choose(model: HookedModel, engine: str) -> Literal["fast", "reference"]:
-    """Returns the engine that `engine` means for this model.
+def capture(
+    model: HookedModel,
+    prompts: Prompts,
+    names: Sequence[str],
+    *,
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> dict[str, Float[Tensor, "prompt pos ..."]]:
+    """Returns the activations at some hook points, on the CPU; 0 at padding that the engine left out.
+
+    Memory grows with the prompts: take one layer at a time where they are many or long.
+    """
+    kept: dict[str, Tensor] = {}
+    length = prompts.mask.shape[1]
+
+    def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
+        is_pattern = name.endswith(("hook_pattern", "hook_attn_scores"))
+        missing = length - activation.shape[2 if is_pattern else 1]
+        padding = [0, 0] * (activation.ndim - 2) + [missing, 0]
+        whole = (
+            nn.functional.pad(activation, [missing, 0, missing, 0] if is_pattern else padding)
+            if missing
+            else activation
+        )
+        if name not in kept:
+            kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
+        kept[name][rows] = whole.cpu()
+
+    last = torch.full((len(prompts),), length - 1)
+    forward(
+        model,
+        prompts,
+        prompt=torch.arange(len(prompts)),
+        query=last,
+        on_activation={name: partial(keep, name) for name in names},
+        engine=engine,
+        batch_size=batch_size,
+    )
+    return kept
+
+
+def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Literal["fast", "reference"]:
+    """Returns the engine that `engine` means for this model, if the hook points `touched` are to be read or edited.
 
     Raises:
         ValueError: `"fast"` does not apply to this model, or the name is unknown.
     """
     if engine not in ("auto", "fast", "reference"):
         raise ValueError(f"engine={engine!r}: choose 'auto', 'fast' or 'reference'")
-    reason = why_not_fast(model)
+    reason = why_not_fast(model) or _why_silent(model, touched)
     if engine == "fast" and reason:
         raise ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
     return "reference" if engine == "reference" or reason else "fast"
+
+
+def _why_silent(model: Any, touched: Collection[str]) -> str | None:
+    """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do."""
+    if not touched:
+        return None
+    probes = Probes(model, dict.fromkeys(touched, lambda _: None))
+    with torch.no_grad(), raw_attention(model), model.hooks(fwd_hooks=probes.fwd_hooks):
+        model(two_tokens(model), use_cache=False)
+    return f"{probes.silent[0]} does not fire under it" if probes.silent else None
+
+
+def _hooked(
+    model: Any, edits: Sequence[Edit], reads: Mapping[str, OnActivation], running: Running
+) -> tuple[Probes, Probes]:
+    """The edits, then the readers, which so see what was edited."""
+    changes: dict[str, Change] = {name: partial(read, running.rows) for name, read in reads.items()}
+    return Probes(model, changes_of(edits, model, running)), Probes(model, changes)
 
 
 @dataclass(frozen=True)
@@ -158,7 +231,7 @@ def _run_reference(
             batch.hand_over(on_pattern, layer, pattern[batch.prompt, :, batch.query])
 
     layers = range(model.cfg.n_layers) if on_pattern is not None else ()
-    probes = Probes(model, {names.pattern(layer): partial(rows_of, layer) for layer in layers})
+    probes = Probes(model, {name_of("pattern", layer): partial(rows_of, layer) for layer in layers})
     run = partial(model.run_with_hooks, fwd_hooks=probes.fwd_hooks)
     if isinstance(getattr(model, "original_model", None), PreTrainedModel):
         logits = _bridge_logits(batch, keep_logits, run)

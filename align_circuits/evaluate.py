@@ -1,15 +1,17 @@
 """Accuracy beside the references that tell what it takes."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.engine import forward
+from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import KINDS, Prompts
 from align_circuits.tables import Provenance, Table
@@ -29,6 +31,7 @@ def evaluate(
     model: Any,
     prompts: Prompts,
     *,
+    edits: Sequence[Edit] = (),
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> Table:
@@ -41,6 +44,7 @@ def evaluate(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
+        edits: What is changed while the model runs.
         engine: `"fast"`, `"reference"` (TransformerLens's own hooks), or the fast one where it fits.
         batch_size: Prompts at a time; it changes memory and time, never a result.
 
@@ -62,26 +66,41 @@ def evaluate(
     Raises:
         ValueError: No prompts, no targets, or prompts that do not fit the model.
     """
-    if not len(prompts) or prompts.targets.empty:
-        raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
-    scored = Predictions(prompts)
-    ran = forward(
-        model,
-        prompts,
-        prompt=scored.prompt,
-        query=scored.query,
-        on_logits=scored.add,
-        engine=engine,
-        batch_size=batch_size,
-    )
+    predictions, ran = predict(model, prompts, edits=edits, engine=engine, batch_size=batch_size)
     provenance = Provenance(
         "evaluate",
+        settings=edits_provenance(edits),
         model=model_provenance(model),
         data={"task": dict(prompts.task), "digest": prompts.digest},
         engine=ran,
     )
-    keys, means, weights = scored.measured()
+    keys, means, weights = predictions.measured()
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
+
+
+def predict(
+    model: Any,
+    prompts: Prompts,
+    *,
+    edits: Sequence[Edit] = (),
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> tuple["Predictions", str]:
+    """Returns what a model predicts at each target, and the engine that ran. Arguments as for `evaluate`."""
+    if not len(prompts) or prompts.targets.empty:
+        raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
+    predictions = Predictions(prompts)
+    ran = forward(
+        model,
+        prompts,
+        prompt=predictions.prompt,
+        query=predictions.query,
+        on_logits=predictions.add,
+        edits=edits,
+        engine=engine,
+        batch_size=batch_size,
+    )
+    return predictions, ran
 
 
 class Predictions:
@@ -117,23 +136,32 @@ class Predictions:
     def measured(self) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
         """The keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there."""
         right, log_prob = self.by_target()
-        targets, n = self.prompts.targets, len(self.prompts)
+        targets = self.prompts.targets
         by = {("model", "accuracy"): right, ("model", "log_prob"): log_prob}
         by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}
-
-        kind, offset, prompt = (targets[column].to_numpy() for column in ("kind", "offset", "prompt"))
-        groups = {("all", ALL_OFFSETS): np.full(len(targets), True)}
-        groups |= {(name, ALL_OFFSETS): kind == name for name in KINDS if (kind == name).any()}
+        groups = {(kind, ALL_OFFSETS): rows for kind, rows in by_kind(self.prompts).items()}
+        offset = targets["offset"].to_numpy()
         groups |= {("all", int(place)): offset == place for place in np.unique(offset)}
-
         keys = pd.DataFrame(
             [(*who, *group) for who in by for group in groups], columns=["predictor", "metric", "kind", "offset"]
         )
-        counts = np.stack([np.bincount(prompt[rows], minlength=n) for rows in groups.values()])
-        sums = [
-            np.bincount(prompt[rows], weights=values[rows], minlength=n)
-            for values in by.values()
-            for rows in groups.values()
-        ]
-        weights = np.tile(counts, (len(by), 1)).astype(float)
-        return keys, np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0), weights
+        return keys, *prompt_means(self.prompts, list(by.values()), list(groups.values()))
+
+
+def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
+    """Returns the targets of each kind that occurs, those of all kinds first."""
+    kind = prompts.targets["kind"].to_numpy()
+    return {"all": np.full(len(kind), True)} | {name: kind == name for name in KINDS if (kind == name).any()}
+
+
+def prompt_means(
+    prompts: Prompts, values: Sequence[Float[ndarray, " target"]], groups: Sequence[Bool[ndarray, " target"]]
+) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+    """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""
+    prompt = prompts.targets["prompt"].to_numpy()
+    counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups])
+    sums = [
+        np.bincount(prompt[rows], weights=value[rows], minlength=len(prompts)) for value in values for rows in groups
+    ]
+    weights = np.tile(counts, (len(values), 1)).astype(float)
+    return np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0), weights

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from align_circuits import metrics as m
 from align_circuits.engine import forward
+from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts
 from align_circuits.relations import Relation, first_token
@@ -40,6 +41,7 @@ def score_heads(
     prompts: Prompts,
     metrics: Sequence[str] | None = None,
     *,
+    edits: Sequence[Edit] = (),
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> Table:
@@ -60,6 +62,7 @@ def score_heads(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with at least one relation.
         metrics: Names; by default each relation's standard measure, `lookup_mean`, `sink` and `entropy`.
+        edits: What is changed while the model runs.
         engine: `"fast"`, `"reference"` (TransformerLens's own hooks), or the fast one where it fits.
         batch_size: Prompts at a time; it changes memory and time, never a result.
 
@@ -81,12 +84,13 @@ def score_heads(
         prompt=tally.prompt,
         query=tally.query,
         on_pattern=tally.add,
+        edits=edits,
         engine=engine,
         batch_size=batch_size,
     )
     provenance = Provenance(
         "score_heads",
-        settings={"metrics": list(tally.wanted)},
+        settings={"metrics": list(tally.wanted), **edits_provenance(edits)},
         model=model_provenance(model),
         data={"task": dict(prompts.task), "digest": prompts.digest},
         engine=ran,

@@ -1,41 +1,21 @@
 """The names of hook points, as TransformerLens spells them."""
 
+from typing import Literal, get_args
 
-def pattern(layer: int) -> str:
-    """The attention pattern after the softmax, `[prompt head query key]`."""
-    return f"blocks.{layer}.attn.hook_pattern"
+HeadSite = Literal["z", "q", "k", "v", "pattern"]
+"""What each head has of its own. `z`: what it read, before the output matrix; `q`, `k`, `v`: before rotation, all of
+them `[prompt pos head d_head]`, with fewer heads in `k` and `v` under grouped-query attention; `pattern`: attention
+after the softmax, `[prompt head query key]`."""
 
+LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
+"""What a layer has once, `[prompt pos d_model]`: the residual stream before and after it, the output of its MLP."""
 
-def scores(layer: int) -> str:
-    """The attention scores before the softmax, `[prompt head query key]`."""
-    return f"blocks.{layer}.attn.hook_attn_scores"
+Site = HeadSite | LayerSite
 
-
-def q(layer: int) -> str:
-    """The queries before rotation, `[prompt pos head d_head]`."""
-    return f"blocks.{layer}.attn.hook_q"
-
-
-def k(layer: int) -> str:
-    """The keys before rotation; under grouped-query attention with fewer heads than `q`."""
-    return f"blocks.{layer}.attn.hook_k"
+HEAD_SITES: tuple[str, ...] = get_args(HeadSite)
+LAYER_SITES: tuple[str, ...] = get_args(LayerSite)
 
 
-def v(layer: int) -> str:
-    """The values; under grouped-query attention with fewer heads than `q`."""
-    return f"blocks.{layer}.attn.hook_v"
-
-
-def z(layer: int) -> str:
-    """What each head read, before the output matrix, `[prompt pos head d_head]`."""
-    return f"blocks.{layer}.attn.hook_z"
-
-
-def resid_pre(layer: int) -> str:
-    """The residual stream before a layer, `[prompt pos d_model]`."""
-    return f"blocks.{layer}.hook_resid_pre"
-
-
-def resid_post(layer: int) -> str:
-    """The residual stream after a layer, `[prompt pos d_model]`."""
-    return f"blocks.{layer}.hook_resid_post"
+def name_of(site: Site, layer: int) -> str:
+    """Returns the hook point of a site in a layer."""
+    return f"blocks.{layer}.attn.hook_{site}" if site in HEAD_SITES else f"blocks.{layer}.hook_{site}"

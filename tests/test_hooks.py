@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.hooks import names
 from align_circuits.hooks.attention import ATTENTION, Probe, raw_attention, why_not_fast
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.hooks.probes import Probes
 
 TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
@@ -16,26 +16,29 @@ TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_names_are_hook_points_and_fire(name, random_hf_model):
     model = ac.load(random_hf_model(name))
-    every = (names.pattern, names.scores, names.q, names.k, names.v, names.z, names.resid_pre, names.resid_post)
     shapes = {}
     probes = Probes(
-        model, {make(1): lambda x, make=make: shapes.update({make.__name__: tuple(x.shape)}) for make in every}
+        model,
+        {
+            name_of(site, 1): lambda x, site=site: shapes.update({site: tuple(x.shape)})
+            for site in HEAD_SITES + LAYER_SITES
+        },
     )
     with torch.no_grad():
         model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
     probes.check()
     keys = 2 if name == "llama" else 4
     assert shapes == {
-        "pattern": (2, 4, 6, 6), "scores": (2, 4, 6, 6), "q": (2, 6, 4, 8), "k": (2, 6, keys, 8), "v": (2, 6, keys, 8),
-        "z": (2, 6, 4, 8), "resid_pre": (2, 6, 32), "resid_post": (2, 6, 32),
+        "pattern": (2, 4, 6, 6), "q": (2, 6, 4, 8), "k": (2, 6, keys, 8), "v": (2, 6, keys, 8), "z": (2, 6, 4, 8),
+        "resid_pre": (2, 6, 32), "resid_post": (2, 6, 32), "mlp_out": (2, 6, 32),
     }  # fmt: skip
 
 
 def test_probes_say_what_is_wrong(random_hf_model):
     model = ac.load(random_hf_model("llama"))
     with pytest.raises(ValueError, match=r"no hook point 'blocks.2.attn.hook_pattern' in this TransformerBridge"):
-        Probes(model, {names.pattern(2): print})
-    probes = Probes(model, {names.pattern(0): lambda _: None, names.z(0): lambda _: None})
+        Probes(model, {name_of("pattern", 2): print})
+    probes = Probes(model, {name_of("pattern", 0): lambda _: None, name_of("z", 0): lambda _: None})
     with pytest.raises(ValueError, match="silent are 2 of 2"):
         probes.check()
     with torch.no_grad(), raw_attention(model):

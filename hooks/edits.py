@@ -1,0 +1,373 @@
+"""Edits: what a model computes, changed while it runs, as plain TransformerLens hooks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.probes import Change, Probes
+from align_circuits.prompts import Prompts
+
+Head = tuple[int, int]
+"""(layer, head), both from 0; printed `L2H3`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """The prompts that a model is running on, as far as an edit must know."""
+
+    prompts: Prompts
+    rows: Int[Tensor, " prompt"]
+    """Which of them are in the batch, in order."""
+
+    @classmethod
+    def all_of(cls, prompts: Prompts) -> "Running":
+        """All prompts at once."""
+        return cls(prompts, torch.arange(len(prompts)))
+
+
+@dataclass(frozen=True, eq=False)
+class Edit(ABC):
+    """A change of activations; a value, good for any number of models and runs."""
+
+    def fwd_hooks(self, model: Any, prompts: Prompts | None = None) -> list[tuple[str, Callable[..., Tensor | None]]]:
+        """Returns the edit as hooks for `model.hooks(fwd_hooks=...)` or `model.run_with_hooks(..., fwd_hooks=...)`.
+
+        Every hook is tried on two tokens first: one that would never fire raises here and changes nothing in silence.
+
+        Args:
+            model: A model with TransformerLens's hooks.
+            prompts: What the model will run on, all in one batch. An edit that depends on the prompt needs it: `Clamp`,
+                and `Ablate` by means or resampling. To run in batches, hand the edit over instead:
+                `evaluate(model, prompts, edits=[edit])`.
+
+        Raises:
+            ValueError: A head that the model does not have, a hook that never fires, or `prompts` missing.
+        """
+        changes = changes_of([self], model, None if prompts is None else Running.all_of(prompts))
+        tried = Probes(model, dict.fromkeys(changes, _read))
+        with torch.no_grad():
+            model.run_with_hooks(two_tokens(model), fwd_hooks=tried.fwd_hooks)
+        tried.check()
+        return Probes(model, changes).fwd_hooks
+
+    @abstractmethod
+    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+        """Returns what happens to each activation, by the name of its hook point."""
+
+
+def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> dict[str, Change]:
+    """Returns the changes of several edits, applied in order where they meet."""
+    together: dict[str, list[Change]] = {}
+    for edit in edits:
+        for name, change in edit.changes(model.cfg, running).items():
+            together.setdefault(name, []).append(change)
+    return {name: _in_order(changes) for name, changes in together.items()}
+
+
+def two_tokens(model: Any) -> Int[Tensor, "1 2"]:
+    """Returns the shortest input with something to attend to, on the model's device."""
+    return torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+
+
+def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
+    """Returns what tells edits apart, as JSON; nothing where there are none."""
+    told = [
+        {
+            "edit": type(edit).__name__,
+            **{
+                name: value if isinstance(value, str | float | int) else [list(some) for some in value]
+                for name, value in vars(edit).items()
+                if name in ("site", "how", "relation", "scale") or (name == "heads" and value)
+            },
+            **({"layers": list(layers)} if (layers := getattr(edit, "layers", ())) else {}),
+        }
+        for edit in edits
+    ]
+    return {"edits": told} if told else {}
+
+
+def describe(heads: Sequence[Head]) -> str:
+    """Returns heads as people write them: `L2H3 L4H0`."""
+    return " ".join(f"L{layer}H{head}" for layer, head in heads)
+
+
+@dataclass(frozen=True, eq=False)
+class _Spot:
+    """One activation that is about to change, or the part of it that belongs to some heads."""
+
+    name: str
+    old: Float[Tensor, "..."]
+    columns: Int[Tensor, " column"] | None
+    """The heads, or key heads, that it was taken from; None for all there is."""
+    dim: int
+    """The dimension of heads: 1 in a pattern, else 2."""
+    running: Running | None
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return self.old.shape[3 - self.dim]
+
+    def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch pos"]:
+        """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
+        values = values if self.running is None else values[self.running.rows]
+        return values[:, -self.length :].to(self.old.device)
+
+    def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
+        """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
+        if rows is None and self.running is not None:
+            rows = self.running.rows
+        values = (values if rows is None else values[rows]).to(self.old.device)
+        values = values if self.columns is None else values.index_select(self.dim, self.columns)
+        cropped = values[:, :, -self.length :, -self.length :] if self.dim == 1 else values[:, -self.length :]
+        if cropped.shape != self.old.shape:
+            raise ValueError(
+                f"at {self.name!r} the other run holds {tuple(values.shape)}, and this model computed "
+                f"{tuple(self.old.shape)}: run it on as many prompts, all at once, or hand the edit over as `edits=`"
+            )
+        return cropped
+
+
+@dataclass(frozen=True, eq=False)
+class _AtSite(Edit):
+    """An edit of one kind of activation, at some heads or layers and at some positions."""
+
+    heads: Sequence[Head] = ()
+    """Where, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share a key
+    head: they cannot be changed apart."""
+    site: Site = "z"
+    layers: Sequence[int] = ()
+    """Where, for the sites of layers."""
+    positions: Bool[Tensor, "prompt pos"] | None = None
+    """At which tokens; at all by default. For a pattern: in which of its rows."""
+
+    @abstractmethod
+    def value(self, spot: _Spot) -> Tensor:
+        """Returns what replaces `spot.old`, broadcastable to it."""
+
+    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+        """One change for each layer that is named."""
+        where = layers_of(cfg, self.site, self.heads, self.layers)
+        return {
+            name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, running)
+            for layer, columns in where.items()
+        }
+
+    def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
+        dim = 1 if self.site == "pattern" else 2
+        columns = None if columns is None else columns.to(activation.device)
+        old = activation if columns is None else activation.index_select(dim, columns)
+        spot = _Spot(name, old, columns, dim, running)
+        new = self.value(spot).to(old).expand_as(old)
+        if self.positions is not None:
+            here = spot.of_tokens(self.positions)
+            here = here.reshape(*here.shape, *[1] * (old.ndim - 2))
+            new = torch.where(here.transpose(1, 2) if dim == 1 else here, new, old)
+        return new if columns is None else activation.index_copy(dim, columns, new)
+
+
+def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
+    """Returns the columns of a site's activation that belong to some heads, by layer; None for a site of layers.
+
+    Raises:
+        ValueError: An unknown site, a head or layer that the model does not have, heads where layers should be named,
+            or some but not all heads that share a key head.
+    """
+    if site not in HEAD_SITES + LAYER_SITES:
+        raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
+    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: 1 if site in HEAD_SITES else -1]
+    if not len(named) or len(others):
+        raise ValueError(f"an edit of {site!r} takes place at {kind}: name at least one, and no {other}")
+    if site in LAYER_SITES:
+        if wrong := [layer for layer in layers if not 0 <= layer < cfg.n_layers]:
+            raise ValueError(f"no layer {wrong[0]}: this model has layers 0 to {cfg.n_layers - 1}")
+        return dict.fromkeys(layers)
+    if wrong := [head for head in heads if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]:
+        raise ValueError(
+            f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
+            f"{cfg.n_heads - 1}"
+        )
+    shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
+    columns: dict[int, Tensor | None] = {}
+    for layer in sorted({layer for layer, _ in heads}):
+        mine = {head for where, head in heads if where == layer}
+        whole = {head // shared * shared + place for head in mine for place in range(shared)}
+        if whole != mine:
+            raise ValueError(
+                f"heads that share a key head cannot change their {site} apart: name all of "
+                f"{describe([(layer, head) for head in sorted(whole)])}"
+            )
+        columns[layer] = torch.tensor(sorted({head // shared for head in mine}))
+    return columns
+
+
+@dataclass(frozen=True, eq=False)
+class Patch(_AtSite):
+    """Puts the activations of another run in place: activation patching.
+
+    Source: Vig et al. (2020), "Investigating Gender Bias in Language Models Using Causal Mediation Analysis"; Zhang and
+    Nanda (2024), "Towards Best Practices of Activation Patching".
+    """
+
+    values: Mapping[str, Float[Tensor, "prompt pos ..."]] = field(default_factory=dict)
+    """By hook point, the activations of the other run, all heads of them (`engine.capture`)."""
+
+    def value(self, spot: _Spot) -> Tensor:
+        """The other run's activation."""
+        if spot.name not in self.values:
+            raise ValueError(f"no values for {spot.name!r}: this patch holds {', '.join(self.values) or 'none'}")
+        return spot.of_run(self.values[spot.name])
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What stands in for activations that are ablated; `ablation.reference_of` makes it."""
+
+    means: Mapping[str, Float[Tensor, "group ..."]] = field(default_factory=dict)
+    """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN where the reference
+    has no such token."""
+    values: Mapping[str, Float[Tensor, "prompt pos ..."]] = field(default_factory=dict)
+    """By hook point, the activations of the reference prompts, for resampling."""
+
+
+def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
+    """Returns the group of each token: its role, and whether it belongs to the test example.
+
+    Means over groups keep what every prompt has in common at such tokens, so that ablating a head takes away what it
+    says about this prompt and no more. Means over single positions keep more than that where all prompts share a layout
+    (a previous-token head, ablated so, still does its work); means over all positions keep less.
+    """
+    tested = prompts.example == prompts.example.amax(1, keepdim=True)
+    return 2 * prompts.roles + tested.long()
+
+
+@dataclass(frozen=True, eq=False)
+class Ablate(_AtSite):
+    """Takes away what heads or layers say.
+
+    - `"zero"`: nothing is said.
+    - `"mean"`: what tokens of the same role say on average in the reference prompts (`groups_of`).
+    - `"resample"`: what is said at the same position of the next reference prompt: prompt i gets i + 1, the last the
+      first. The reference prompts must be as many and as long as those that run.
+
+    Misleads: zero is far from anything that later layers have seen, and under all three they may repair what is missing
+    (McGrath et al., 2023, "The Hydra Effect"). The control is the same ablation of as many other heads.
+    """
+
+    how: Literal["zero", "mean", "resample"] = "zero"
+    reference: Reference | None = None
+    """For `"mean"` and `"resample"`."""
+
+    def value(self, spot: _Spot) -> Tensor:
+        """What stands in for the activation."""
+        if self.how == "zero":
+            return spot.old.new_zeros(())
+        if self.how not in ("mean", "resample"):
+            raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")
+        reference = self.reference or Reference()
+        held = reference.means if self.how == "mean" else reference.values
+        if spot.name not in held:
+            raise ValueError(
+                f"how={self.how!r} needs a reference that holds {spot.name!r}: make it with "
+                f"reference_of(model, prompts, how={self.how!r}, site={self.site!r})"
+            )
+        if spot.running is None:
+            raise ValueError(
+                f"how={self.how!r} depends on the prompts: give them, as in fwd_hooks(model, prompts), or hand the "
+                "edit over as `edits=`"
+            )
+        if self.how == "resample":
+            return spot.of_run(held[spot.name], (spot.running.rows + 1) % len(held[spot.name]))
+        means = held[spot.name].to(spot.old.device)
+        means = means if spot.columns is None else means.index_select(1, spot.columns)
+        stand_in = means[spot.of_tokens(groups_of(spot.running.prompts))]
+        if stand_in[spot.of_tokens(spot.running.prompts.mask)].isnan().any():
+            raise ValueError("the prompts hold tokens of a role that the reference prompts lack: take others")
+        return stand_in.nan_to_num(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Clamp(Edit):
+    """Makes heads attend where a relation says: equally to all its keys, at the positions that ask.
+
+    What it does to the output is what the attention alone explains. It works through `pattern`, so with the reference
+    engine.
+    """
+
+    heads: Sequence[Head]
+    relation: str
+    """A relation of the prompts that run."""
+
+    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+        """One change for each layer that is named."""
+        if running is None:
+            raise ValueError("a clamp depends on the prompts: give them, as in fwd_hooks(model, prompts)")
+        if self.relation not in running.prompts.relations:
+            raise KeyError(
+                f"no relation {self.relation!r} in these prompts; they have {', '.join(running.prompts.relations)}"
+            )
+        relation = running.prompts.relations[self.relation]
+        place = torch.full((len(running.prompts),), -1)
+        place[running.rows] = torch.arange(len(running.rows))
+        mine = (place[relation.prompt] >= 0).nonzero()[:, 0]
+        prompt, query = place[relation.prompt[mine]], relation.query[mine]
+        if len(torch.stack([prompt, query]).unique(dim=1).T) != len(mine):
+            raise ValueError(f"relation {self.relation!r} asks twice at one position, which then has no one gold")
+        keys = relation.expand(mine)[0].float()
+        gold = keys / keys.sum(1, keepdim=True)
+
+        def change(heads: Tensor, activation: Tensor) -> Tensor:
+            new = activation.clone()
+            there = query - (running.prompts.mask.shape[1] - activation.shape[2])
+            rows = gold[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
+            new[prompt[:, None], heads, there[:, None]] = rows
+            return new
+
+        where = layers_of(cfg, "pattern", self.heads)
+        return {
+            name_of("pattern", layer): partial(change, heads) for layer, heads in where.items() if heads is not None
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Steer(_AtSite):
+    """Adds a vector.
+
+    Source: Turner et al. (2023), "Activation Addition: Steering Language Models Without Optimization".
+    """
+
+    vector: Float[Tensor, " d"] | None = None
+    """What is added: d_model numbers at a layer's site, d_head at a head's."""
+    scale: float = 1.0
+    """By what it is multiplied."""
+
+    def value(self, spot: _Spot) -> Tensor:
+        """The activation and the vector."""
+        if self.site == "pattern" or self.vector is None or self.vector.shape != spot.old.shape[-1:]:
+            came = None if self.vector is None else tuple(self.vector.shape)
+            raise ValueError(
+                f"a vector of shape {came} cannot be added at {spot.name!r}: give {spot.old.shape[-1]} numbers, at any "
+                "site but 'pattern'"
+            )
+        return spot.old + self.scale * self.vector.to(spot.old)
+
+
+def _in_order(changes: Sequence[Change]) -> Change:
+    def all_of_them(activation: Tensor) -> Tensor:
+        for change in changes:
+            new = change(activation)
+            activation = activation if new is None else new
+        return activation
+
+    return all_of_them
+
+
+def _read(activation: Tensor) -> None:
+    """Changes nothing."""
