@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 GROUP_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """Okabe and Ito (2008), which colour-blind people can tell apart."""
+_DARK = ("#0072B2",)  # black letters would be hard to read on it
 
 
 @dataclass(frozen=True)
@@ -17,25 +18,63 @@ class Mark:
     """Tokens of one group share a colour and a number; None for a token of no group."""
     strong: bool = False
     """Whether the token is framed, as what is predicted or looked at."""
+    weight: float | None = None
+    """The attention that the token gets, in [0, 1]: drawn as a shade in place of the group, with its number."""
+    asks: bool = False
+    """Whether the attention is this token's."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether the attention is large enough to be drawn."""
+        return self.weight is not None and round(self.weight, 2) > 0
 
 
-def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> str:
+class Html(str):
+    """HTML that a notebook shows as it is."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
     """Returns the lines as one HTML block that reads on light and on dark pages.
 
-    A group is told by its number as well as by its colour.
+    A group is told by its number as well as by its colour, and so is attention; attention below one hundredth is left
+    blank.
     """
     body = "".join(f"<div>{''.join(map(_span, line))}</div>" for line in lines)
     note = (
         f'<div style="opacity:.7;font-family:sans-serif;font-size:12px">{html.escape(caption)}</div>' if caption else ""
     )
-    return f'<div style="font-family:monospace;line-height:1.9;overflow-x:auto;white-space:nowrap">{body}{note}</div>'
+    style = "font-family:monospace;line-height:1.9;overflow-x:auto;white-space:nowrap;padding:3px"
+    return Html(f'<div style="{style}">{body}{note}</div>')
+
+
+def readable(text: str) -> str:
+    """Returns a token's text with a line break as ↵, without spaces, and a space alone as ␣."""
+    return text.replace("\n", "↵").replace(" ", "") or "␣"
 
 
 def _span(mark: Mark) -> str:
-    text = html.escape(mark.text.replace("\n", "↵")).replace(" ", "") or "␣"
+    text = html.escape(readable(mark.text))
+    if mark.weight is not None:
+        return _attended(mark, text, mark.weight)
     if mark.group is None:
         return f'<span style="padding:1px 3px;opacity:.75">{text}</span>'
     colour = GROUP_COLOURS[mark.group % len(GROUP_COLOURS)]
-    frame = "outline:2px solid currentColor;" if mark.strong else ""
-    style = f"padding:1px 3px;margin:1px;border-radius:3px;color:#000;background:{colour};{frame}"
-    return f'<span style="{style}">{text}<sub style="font-size:9px">{mark.group + 1}</sub></span>'
+    ink = "#fff" if colour in _DARK else "#000"
+    style = f"padding:1px 3px;border-radius:3px;color:{ink};background:{colour}"
+    frame = "outline:2px solid;" if mark.strong else ""  # in the page's own text colour
+    inner = f'<span style="{style}">{text}<sub style="font-size:9px">{mark.group + 1}</sub></span>'
+    return f'<span style="margin:1px;border-radius:3px;{frame}">{inner}</span>'
+
+
+def _attended(mark: Mark, text: str, weight: float) -> str:
+    """A token with its attention as shade and number, an orange frame if it should be looked at."""
+    frame = "outline:2px solid #E69F00;" if mark.strong else ""
+    frame += "border-bottom:3px double currentColor;font-weight:bold;" if mark.asks else ""
+    place = f"padding:1px 3px;margin:1px;{frame}"
+    if not mark.seen:
+        return f'<span style="{place}">{text}</span>'
+    shade = f"border-radius:3px;background:rgba(0,114,178,{weight:.2f});{'color:#fff;' if weight > 0.5 else ''}"
+    return f'<span style="{place}{shade}">{text}<sub style="font-size:9px">{f"{weight:.2f}".lstrip("0")}</sub></span>'

@@ -1,6 +1,8 @@
 """Figures of tables: plotly figures that read on light and on dark pages and by colour-blind people."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,24 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from align_circuits.evaluate import ALL_OFFSETS, REFERENCES
+from align_circuits.files import replacing
 from align_circuits.tables import Table
+from align_circuits.widgets import EARLIER, Attention, Head, attention, label
+
+__all__ = [
+    "EARLIER",
+    "Attention",
+    "ablation",
+    "accuracy",
+    "accuracy_grids",
+    "attention",
+    "attention_maps",
+    "curves",
+    "head_map",
+    "head_maps",
+    "save",
+    "top_heads",
+]
 
 SEQUENTIAL = "Cividis"
 """For values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
@@ -22,10 +41,17 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 
 SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond")
 _GREY = "#808080"  # the one text colour with contrast on white and on black
+_RING = "#D55E00"  # stands out from every colour of both scales
 _COLUMNS = 3
+_ABLATED = {
+    "nothing": "nothing ablated",
+    "found": "found heads ablated",
+    "random": "as many random heads of the same layers",
+    "rest": "all other heads ablated",
+}
 
 
-def head_map(table: Table, metric: str, title: str | None = None) -> go.Figure:
+def head_map(table: Table, metric: str, title: str | None = None, unit: str = "") -> go.Figure:
     """Returns one metric of every head as a map, layers from bottom to top.
 
     A difference of tables (any value below zero) is drawn on a diverging scale around zero.
@@ -34,46 +60,79 @@ def head_map(table: Table, metric: str, title: str | None = None) -> go.Figure:
         table: With key columns layer, head and metric, one row a head.
         metric: Which to draw.
         title: Above the map; the metric's name by default.
+        unit: What the numbers are, as in `head_maps`.
     """
-    return head_maps(table, [metric], title or metric, captions=False)
+    return head_maps(table, [metric], title or metric, captions=False, unit=unit)
 
 
-def head_maps(table: Table, metrics: Sequence[str], title: str = "", captions: bool = True) -> go.Figure:
+def head_maps(
+    table: Table,
+    panels: Sequence[str],
+    title: str = "",
+    captions: bool = True,
+    *,
+    by: str = "metric",
+    unit: str = "",
+    marked: Mapping[str, Sequence[Head]] | None = None,
+) -> go.Figure:
     """Returns a map for each metric side by side, all on one scale.
 
     Args:
-        table: With key columns layer, head and metric, one row a head.
-        metrics: Which to draw, in order.
+        table: With key columns layer and head; one row a head in each panel.
+        panels: What to draw, in order: metrics, or values of the column `by`.
         title: Above the maps.
-        captions: Whether each map is headed by its metric's name.
+        captions: Whether each map is headed by its panel's name.
+        by: The key column that tells the panels apart.
+        unit: What the numbers are, such as `"nats"`: written on the colour bar, whose scale then ends at the largest
+            number. Without it they are scores, and the scale ends at 1 at the least.
+        marked: Heads to circle, by panel.
+
+    Raises:
+        ValueError: A head has more than one row in a panel.
     """
-    grids = [table.grid(metric) for metric in metrics]
-    known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
+    frames = [_one_row_a_head(table.where(**{by: panel}).heads(), by) for panel in panels]
+    known = np.concatenate([frame["value"].to_numpy(dtype=float) for frame in frames])
+    known = known[np.isfinite(known)]
     signed = bool((known < 0).any())
-    bound = max(1.0, float(np.abs(known).max(initial=0)))
-    columns = min(_COLUMNS, len(metrics))
+    bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
     figure = make_subplots(
-        -(-len(metrics) // columns), columns, subplot_titles=list(metrics) if captions else None,
-        horizontal_spacing=0.07, vertical_spacing=0.32 / -(-len(metrics) // columns),
+        lines, columns, subplot_titles=list(panels) if captions else None,
+        horizontal_spacing=0.07, vertical_spacing=0.32 / lines,
     )  # fmt: skip
-    for place, (metric, grid) in enumerate(zip(metrics, grids, strict=True)):
-        rows = table.where(metric=metric).heads().frame
-        ends = [rows.pivot(index="layer", columns="head", values=end).to_numpy(dtype=float) for end in ("low", "high")]
+    for place, (panel, frame) in enumerate(zip(panels, frames, strict=True)):
+        at: dict[str, Any] = {"row": place // columns + 1, "col": place % columns + 1}
+        z, low, high = (frame.pivot(index="layer", columns="head", values=end) for end in ("value", "low", "high"))
         heat = go.Heatmap(
-            z=grid, x=sorted(rows["head"].unique()), y=sorted(rows["layer"].unique()), customdata=np.stack(ends, -1),
-            coloraxis="coloraxis", xgap=1, ygap=1,
-            hovertemplate=f"L%{{y}}H%{{x}} {metric}: %{{z:.3f}} "
+            z=z.to_numpy(dtype=float), x=list(z.columns), y=list(z.index), coloraxis="coloraxis", xgap=1, ygap=1,
+            customdata=np.stack([low.to_numpy(dtype=float), high.to_numpy(dtype=float)], -1),
+            hovertemplate=f"L%{{y}}H%{{x}} {panel}: %{{z:.3f}} "
             "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
         )  # fmt: skip
-        figure.add_trace(heat, row=place // columns + 1, col=place % columns + 1)
-    layers, heads = grids[0].shape
+        figure.add_trace(heat, **at)
+        if circled := list((marked or {}).get(panel, ())):
+            ring = {"symbol": "circle-open", "size": 13, "color": _RING, "line": {"width": 3}}
+            layer, head = zip(*circled, strict=True)
+            figure.add_scatter(
+                x=head, y=layer, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
+            )  # fmt: skip
+    layers, heads = (len(set(frames[0][key])) for key in ("layer", "head"))
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
-    figure.update_xaxes(title="head", row=-(-len(metrics) // columns))
+    figure.update_xaxes(title="head", row=lines)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)
     scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
-    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": "change" if signed else "score"}})
-    return _styled(figure, title, height=(150 + 16 * min(layers, 32)) * -(-len(metrics) // columns) + 60)
+    label = unit or ("change" if signed else "score")
+    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": label}})
+    return _styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
+
+
+def _one_row_a_head(table: Table, by: str) -> pd.DataFrame:
+    if table.frame.duplicated(["layer", "head"]).any():
+        others = [key for key in table.keys if key not in ("layer", "head", by)]
+        raise ValueError(f"several rows a head: choose one value of {' and '.join(others)} with .where(...) first")
+    return table.frame
 
 
 def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "") -> go.Figure:
@@ -126,6 +185,42 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     return _styled(figure, title, height=380)
 
 
+def ablation(verdict: Table, title: str = "") -> go.Figure:
+    """Returns accuracy with nothing, the found heads, as many random heads, and all the rest ablated.
+
+    Every draw of random heads is a dot; the others have their 95% intervals over prompts.
+
+    Args:
+        verdict: With the key columns `ablated` (`"nothing"`, `"found"`, `"random"`, `"rest"`), `draw`, `kind` and
+            `metric`, as `localize` makes it.
+        title: Above the figure.
+    """
+    frame = verdict.where(metric="accuracy").frame
+    kinds = list(frame["kind"].unique())
+    figure = go.Figure()
+    for place, (ablated, name) in enumerate(_ABLATED.items()):
+        rows: Any = frame[frame["ablated"] == ablated]
+        if rows.empty:
+            continue
+        dots = ablated == "random"
+        draw = rows["draw"].to_numpy(dtype=float)
+        spread = 0.14 * (draw / max(1, draw.max()) - 0.5) if dots else 0
+        middle = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - 1.5) * 0.2
+        figure.add_scatter(
+            x=middle + spread, y=rows["value"], error_y=None if dots else _error_bars(rows),
+            mode="markers", name=name, customdata=rows["draw"] if dots else None,
+            hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
+            marker={"size": 6 if dots else 12, "symbol": "circle" if dots else SYMBOLS[place],
+                    "opacity": 0.75 if dots else 1, "color": COLOURS[place]},
+        )  # fmt: skip
+    figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
+    figure.update_xaxes(
+        title="target tokens", tickvals=list(range(len(kinds))), ticktext=kinds, range=[-0.5, len(kinds) - 0.5],
+        showgrid=False,
+    )  # fmt: skip
+    return _styled(figure, title, height=400).update_layout(legend_y=-0.24)
+
+
 def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "") -> go.Figure:
     """Returns grids of accuracies side by side, on one scale from 0 to 1, with the number in each cell.
 
@@ -174,6 +269,81 @@ def curves(panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, titl
     return _styled(figure, title, height=380)
 
 
+def attention_maps(attention: Attention, relation: str | None = None, title: str = "") -> go.Figure:
+    """Returns the attention of each head as a map, queries down and keys across: the widget as a static figure.
+
+    Args:
+        attention: What `attention` returned.
+        relation: Whose gold keys to circle, one of the prompt's relations.
+        title: Above the maps.
+    """
+    columns = min(_COLUMNS, len(attention.rows))
+    lines = -(-len(attention.rows) // columns)
+    figure = make_subplots(
+        lines, columns, subplot_titles=[label(head) for head in attention.rows],
+        horizontal_spacing=0.07, vertical_spacing=0.2 / lines,
+    )  # fmt: skip
+    size, tokens = len(attention.tokens), np.array(attention.tokens, dtype=object)
+    text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
+    for place, pattern in enumerate(attention.pattern.numpy()):
+        at: dict[str, Any] = {"row": place // columns + 1, "col": place % columns + 1}
+        future = np.triu(np.ones((size, size), dtype=bool), 1)
+        heat = go.Heatmap(
+            z=np.where(future, np.nan, pattern.round(3)), coloraxis="coloraxis", customdata=text,
+            hovertemplate="%{customdata[0]} to %{customdata[1]}: %{z:.3f}<extra></extra>",
+        )  # fmt: skip
+        figure.add_trace(heat, **at)
+        if relation is not None:
+            query, key = attention.gold(relation).nonzero(as_tuple=True)
+            ring = {"symbol": "circle-open", "size": 8, "color": _RING, "line": {"width": 2}}
+            figure.add_scatter(
+                x=key, y=query, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
+            )  # fmt: skip
+    ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickangle": 0}
+    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5])
+    figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
+    colorbar = {"title": "attention"}
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
+    return _styled(figure, title, height=max(260, 16 * size) * lines + 90)
+
+
+def save(figure: go.Figure | Attention, path: str | Path, *, width: int = 1000, scale: float = 2) -> Path:
+    """Writes a figure as a static picture, without a network.
+
+    Args:
+        figure: A figure, or attention, which is drawn as `attention_maps`.
+        path: Ends in `.png`, `.svg` or `.pdf`.
+        width: In pixels; the height is the figure's own.
+        scale: Pixels of a PNG for each pixel of the figure.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: Another ending, or the package kaleido or the browser that it draws with is missing.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"cannot write a picture to {path.name!r}: give a name that ends in .png, .svg or .pdf")
+    if find_spec("kaleido") is None:
+        raise ValueError("pictures need the package kaleido: pip install 'align-circuits[pictures]'")
+    import kaleido
+    from kaleido.errors import ChromeNotFoundError
+
+    drawn = attention_maps(figure) if isinstance(figure, Attention) else figure
+    options = {"format": path.suffix[1:], "width": width, "height": drawn.layout["height"] or 450, "scale": scale}
+    try:
+        picture = kaleido.calc_fig_sync(drawn, opts=options, kopts={"mathjax": False})  # MathJax would be downloaded
+    except ChromeNotFoundError as error:
+        raise ValueError(
+            "pictures are drawn with Chrome or Chromium, and none was found: install one (apt-get install chromium), "
+            "or name it in the environment variable BROWSER_PATH"
+        ) from error
+    with replacing(path) as temporary:
+        temporary.write_bytes(picture)
+    return path
+
+
 def _error_bars(frame: Any) -> dict:
     above, below = frame["high"] - frame["value"], frame["value"] - frame["low"]
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
@@ -185,6 +355,7 @@ def _styled(figure: go.Figure, title: str, height: int) -> go.Figure:
         title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
         legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "xanchor": "left"},
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
