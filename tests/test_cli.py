@@ -103,7 +103,7 @@ def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--x-len", "30"], ["--n-examples", "0"], ["--alignment", "prior", "--decay", "-1"]]
+    "arguments", [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"]]
 )
 def test_a_task_that_cannot_be_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -176,6 +176,10 @@ def test_corruptions_that_cannot_be_made_are_refused():
         single.corrupt(Prompts.from_tokens([[1, 2, 3]]), "labels")
     with pytest.raises(ValueError, match="corrupted already"):
         single.corrupt(single.corrupt(prompts, "labels"), "labels")
+    bare = Seq2SeqTask(x_len=2, n_examples=0)
+    for kind in ("labels", "alignment"):
+        with pytest.raises(ValueError, match="n_examples is 0"):
+            bare.corrupt(bare.sample(2, TOKENIZER), kind)
 
 
 def test_an_unknown_corruption_is_refused():

@@ -222,7 +222,7 @@ def test_prompts_survive_saving(tmp_path):
         ({"x_len": 0}, "x_len is 0: give at least 1"),
         ({"phrase_len": 0}, "phrase_len is 0"),
         ({"phrase_len": 61}, "at most 60"),
-        ({"n_examples": 0}, "n_examples is 0: give at least 1"),
+        ({"n_examples": -1}, "n_examples is -1: give at least 0"),
         ({"task_seed": -1}, "task_seed is -1"),
         ({"alignment": "prior", "decay": -0.5}, "decay is -0.5: give a finite number from 0"),
         ({"alignment": "prior", "decay": float("inf")}, "finite"),

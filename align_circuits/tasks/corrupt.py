@@ -43,6 +43,8 @@ def corrupt(
         raise ValueError(
             f"these prompts are corrupted already ({prompts.task['corrupted']['kind']!r}): give the clean ones"
         )
+    if kind != "query" and prompts.latent["order"].shape[1] == 1:
+        raise ValueError(f"no examples whose {kind} could be corrupted: n_examples is 0")
     aligned = list(prompts.task["aligned"])
     m, streams = len(aligned), Streams(seed, f"corrupt.{kind}")
     order, phrases = prompts.latent["order"].clone(), prompts.latent["phrases"].clone()

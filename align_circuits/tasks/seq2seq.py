@@ -53,7 +53,7 @@ class Seq2SeqTask:
     phrase_len: int = 2
     """c: letters in a phrase."""
     n_examples: int = 15
-    """k: examples before the test example."""
+    """k: examples before the test example; with none, only a model that knows the automata can translate."""
     alphabet: str = string.ascii_uppercase
     """The characters that input symbols are drawn from."""
     letters: str = string.ascii_lowercase
@@ -223,7 +223,7 @@ def _config(task: Seq2SeqTask) -> dict[str, Any]:
 
 def _check(task: Seq2SeqTask) -> None:
     """Refuses a configuration that cannot be sampled."""
-    for name, least in (("x_len", 1), ("phrase_len", 1), ("n_examples", 1), ("task_seed", 0)):
+    for name, least in (("x_len", 1), ("phrase_len", 1), ("n_examples", 0), ("task_seed", 0)):
         if (value := getattr(task, name)) < least:
             raise ValueError(f"{name} is {value}: give at least {least}")
     if task.phrase_len > 60:
