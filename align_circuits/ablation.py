@@ -56,7 +56,8 @@ def ablate_heads(
         ValueError: A head that the model does not have, prompts without targets, or a reference that does not fit.
     """
     chosen = all_heads(model.cfg) if heads is None else list(heads)
-    layers_of(model.cfg, "z", chosen)
+    if chosen:
+        layers_of(model.cfg, "z", chosen)
     options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
     intact, ran = predict(model, prompts, **options)
     changes = {}
@@ -166,5 +167,7 @@ def effects_table(
         columns=[*columns, "kind", "metric"],
     )
     values = [value for both in changes.values() for value in both]
+    if not values:
+        return Table(keys.assign(value=[], low=[], high=[], n=[]), provenance)
     means, weights = prompt_means(prompts, values, list(groups.values()))
     return Table.from_prompts(keys, means, weights, provenance, bounded=np.zeros(len(keys), dtype=bool))

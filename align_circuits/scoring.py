@@ -47,11 +47,12 @@ def score_heads(
 ) -> Table:
     """Returns every metric of every head, and of every layer's mean attention (head = -1), over the prompts.
 
-    A metric named like a relation is that relation's standard measure (`STANDARD`). `_hit`, `_mass` and `_mean` after
-    the name ask for one of the three:
+    A metric named like a relation is that relation's standard measure (`STANDARD`). `_hit`, `_mass`, `_attention` and
+    `_mean` after the name ask for one of the four:
 
     - `hit`: the share of targets whose most attended candidate is a key (`metrics.hit_rate`);
     - `mass`: attention to keys over attention to candidates, each summed over targets first (`metrics.pooled_mass`);
+    - `attention`: the attention to keys itself, its mean over targets: how much of the head the relation explains;
     - `mean`: the mean over targets of that ratio (`metrics.mass`), as in paper 1's released notebook for lookup. Where
       all tokens are candidates it equals `mass`.
 
@@ -132,6 +133,10 @@ def _mass(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor
     return on_keys, on_candidates
 
 
+def _attention(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return on_keys, torch.ones_like(on_keys)
+
+
 def _mean(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return _where_attended(on_keys / on_candidates, on_candidates)
 
@@ -150,7 +155,7 @@ Measure = Callable[[_Asked, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(who asks, pattern of the chunk, attention on keys, on candidates) -> (part, whole), each [row head]: the metric is
 Σ part / Σ whole over rows."""
 
-MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "mean": _mean}
+MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "attention": _attention, "mean": _mean}
 """How a relation can be measured, by suffix."""
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
+from scipy.stats import false_discovery_control
 
 LEVEL = 0.95
 """The coverage of every interval in the package."""
@@ -94,6 +95,11 @@ def proportion(
     reach = ((1 - level) / 2) ** (1 / np.maximum(counts, 1))
     mean = weighted_mean(values, weights)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
+
+
+def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
+    """Returns the smallest false discovery rate at which each test is a discovery (Benjamini and Hochberg, 1995)."""
+    return false_discovery_control(p) if len(p) else p
 
 
 def _resampled(
