@@ -1,5 +1,6 @@
 """The report of `localize`: what was found, how sure that is, and how to see it for oneself."""
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from align_circuits import plots
 from align_circuits.drawing import Html
+from align_circuits.hooks.edits import Head, describe
 from align_circuits.prompts import KINDS, Prompts
 from align_circuits.report import Content, write_report
 from align_circuits.tables import Table
-from align_circuits.widgets import Attention, Head, label
+from align_circuits.widgets import Attention
 
 SHOWN_HEADS = 12
 """Heads in the attention widget at most: the best of each role come first."""
@@ -26,8 +28,27 @@ ROLES = {
     "lookup": "looks at earlier translations of the same symbol",
     "induction": "looks at what followed the same token earlier",
     "previous": "looks at the token before",
+    "duplicate": "looks at earlier copies of its own token",
 }
 """What a head of each role does, in words."""
+
+
+EVIDENCE = {
+    "score": "score", "attention": "attention on gold", "q": "corrected p", "ablation": "ablation costs (nats)",
+    "denoising": "patching restores (nats)", "control": "score in control",
+}  # fmt: skip
+"""The metrics that speak for a head, as the table of named heads calls them."""
+
+NEEDED = {
+    "score": "score, at least: how often the most attended candidate is gold, for aligners; the share of the attention "
+    "that is on gold, for others",
+    "attention": "attention on gold, of all there is, at least",
+    "share": "share of the attention that the head's best role explains, at least",
+    "fdr": "false discovery rate over all candidates, heads times roles, at most",
+    "effect": "effect of ablation or of patching in nats of the gold tokens' log-probability, with a 95% interval "
+    "above 0, at least",
+}
+"""Thresholds in words."""
 
 
 @runtime_checkable
@@ -35,13 +56,13 @@ class Found(Protocol):
     """What `localize` returns, as far as its report reads it."""
 
     table: Table
-    """Keyed by layer, head, role and metric: `"score"`, `"mass"`, `"p"`, `"q"`, `"effect"`, `"control"`."""
+    """Keyed by layer, head, role and metric, those of `EVIDENCE`."""
     named: Mapping[str, Sequence[Head]]
     """The heads named for each role, best first."""
     effects: Table
-    """What patching each head restores, keyed by layer, head, kind and metric."""
+    """What patching each candidate restores, keyed by layer, head, kind and metric."""
     damage: Table
-    """What ablating each head changes, keyed likewise."""
+    """What ablating each candidate changes, keyed likewise."""
     verdict: Table
     """Accuracy with heads ablated, as `plots.ablation` draws it."""
     prompts: Prompts
@@ -74,16 +95,16 @@ def localize_report(path: str | Path, found: Found) -> Path:
     sections: list[tuple[str, str, Content | Sequence[Content]]] = [
         (
             "The heads",
-            f"{named} named. Scores and effects with 95% intervals, on prompts that had no part in choosing the heads. "
-            "Control: the same score on prompts whose alignment is a fixed permutation, which an aligner should follow "
-            "and a fixed-offset head should not.",
+            f"{named} named. All numbers are from prompts that had no part in choosing the heads, with 95% intervals. "
+            "Control: the score on prompts with another alignment (a permuted one, if the task's is monotonic). A head "
+            "that keeps its score there reads the alignment off the prompt; one that loses it knows this alignment.",
             named_heads(found),
         ),
         (
             "What the model gets right without them",
-            "Heads are ablated to their mean over other prompts. Each small dot is one draw of as many random "
-            "heads of the same layers; bars are 95% intervals over prompts. A found set that matters falls below every "
-            "draw; one that suffices keeps its accuracy with all other heads ablated.",
+            "Heads are ablated to their mean over tokens of the same kind. Each small dot is one draw of as many "
+            "random heads of the same layers; bars are 95% intervals over prompts. A found set that matters falls "
+            "below every draw; one that suffices keeps its accuracy with all other heads ablated.",
             drawn["ablation"],
         ),
         (
@@ -93,10 +114,11 @@ def localize_report(path: str | Path, found: Found) -> Path:
             drawn["scores"],
         ),
         (
-            "Effects of every head",
-            "In nats of the gold phrase's log-probability. First: what is restored when the head's output is patched "
-            "from the clean into the corrupted prompt. Then: the change when it is ablated to its mean.",
-            [drawn["patching"], drawn["damage"]],
+            "Effects of single heads",
+            "Of the candidates, in nats of the gold tokens' log-probability; heads that were none are blank. First: "
+            "what is restored when the head's output on the clean prompt is patched into a corrupted one, with another "
+            "test input. Then: the change when the head is ablated to its mean.",
+            [drawn[name] for name in ("patching", "damage") if name in drawn] or "<p>No head was a candidate.</p>",
         ),
     ]
     if heads is not None:
@@ -126,13 +148,14 @@ def figures(found: Found) -> dict[str, go.Figure]:
     table = found.table
     roles = [role for role in ROLES if role in set(table.frame["role"])]
     scores = table.where(metric="score")
+    layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
     effects = {"patching": (found.effects, "Patched in"), "damage": (found.damage, "Ablated")}
     maps = {
         name: plots.head_maps(
             part.where(metric="log_prob"), [kind for kind in ("all", *KINDS) if kind in set(part.frame["kind"])],
-            f"{title}, by target tokens", by="kind", unit="nats",
+            f"{title}, by target tokens", by="kind", unit="nats", shape=(layers, heads),
         )
-        for name, (part, title) in effects.items()
+        for name, (part, title) in effects.items() if len(part)
     }  # fmt: skip
     return {
         "ablation": plots.ablation(found.verdict),
@@ -151,16 +174,11 @@ def attention_of(found: Found) -> Attention | None:
 
 def named_heads(found: Found) -> Html:
     """Returns the named heads with their evidence as an HTML table."""
-    columns = {
-        "score": "score", "mass": "attention on gold", "effect": "effect (nats)", "q": "corrected p",
-        "control": "control",
-    }  # fmt: skip
-    keys = ["layer", "head", "role", "metric"]
-    measured = found.table.frame.set_index(keys)[["value", "low", "high"]]
+    measured = found.table.frame.set_index(["layer", "head", "role", "metric"])[["value", "low", "high"]]
     at = {key: tuple(row) for key, row in zip(measured.index, measured.to_numpy(dtype=float), strict=True)}
     rows = [
-        {"head": label(head), "role": role}
-        | {said: _said(at.get((*head, role, metric), (np.nan,) * 3), metric) for metric, said in columns.items()}
+        {"head": describe([head]), "role": role}
+        | {said: _said(at.get((*head, role, metric), (np.nan,) * 3), metric) for metric, said in EVIDENCE.items()}
         for role, heads in found.named.items()
         for head in heads
     ]
@@ -187,24 +205,22 @@ def _drawings(found: Found, attention: Attention) -> Iterator[Html]:
         relation = attention.prompt.relations.get(role)
         asked = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and asked & set(found.rows):
-            yield Html(f"<h3>{label(heads[0])}, {role}: {ROLES[role]}</h3>")
+            yield Html(f"<h3>{describe(heads[:1])}, {role}: {ROLES[role]}</h3>")
             yield attention.drawing(heads[0], role)
 
 
 def _methods(found: Found) -> Html:
-    needed = pd.DataFrame(
-        [(name.replace("_", " "), f"{value:g}") for name, value in found.thresholds.items()],
-        columns=["threshold", "value"],
+    needed = "".join(
+        f"<tr><td style='text-align:left'>{NEEDED.get(name, html.escape(name))}</td><td>{value:g}</td></tr>"
+        for name, value in found.thresholds.items()
     )
     return Html(
-        "<p>Candidates are found on one half of fresh prompts and tested on the other half; every number here is from "
-        "the second. A head is named for a role if its <b>score</b> (how often its most attended candidate is gold, "
-        "or the share of its attention that is on gold), its <b>p-value</b> after Benjamini and Hochberg's correction "
-        "and its <b>causal effect</b> are all beyond these thresholds, which were fixed beforehand:</p>"
-        f"{needed.to_html(index=False, border=0)}"
-        "<p>The null keeps each head's attention and redraws the gold among prompts with the same positions, so that a "
-        "habit of position earns no small p-value.</p>"
-        "<p>Sources: roles of alignment and lookup, Agarwal and Sarawagi (ICML 2025); induction and previous-token "
-        "heads, Olsson et al. (2022); activation patching, Meng et al. (2022), Wang et al. (2023); correction, "
-        "Benjamini and Hochberg (1995).</p>"
+        "<p>Candidates are found by their scores on one half of fresh prompts and tested on the other half. A head is "
+        "named for a role if on that other half it is beyond all these thresholds, which were fixed beforehand:</p>"
+        f"<table>{needed}</table>"
+        "<p>The p-values keep each head's attention as it is and redraw the gold so that every position is gold as "
+        "often as before: a habit of position earns no small p-value. They are corrected over all candidates.</p>"
+        "<p>Sources: alignment and lookup heads, Agarwal and Sarawagi (ICML 2025); induction and previous-token heads, "
+        "Olsson et al. (2022); duplicate-token heads and mean ablation, Wang et al. (2023); patching, Zhang and Nanda "
+        "(2024); permutation tests, Phipson and Smyth (2010); correction, Benjamini and Hochberg (1995).</p>"
     )

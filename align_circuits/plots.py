@@ -12,8 +12,9 @@ from plotly.subplots import make_subplots
 
 from align_circuits.evaluate import ALL_OFFSETS, REFERENCES
 from align_circuits.files import replacing
+from align_circuits.hooks.edits import Head, describe
 from align_circuits.tables import Table
-from align_circuits.widgets import EARLIER, Attention, Head, attention, label
+from align_circuits.widgets import EARLIER, Attention, attention
 
 __all__ = [
     "EARLIER",
@@ -74,6 +75,7 @@ def head_maps(
     by: str = "metric",
     unit: str = "",
     marked: Mapping[str, Sequence[Head]] | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> go.Figure:
     """Returns a map for each metric side by side, all on one scale.
 
@@ -86,6 +88,7 @@ def head_maps(
         unit: What the numbers are, such as `"nats"`: written on the colour bar, whose scale then ends at the largest
             number. Without it they are scores, and the scale ends at 1 at the least.
         marked: Heads to circle, by panel.
+        shape: The model's layers and heads, where the table does not hold all of them: the others stay blank.
 
     Raises:
         ValueError: A head has more than one row in a panel.
@@ -104,6 +107,8 @@ def head_maps(
     for place, (panel, frame) in enumerate(zip(panels, frames, strict=True)):
         at: dict[str, Any] = {"row": place // columns + 1, "col": place % columns + 1}
         z, low, high = (frame.pivot(index="layer", columns="head", values=end) for end in ("value", "low", "high"))
+        if shape is not None:
+            z, low, high = (part.reindex(range(shape[0])).reindex(range(shape[1]), axis=1) for part in (z, low, high))
         heat = go.Heatmap(
             z=z.to_numpy(dtype=float), x=list(z.columns), y=list(z.index), coloraxis="coloraxis", xgap=1, ygap=1,
             customdata=np.stack([low.to_numpy(dtype=float), high.to_numpy(dtype=float)], -1),
@@ -117,7 +122,7 @@ def head_maps(
             figure.add_scatter(
                 x=head, y=layer, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
             )  # fmt: skip
-    layers, heads = (len(set(frames[0][key])) for key in ("layer", "head"))
+    layers, heads = shape or (len(set(frames[0][key])) for key in ("layer", "head"))
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_xaxes(title="head", row=lines)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
@@ -191,27 +196,27 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
     Every draw of random heads is a dot; the others have their 95% intervals over prompts.
 
     Args:
-        verdict: With the key columns `ablated` (`"nothing"`, `"found"`, `"random"`, `"rest"`), `draw`, `kind` and
-            `metric`, as `localize` makes it.
+        verdict: With the key columns `ablated` (`"nothing"`, `"found"`, `"random"`, `"rest"`, or a role), `draw`,
+            `kind` and `metric`, as `localize` makes it.
         title: Above the figure.
     """
-    frame = verdict.where(metric="accuracy").frame
-    kinds = list(frame["kind"].unique())
+    frame: Any = verdict.where(metric="accuracy").frame
+    kinds, sets = list(dict.fromkeys(frame["kind"])), list(dict.fromkeys(frame["ablated"]))
     figure = go.Figure()
-    for place, (ablated, name) in enumerate(_ABLATED.items()):
-        rows: Any = frame[frame["ablated"] == ablated]
-        if rows.empty:
-            continue
-        dots = ablated == "random"
-        draw = rows["draw"].to_numpy(dtype=float)
-        spread = 0.14 * (draw / max(1, draw.max()) - 0.5) if dots else 0
-        middle = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - 1.5) * 0.2
+    for place, ablated in enumerate(sets):
+        rows, dots = frame[frame["ablated"] == ablated], ablated == "random"
+        slot = 0.84 / len(sets)
+        at = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - (len(sets) - 1) / 2) * slot
+        if dots:
+            draw = rows["draw"].to_numpy(dtype=float)
+            at += 0.8 * slot * (draw / max(1, draw.max()) - 0.5)
+        name = _ABLATED.get(ablated, f"{ablated} heads ablated")
         figure.add_scatter(
-            x=middle + spread, y=rows["value"], error_y=None if dots else _error_bars(rows),
-            mode="markers", name=name, customdata=rows["draw"] if dots else None,
+            x=at, y=rows["value"], error_y=None if dots else _error_bars(rows), mode="markers", name=name,
+            customdata=rows["draw"] if dots else None,
             hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
-            marker={"size": 6 if dots else 12, "symbol": "circle" if dots else SYMBOLS[place],
-                    "opacity": 0.75 if dots else 1, "color": COLOURS[place]},
+            marker={"size": 6 if dots else 11, "symbol": "circle" if dots else SYMBOLS[place % len(SYMBOLS)],
+                    "opacity": 0.75 if dots else 1, "color": COLOURS[place % len(COLOURS)]},
         )  # fmt: skip
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(
@@ -280,7 +285,7 @@ def attention_maps(attention: Attention, relation: str | None = None, title: str
     columns = min(_COLUMNS, len(attention.rows))
     lines = -(-len(attention.rows) // columns)
     figure = make_subplots(
-        lines, columns, subplot_titles=[label(head) for head in attention.rows],
+        lines, columns, subplot_titles=[describe([head]) for head in attention.rows],
         horizontal_spacing=0.07, vertical_spacing=0.2 / lines,
     )  # fmt: skip
     size, tokens = len(attention.tokens), np.array(attention.tokens, dtype=object)
@@ -294,20 +299,21 @@ def attention_maps(attention: Attention, relation: str | None = None, title: str
         )  # fmt: skip
         figure.add_trace(heat, **at)
         if relation is not None:
-            query, key = attention.gold(relation).nonzero(as_tuple=True)
+            query, key = attention.gold(relation).nonzero().T.tolist()
             ring = {"symbol": "circle-open", "size": 8, "color": _RING, "line": {"width": 2}}
             figure.add_scatter(
                 x=key, y=query, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
             )  # fmt: skip
-    ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickangle": 0}
-    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5])
+    small = {"size": max(6, min(11, 280 // size))}
+    ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
+    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, tokens)) == 1 else 90)
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
-    colorbar = {"title": "attention"}
+    colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
-    return _styled(figure, title, height=max(260, 16 * size) * lines + 90)
+    return _styled(figure, title, height=(340 if columns == 3 else 460) * lines + 60)
 
 
-def save(figure: go.Figure | Attention, path: str | Path, *, width: int = 1000, scale: float = 2) -> Path:
+def save(figure: go.Figure | Attention, path: str | Path, *, width: int = 1000, scale: int = 2) -> Path:
     """Writes a figure as a static picture, without a network.
 
     Args:

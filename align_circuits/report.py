@@ -17,6 +17,9 @@ Content = go.Figure | Table | Attention | str
 LARGEST = 10_000_000
 """Bytes of a page at most."""
 
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""What a browser lets the page load: nothing that is not in it."""
+
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -60,6 +63,7 @@ def write_report(
     ]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{html.escape(title)}</title><style>{_STYLE}</style>
 {"".join(f"<script>{script}</script>" for script in scripts)}</head>
 <body><h1>{html.escape(title)}</h1>

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from align_circuits.drawing import Html, Mark, draw_tokens, readable
 from align_circuits.engine import forward
+from align_circuits.hooks.edits import Head, describe
 from align_circuits.prompts import Prompts
-
-Head = tuple[int, int]
-"""(layer, head), both from 0."""
 
 EARLIER = "…"
 """The first column of a cropped pattern: all attention to the tokens that were cropped away."""
@@ -47,13 +45,17 @@ class Attention:
         for head, rows in self.rows.items():
             if tuple(rows.shape) != wanted:
                 raise ValueError(
-                    f"{label(head)} has attention of shape {tuple(rows.shape)}; "
+                    f"{describe([head])} has attention of shape {tuple(rows.shape)}; "
                     f"{wanted[0]} positions of a prompt of {wanted[1]} need {wanted}"
                 )
         if not self.positions or not self.prompt.mask[0, list(self.positions)].all():
             raise ValueError(
                 f"positions {list(self.positions)} are not all real tokens of the prompt: leave out padding"
             )
+
+    def __repr__(self) -> str:
+        shown = f"{len(self.positions)} of {int(self.prompt.mask.sum())} tokens"
+        return f"Attention({describe(list(self.rows))}; from {shown})"
 
     @property
     def start(self) -> int:
@@ -104,7 +106,7 @@ class Attention:
         settings = {
             "attention": ((self.pattern.nan_to_num() * 1000).round() / 1000).tolist(),
             "tokens": self.tokens,
-            "attentionHeadNames": [label(head) for head in self.rows],
+            "attentionHeadNames": [describe([head]) for head in self.rows],
             "positiveColor": "#0072B2",
         }
         code = f'CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {_for_script(settings)});'
@@ -133,7 +135,7 @@ class Attention:
             ValueError: The attention of that row was not measured.
         """
         if head not in self.rows:
-            raise KeyError(f"no attention of {label(head)}; there is {', '.join(map(label, self.rows))}")
+            raise KeyError(f"no attention of {describe([head])}; there is {describe(list(self.rows))}")
         asked = self._relation(relation)
         known = [index for index, query in enumerate(asked.query.tolist()) if query in set(self.positions)]
         if not known or (row is not None and row not in known):
@@ -149,7 +151,7 @@ class Attention:
             lines.setdefault(max(0, int(self.prompt.example[0, pos])), []).append(mark)
         shown = [line for line in lines.values() if any(mark.strong or mark.asks or mark.seen for mark in line)]
         share = sum(weights[key] for key in keys)
-        said = f"{label(head)} from the underlined token: {share:.2f} of its attention is on gold ({relation}, framed)."
+        said = f"{describe([head])} from the underlined token: {share:.2f} of its attention is on gold (framed)."
         if left := len(lines) - len(shown):
             said += f" Left out: {left} examples without attention and gold."
         return draw_tokens(shown, said)
@@ -182,7 +184,7 @@ def attention(
         engine: How attention is computed.
 
     Raises:
-        ValueError: Not one prompt, no heads, or a head that the model does not have.
+        ValueError: Not one prompt, no heads, a head that the model does not have, or no tokens to show.
     """
     if len(prompt) != 1:
         raise ValueError(f"{len(prompt)} prompts, but attention is drawn on one: give such as prompts[0]")
@@ -190,6 +192,8 @@ def attention(
     for layer, head in heads:
         if not (0 <= layer < layers and 0 <= head < width):
             raise ValueError(f"no head L{layer}H{head}: the model has layers 0 to {layers - 1}, heads 0 to {width - 1}")
+    if last is not None and last < 1:
+        raise ValueError(f"last={last}: show at least one token, last=1")
     length = prompt.mask.shape[1]
     real = int(prompt.mask[0].int().argmax())
     start = max(real, length - last) if last is not None else first_of(prompt, examples)
@@ -203,11 +207,6 @@ def attention(
         model, prompt, prompt=torch.zeros_like(positions), query=positions, on_pattern=keep, engine=engine
     )  # fmt: skip
     return Attention(prompt, positions.tolist(), {(layer, head): found[layer, head] for layer, head in heads})
-
-
-def label(head: Head) -> str:
-    """Returns a head as people write it, `L2H3`."""
-    return f"L{head[0]}H{head[1]}"
 
 
 def first_of(prompt: Prompts, examples: int) -> int:
