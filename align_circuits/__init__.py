@@ -2,8 +2,10 @@
 
 from align_circuits import plots
 from align_circuits.ablation import ablate_heads, reference_of
+from align_circuits.emergence import emergence
 from align_circuits.evaluate import evaluate
 from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
+from align_circuits.localize import Localization, Thresholds, localize
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.patching import patch_heads
@@ -13,10 +15,12 @@ from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tuning import TuneConfig, TuneRun, tune
 
 __all__ = [
     "Ablate",
     "Clamp",
+    "Localization",
     "Patch",
     "Prompts",
     "Provenance",
@@ -25,13 +29,19 @@ __all__ = [
     "Role",
     "Seq2SeqTask",
     "Steer",
+    "Thresholds",
     "Table",
+    "TuneConfig",
+    "TuneRun",
     "ablate_heads",
+    "emergence",
     "evaluate",
     "load",
+    "localize",
     "patch_heads",
     "planted",
     "plots",
     "reference_of",
     "score_heads",
+    "tune",
 ]

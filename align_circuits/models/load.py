@@ -151,7 +151,7 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         raise ValueError(
             f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
         )
-    base = folder / named if (folder / named).is_dir() else named
+    base = BUNDLED[named]() if named in BUNDLED else folder / named if (folder / named).is_dir() else named
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
