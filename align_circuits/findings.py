@@ -104,7 +104,8 @@ def localize_report(path: str | Path, found: Found) -> Path:
             "What the model gets right without them",
             "Heads are ablated to their mean over tokens of the same kind. Each small dot is one draw of as many "
             "random heads of the same layers; bars are 95% intervals over prompts. A found set that matters falls "
-            "below every draw; one that suffices keeps its accuracy with all other heads ablated.",
+            "below every draw; one that suffices keeps its accuracy with all other heads ablated. Grey: the heads of "
+            "one role alone.",
             drawn["ablation"],
         ),
         (
@@ -115,7 +116,7 @@ def localize_report(path: str | Path, found: Found) -> Path:
         ),
         (
             "Effects of single heads",
-            "Of the candidates, in nats of the gold tokens' log-probability; heads that were none are blank. First: "
+            "Of the candidates, in nats of the gold tokens' log-probability; heads that were none are grey. First: "
             "what is restored when the head's output on the clean prompt is patched into a corrupted one, with another "
             "test input. Then: the change when the head is ablated to its mean.",
             [drawn[name] for name in ("patching", "damage") if name in drawn] or "<p>No head was a candidate.</p>",

@@ -88,7 +88,7 @@ def head_maps(
         unit: What the numbers are, such as `"nats"`: written on the colour bar, whose scale then ends at the largest
             number. Without it they are scores, and the scale ends at 1 at the least.
         marked: Heads to circle, by panel.
-        shape: The model's layers and heads, where the table does not hold all of them: the others stay blank.
+        shape: The model's layers and heads, where the table does not hold all of them: the others stay grey.
 
     Raises:
         ValueError: A head has more than one row in a panel.
@@ -130,7 +130,8 @@ def head_maps(
     scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
     label = unit or ("change" if signed else "score")
     figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": label}})
-    return _styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
+    drawn = _styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
+    return drawn if shape is None else drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)")  # behind what is blank
 
 
 def _one_row_a_head(table: Table, by: str) -> pd.DataFrame:
@@ -201,22 +202,25 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
         title: Above the figure.
     """
     frame: Any = verdict.where(metric="accuracy").frame
-    kinds, sets = list(dict.fromkeys(frame["kind"])), list(dict.fromkeys(frame["ablated"]))
+    kinds, there = list(dict.fromkeys(frame["kind"])), list(dict.fromkeys(frame["ablated"]))
+    sets = [name for name in _ABLATED if name in there] + [name for name in there if name not in _ABLATED]
+    slot = 0.84 / len(sets)
     figure = go.Figure()
     for place, ablated in enumerate(sets):
-        rows, dots = frame[frame["ablated"] == ablated], ablated == "random"
-        slot = 0.84 / len(sets)
+        rows, dots, main = frame[frame["ablated"] == ablated], ablated == "random", ablated in _ABLATED
         at = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - (len(sets) - 1) / 2) * slot
         if dots:
             draw = rows["draw"].to_numpy(dtype=float)
             at += 0.8 * slot * (draw / max(1, draw.max()) - 0.5)
-        name = _ABLATED.get(ablated, f"{ablated} heads ablated")
+        name = _ABLATED[ablated] if main else f"only {ablated} heads ablated"
+        style = list(_ABLATED).index(ablated) if main else place
+        symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
         figure.add_scatter(
             x=at, y=rows["value"], error_y=None if dots else _error_bars(rows), mode="markers", name=name,
             customdata=rows["draw"] if dots else None,
             hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
-            marker={"size": 6 if dots else 11, "symbol": "circle" if dots else SYMBOLS[place % len(SYMBOLS)],
-                    "opacity": 0.75 if dots else 1, "color": COLOURS[place % len(COLOURS)]},
+            marker={"size": 6 if dots else 11, "symbol": symbol, "opacity": 0.75 if dots else 1,
+                    "color": COLOURS[style] if main else _GREY},
         )  # fmt: skip
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(

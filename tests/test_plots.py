@@ -78,6 +78,14 @@ def test_effects_are_drawn_to_their_own_scale_with_their_unit(effects):
     assert (axis.cmin, axis.cmax) == pytest.approx((-0.03, 0.03)), "small effects are not washed out"
 
 
+def test_heads_that_were_not_measured_keep_their_place(effects):
+    one = Table(effects.frame[effects.frame["layer"] == 1], effects.provenance)
+    (heat,) = plots.head_maps(one, ["first"], by="kind", shape=(3, 2)).data
+    assert (list(heat.y), list(heat.x)) == ([0, 1, 2], [0, 1])
+    assert np.isnan(heat.z[[0, 2]]).all()
+    np.testing.assert_array_equal(heat.z[1], [3, 0])
+
+
 def test_named_heads_are_circled_at_their_place(effects):
     _, ring, later = plots.head_maps(effects, ["first", "later"], by="kind", marked={"first": [(1, 0)]}).data
     assert (list(ring.x), list(ring.y)) == ([0], [1])
@@ -90,7 +98,7 @@ def test_a_map_of_several_rows_a_head_says_what_to_select(effects):
 
 
 def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
-    who = [("nothing", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
+    who = [("nothing", -1), ("lookup", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
     frame = pd.DataFrame([(*one, "accuracy", kind) for one in who for kind in ("first", "later")])
     frame.columns = ["ablated", "draw", "metric", "kind"]
     values = np.random.default_rng(0).random((len(frame), 6))
@@ -100,6 +108,9 @@ def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
     np.testing.assert_allclose(random.y, table.where(ablated="random").frame["value"])
     assert random.error_y.array is None
     assert len(set(random.x)) == 40, "no two dots of a kind cover each other"
+    told_apart = {(trace.marker.symbol, trace.marker.color) for trace in traces.values()}
+    assert len(told_apart) == len(traces) == 5
+    assert "only lookup heads ablated" in traces
     found = table.where(ablated="found").frame
     np.testing.assert_allclose(np.add(found["value"], traces["found heads ablated"].error_y.array), found["high"])
 
