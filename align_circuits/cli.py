@@ -17,6 +17,7 @@ from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.experiments import EXPERIMENTS
 from align_circuits.experiments.experiment import Scale, checks_html
 from align_circuits.files import writable_folder
+from align_circuits.localize import localize
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.pretraining.recipe import RECIPES, pretrain
@@ -142,6 +143,36 @@ class Evaluate(Job):
 
 
 @dataclass(frozen=True)
+class Localize(Job):
+    """Find the heads that align and those that look up, and test that the model needs them."""
+
+    model: str = "toy-llama"
+    """A folder, a hub name, "toy-llama", or "planted": a circuit built by hand for the task (--style standard)."""
+    task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=lambda: Seq2SeqTask(style="pre-aligned"))
+    """The task that prompts are sampled from."""
+    draws: int = 20
+    """Sets of random heads to ablate beside those that were found."""
+    out: Path = Path("runs/localize")
+    """The folder for the results."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, _ = self.prepare()
+        found = localize(model, self.task, self.n, self.seed, draws=self.draws, **self._how)
+        roles = getattr(model, "roles", None)
+        print(f"{self.model}: {self.n} prompts, half to find candidates, half to test them\n")
+        for role, heads in found.named.items():
+            scores = found.table.where(role=role, metric="score")
+            rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
+            print(f"  {role:<12} " + ("   ".join(_head(row, roles) for row in rows) or "nobody"))
+        print(f"\n{found.sentence}")
+        settings = json.loads(json.dumps(asdict(self), default=str))
+        provenance = replace(found.table.provenance, settings=settings)
+        report = replace(found, table=replace(found.table, provenance=provenance)).save(self.out)
+        print(f"\nreport: {report}")
+
+
+@dataclass(frozen=True)
 class Pretrain:
     """Train a small Llama from scratch, by a recipe of the package; a killed run goes on where it was."""
 
@@ -225,11 +256,12 @@ class Rerun:
         out = self.out or self.folder / "rerun"
         if verb == "reproduce":
             Reproduce(settings["name"], scale=settings["scale"], model=tuple(settings["models"]), out=out)()
-        elif verb in ("score", "evaluate"):
+        elif verb in ("score", "evaluate", "localize"):
             _from_settings(VERBS[verb], settings | {"out": str(out)})()
         else:
             raise ValueError(
-                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate or reproduce wrote"
+                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate, localize or "
+                "reproduce wrote"
             )
         after = Table.load(out)
         then, now = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
@@ -248,6 +280,7 @@ class Rerun:
 VERBS: dict[str, type] = {
     "score": Score,
     "evaluate": Evaluate,
+    "localize": Localize,
     "pretrain": Pretrain,
     "reproduce": Reproduce,
     "rerun": Rerun,

@@ -125,10 +125,12 @@ class Localization:
             The report.
         """
         folder = writable_folder(folder)
+        (folder / "provenance.json").unlink(missing_ok=True)  # a folder with one is whole
         for name in ("effects", "damage", "verdict"):
             getattr(self, name).save(folder / name)
+        report = localize_report(folder / "report.html", self)
         self.table.save(folder)
-        return localize_report(folder / "report.html", self)
+        return report
 
 
 def localize(
@@ -267,7 +269,8 @@ def _evidence(
         )  # fmt: skip
         for metric, table, sign in (("ablation", damage, -1), ("denoising", effects, 1)):
             rows: Any = table.where(kind="all", metric="log_prob").frame if len(table) else table.frame
-            rows = rows[[(layer, head) in mine for layer, head in zip(rows["layer"], rows["head"], strict=True)]]
+            mine_here = [(layer, head) in mine for layer, head in zip(rows["layer"], rows["head"], strict=True)]
+            rows = rows[np.array(mine_here, dtype=bool)]
             ends = np.sort(np.stack([sign * rows["low"], sign * rows["high"]]).astype(float), axis=0)
             frames.append(rows.assign(role=role, metric=metric, value=sign * rows["value"], low=ends[0], high=ends[1]))
     columns = ["layer", "head", "role", "metric", "value", "low", "high", "n"]

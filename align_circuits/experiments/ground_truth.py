@@ -1,0 +1,214 @@
+"""Does `localize` name what is there, and nobody where nobody is? Circuits with known roles, and random weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from scipy.stats import binomtest
+
+from align_circuits import plots
+from align_circuits.cells import Cell, run_cells
+from align_circuits.experiments.experiment import Check, Experiment, Measured
+from align_circuits.localize import Localization, localize
+from align_circuits.models.load import load
+from align_circuits.models.planted import planted
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.pretraining.recipe import Recipe, untrained
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.training import TrainConfig
+
+TRUE = ("align_query", "align_key", "lookup", "previous")
+"""The roles that planted circuits have."""
+
+LEVELS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Where the distribution of p-values is read."""
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """How many models of which kind."""
+
+    planted: int = 50
+    """Circuits at full strength, each with heads and decoys in other places."""
+    weaker: int = 10
+    """Circuits at each lower strength."""
+    strengths: tuple[float, ...] = (0.0, 0.2, 0.3, 0.4, 0.5, 0.7)
+    random: int = 400
+    """Models of random weights."""
+    gains: tuple[float, ...] = (1.0, 4.0)
+    """By what their query and key weights are multiplied, in turn: diffuse attention, and sharp."""
+    n: int = 32
+    """Prompts for each model, half to find candidates."""
+    task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 5, "phrase_len": 2, "n_examples": 6})
+
+
+def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -> list[dict[str, Any]]:
+    """Compares names with true roles in one planted circuit; the function of a cell.
+
+    Returns:
+        For each role the number of heads that have it, that were named for it, and both.
+    """
+    seq2seq = Seq2SeqTask(**task)
+    model = planted(seq2seq, seed=seed, strength=strength)
+    named = localize(model, seq2seq, n, seed=seed, draws=0).named
+    built = {role: {head for head, kind in model.kinds.items() if _ROLE_OF.get(kind) == role} for role in named}
+    return [
+        {"role": role, "true": len(built[role]), "named": len(heads), "both": len(built[role] & set(heads))}
+        for role, heads in named.items()
+    ]
+
+
+_ROLE_OF = {
+    "align_query": "align_query", "align_key": "align_key", "lookup": "lookup", "backup": "lookup",
+    "previous": "previous",
+}  # fmt: skip
+
+
+def of_random(*, task: Mapping[str, Any], gain: float, n: int, seed: int) -> list[dict[str, Any]]:
+    """Localizes in one model of random weights; the function of a cell.
+
+    Returns:
+        For each role the number of heads named for it, and for each head its p-value.
+    """
+    network = untrained(_RANDOM, seed)
+    for layer in network.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data.mul_(gain**0.5)
+    found: Localization = localize(
+        load(network, tokenizer=char_tokenizer()), Seq2SeqTask(**task), n, seed=seed, draws=0
+    )
+    return [
+        {"role": role, "named": len(heads), "p": float(p)}
+        for role, heads in found.named.items()
+        for p in found.table.where(role=role, metric="p").frame["value"]
+    ]
+
+
+_RANDOM = Recipe(TrainConfig(steps=1), (), n_layers=4, n_heads=4, d_model=64, d_mlp=128, n_ctx=512)
+
+
+def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
+    common = {"task": dict(config.task), "n": config.n}
+    strengths = [(strength, config.weaker) for strength in config.strengths] + [(1.0, config.planted)]
+    circuits = [
+        Cell(f"{__name__}:of_planted", {**common, "strength": strength}, seed)
+        for strength, count in strengths
+        for seed in range(count)
+    ]
+    networks = [
+        Cell(f"{__name__}:of_random", {**common, "gain": config.gains[seed % len(config.gains)]}, seed)
+        for seed in range(config.random)
+    ]
+    rows: list[dict[str, Any]] = []
+    swept = [run_cells(cells, folder / "cells", jobs=jobs) for cells in (circuits, networks)]
+    if failures := [failure for sweep in swept for failure in sweep.failures]:
+        raise ValueError(
+            f"{len(failures)} cells failed, the first with {failures[0].cell.config}:\n{failures[0].error}"
+        )
+    known, unknown = (sweep.frame for sweep in swept)
+    for (strength, role), some in known.groupby(["strength", "role"]):
+        sums = some[["true", "named", "both"]].sum()
+        about = {"models": "planted", "role": role, "at": strength}
+        if role in TRUE:
+            rows.append({**about, "metric": "recall", **_share(sums["both"], sums["true"])})
+        rows.append({**about, "metric": "precision", **_share(sums["both"], sums["named"])})
+    for seed_named, models_of in (("any", unknown.groupby("seed")["named"].sum() > 0),):
+        rows.append(
+            {
+                "models": "random",
+                "role": seed_named,
+                "at": 1.0,
+                "metric": "named",
+                **_share(models_of.sum(), len(models_of)),
+            }
+        )
+    full = known[known["strength"] == 1].groupby("seed")["named"].sum() > 0
+    rows.append({"models": "planted", "role": "any", "at": 1.0, "metric": "named", **_share(full.sum(), len(full))})
+    for role, some in unknown.groupby("role"):
+        for level in LEVELS:
+            rows.append(
+                {"models": "random", "role": role, "at": level, "metric": "p at most",
+                 **_share((some["p"] <= level + 1e-12).sum(), len(some))}
+            )  # fmt: skip
+    settings = {"planted": config.planted, "random": config.random, "n": config.n, "task": dict(config.task)}
+    return Table(pd.DataFrame(rows), Provenance("measure", settings))
+
+
+def _share(part: float, whole: float) -> dict[str, float]:
+    """A share with its exact binomial interval (Clopper and Pearson, 1934)."""
+    if not whole:
+        return {"value": np.nan, "low": np.nan, "high": np.nan, "n": 0}
+    interval = binomtest(int(part), int(whole)).proportion_ci(method="exact")
+    return {"value": part / whole, "low": interval.low, "high": interval.high, "n": int(whole)}
+
+
+def _measured(table: Table, **where: Any) -> Measured:
+    row = table.where(**where).frame.iloc[0]
+    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+
+
+def _check(table: Table) -> list[Check]:
+    recall = {"models": "planted", "metric": "recall"}
+    checks = [
+        Check(
+            claim=f"Planted circuits: every {role} head is named (recall)",
+            measured=_measured(table, role=role, at=1.0, **recall), relation=">=", threshold=1.0,
+            control=_measured(table, role=role, at=0.0, **recall), control_is="circuits of strength 0",
+        )
+        for role in TRUE
+    ]  # fmt: skip
+    random = _measured(table, models="random", metric="named", role="any")
+    for role in TRUE:
+        checks.append(
+            Check(
+                claim=f"Planted circuits: nobody else is named {role} (precision)",
+                measured=_measured(table, models="planted", metric="precision", role=role, at=1.0),
+                relation=">=", threshold=1.0,
+                control=Measured(0.0, 0.0, 0.0), control_is="names drawn at random among decoys",
+            )
+        )  # fmt: skip
+    whole = _measured(table, models="planted", metric="named", role="any")
+    checks.append(
+        Check(
+            claim="Random weights: the upper 95% limit of the share of models in which any head is named",
+            measured=Measured(random.high, random.low, random.high), relation="<=", threshold=0.05,
+            control=Measured(whole.high, whole.low, whole.high), control_is="planted circuits",
+        )
+    )  # fmt: skip
+    return checks
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    planted_rows = table.where(models="planted", metric=["recall", "precision"]).frame
+    panels = {
+        metric: planted_rows[(planted_rows["metric"] == metric) & planted_rows["role"].isin(TRUE)]
+        for metric in ("recall", "precision")
+    }
+    p = table.where(models="random", metric="p at most").frame
+    return {
+        "strength": plots.curves(panels, x="at", by="role", label="strength of the circuit", y="share of heads"),
+        "p-values": plots.curves(
+            {"random weights": p}, x="at", by="role", label="p", y="share of heads with a p-value of at most p"
+        ),
+    }
+
+
+GROUND_TRUTH = Experiment(
+    name="localize/ground-truth",
+    title="Does localize name what is there, and nobody where nobody is?",
+    source="the package's own promise",
+    scales={
+        "smoke": GroundTruth(planted=1, weaker=1, strengths=(0.0,), random=2, n=16,
+                             task={"x_len": 5, "phrase_len": 2, "n_examples": 3}),
+        "cpu": GroundTruth(),
+        "paper": GroundTruth(),
+    },
+    run=_run,
+    draw=_draw,
+    check=_check,
+)  # fmt: skip
