@@ -15,7 +15,15 @@ from torch.nn import functional as F
 
 from align_circuits import plots
 from align_circuits.files import writable_folder
-from align_circuits.models.adapters import PROJECTIONS, quantise, save_adapter, sharing, unwrapped, with_adapter
+from align_circuits.models.adapters import (
+    PROJECTIONS,
+    quantise,
+    recompute,
+    save_adapter,
+    sharing,
+    unwrapped,
+    with_adapter,
+)
 from align_circuits.models.load import load
 from align_circuits.models.protocol import check_fits, model_provenance
 from align_circuits.prompts import Prompts, Role
@@ -198,7 +206,7 @@ def tune(
     if config.four_bit:
         quantise(trained)
     if config.checkpointing:
-        trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(trained)
     watch = Watch(bridge, data.probes, folder and writable_folder(folder / "probes"))
     run = train(
         trained, data.batch, _loss, config.train_config(), seed=seed, out=folder and folder / "training",

@@ -39,6 +39,9 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
             inner: Any = child
             while isinstance(inner, GeneralizedComponent):
                 inner = inner.original_component
+            if isinstance(inner, nn.Linear) and "bias" in inner._buffers:  # zeros, of the bridge's own
+                del inner._buffers["bias"]
+                inner.register_parameter("bias", None)
             setattr(module, name, inner)
             strip(inner)
 
@@ -122,6 +125,13 @@ def quantise(model: PreTrainedModel) -> None:
                 small.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
                 small.bias = child.bias
                 setattr(module, name, small.to(child.weight.device))
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Lets the backward pass compute activations again instead of keeping them."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns from transformers 5.20 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.disable_input_require_grads()  # which only reentrant checkpoints need, and which costs all lower layers
 
 
 def save_adapter(adapted: Any, folder: Path) -> None:
