@@ -227,7 +227,7 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
         title="target tokens", tickvals=list(range(len(kinds))), ticktext=kinds, range=[-0.5, len(kinds) - 0.5],
         showgrid=False,
     )  # fmt: skip
-    return _styled(figure, title, height=400).update_layout(legend_y=-0.24)
+    return _styled(figure, title, height=400)
 
 
 def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "") -> go.Figure:
@@ -253,15 +253,18 @@ def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: st
     return _styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
 
 
-def curves(panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, title: str = "") -> go.Figure:
+def curves(
+    panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, title: str = "", *, value: str = "accuracy"
+) -> go.Figure:
     """Returns values over `x` with 95% intervals, a panel each, a colour and a symbol for each value of `by`.
 
     Args:
         panels: A frame for each panel by its caption, with the columns `x`, `by`, value, low and high.
         x: The column along x.
         by: The column that is told apart.
-        label: What x is.
+        label: What x is, such as steps of training.
         title: Above the panels.
+        value: What the values are, with their unit if they have one.
     """
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), shared_yaxes=True, horizontal_spacing=0.05)
     for panel, frame in enumerate(panels.values(), start=1):
@@ -272,9 +275,13 @@ def curves(panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, titl
                 marker={"size": 9, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
             )  # fmt: skip
             figure.add_trace(line, row=1, col=panel)
-    figure.update_xaxes(title=label, dtick=1)
-    figure.update_yaxes(range=[-0.04, 1.06])
-    figure.update_yaxes(title="accuracy", col=1)
+    along, values = (
+        np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
+    )
+    counts = (along == along.round()).all() and np.ptp(along) <= 16
+    figure.update_xaxes(title=label, dtick=1 if counts else None)
+    figure.update_yaxes(range=[-0.04, 1.06] if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
+    figure.update_yaxes(title=value, col=1)
     return _styled(figure, title, height=380)
 
 
@@ -366,7 +373,7 @@ def _styled(figure: go.Figure, title: str, height: int) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
-        legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "xanchor": "left"},
+        legend={"orientation": "h", "y": -0.26, "yanchor": "top", "x": 0, "xanchor": "left"},
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
     figure.update_xaxes(**axis)

@@ -54,6 +54,18 @@ def test_top_heads_are_the_best_with_their_intervals(scores):
     np.testing.assert_allclose(np.subtract(dots.x, dots.error_x.arrayminus), best["low"][::-1])
 
 
+def test_curves_fit_lengths_steps_and_nats():
+    def drawn(x: list[float], values: list[float], **more: Any) -> Any:
+        frame = pd.DataFrame({"x": x, "value": values, "low": values, "high": values, "by": "one"})
+        return plots.curves({"panel": frame}, x="x", by="by", label="x", **more)
+
+    lengths = drawn([1, 2, 3], [0.1, 0.5, 1]).layout
+    assert (lengths.xaxis.dtick, lengths.yaxis.range, lengths.yaxis.title.text) == (1, (-0.04, 1.06), "accuracy")
+    assert drawn([0, 0.5, 1], [0, 1, 1]).layout.xaxis.dtick is None
+    steps = drawn([0, 500, 1000], [0.0, -2.0, 3.5], value="effect (nats)").layout
+    assert (steps.xaxis.dtick, steps.yaxis.range, steps.yaxis.title.text) == (None, None, "effect (nats)")
+
+
 @pytest.fixture
 def effects():
     """Effects in nats, 3 at L1H0 on first tokens and nothing elsewhere."""
