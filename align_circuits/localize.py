@@ -234,9 +234,8 @@ def _effects(
     )
 
 
-def _looks(
-    score: Float[ndarray, "..."], attention: Float[ndarray, "..."], best: Float[ndarray, "..."], needed: Thresholds
-) -> ndarray:
+def _looks(score: Any, attention: Any, best: Any, needed: Thresholds) -> Any:
+    """Whether heads look where a role says; numbers or arrays of them."""
     return (score >= needed.score) & (attention >= needed.attention) & (attention >= needed.share * best)
 
 

@@ -117,18 +117,10 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
         if role in TRUE:
             rows.append({**about, "metric": "recall", **_share(sums["both"], sums["true"])})
         rows.append({**about, "metric": "precision", **_share(sums["both"], sums["named"])})
-    for seed_named, models_of in (("any", unknown.groupby("seed")["named"].sum() > 0),):
-        rows.append(
-            {
-                "models": "random",
-                "role": seed_named,
-                "at": 1.0,
-                "metric": "named",
-                **_share(models_of.sum(), len(models_of)),
-            }
-        )
-    full = known[known["strength"] == 1].groupby("seed")["named"].sum() > 0
-    rows.append({"models": "planted", "role": "any", "at": 1.0, "metric": "named", **_share(full.sum(), len(full))})
+    for models_are, some in (("planted", known[known["strength"] == 1]), ("random", unknown)):
+        anybody = some.groupby("seed")["named"].sum() > 0
+        about = {"models": models_are, "role": "any", "at": 1.0, "metric": "named"}
+        rows.append({**about, **_share(anybody.sum(), len(anybody))})
     for role, some in unknown.groupby("role"):
         for level in LEVELS:
             rows.append(
@@ -139,7 +131,7 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
     return Table(pd.DataFrame(rows), Provenance("measure", settings))
 
 
-def _share(part: float, whole: float) -> dict[str, float]:
+def _share(part: Any, whole: Any) -> dict[str, float]:
     """A share with its exact binomial interval (Clopper and Pearson, 1934)."""
     if not whole:
         return {"value": np.nan, "low": np.nan, "high": np.nan, "n": 0}
@@ -191,9 +183,9 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     }
     p = table.where(models="random", metric="p at most").frame
     return {
-        "strength": plots.curves(panels, x="at", by="role", label="strength of the circuit", y="share of heads"),
+        "strength": plots.curves(panels, x="at", by="role", label="strength of the circuit", value="share of heads"),
         "p-values": plots.curves(
-            {"random weights": p}, x="at", by="role", label="p", y="share of heads with a p-value of at most p"
+            {"random weights": p}, x="at", by="role", label="p", value="share of heads with a p-value up to p"
         ),
     }
 
