@@ -4,10 +4,9 @@ import importlib.util
 import math
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -176,25 +175,27 @@ def test_a_finite_set_of_examples(llama, method):
                 assert {tuple(row[start : start + width]) for start in range(0, 3 * (width + 1), width + 1)} <= known
         else:
             assert int(prompts.example.max()) == 0
-    assert run(llama, FIXED, config).table.frame["value"].notna().any()
+    assert np.isfinite(run(llama, FIXED, config).table.frame["value"]).any()
 
 
 def test_probes_measure_what_evaluate_and_score_heads_do(llama):
-    tuned = run(llama)
+    tuned: Any = run(llama)
     assert tuned.table.frame["step"].unique().tolist() == [0, 2, 4] == tuned.log["step"].tolist()
     columns = ["value", "low", "high", "n"]
     for ood in (False, True):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
             probe = tuned.table.where(step=step, ood=ood)
-            heads = ac.score_heads(model, prompts, list(WATCHED)).frame
-            mine = probe.where(metric=list(WATCHED)).frame
+            heads: Any = ac.score_heads(model, prompts, list(WATCHED)).frame
+            mine: Any = probe.where(metric=list(WATCHED)).frame
             pd.testing.assert_frame_equal(mine[["layer", "head", "metric"]], heads[["layer", "head", "metric"]])
             np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
             right = ac.evaluate(model, prompts)
             for metric, predictor in (("accuracy", "model"), ("log_prob", "model"), ("oracle", "oracle")):
-                theirs = right.where(predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy")
-                got = probe.where(metric=metric).frame
+                theirs: Any = right.where(
+                    predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy"
+                )
+                got: Any = probe.where(metric=metric).frame
                 assert (got["layer"] == WHOLE).all() and (got["head"] == WHOLE).all()
                 np.testing.assert_allclose(got[columns], theirs.frame[columns], atol=1e-5)
         first = tuned.table.where(metric="accuracy", kind="first", ood=ood, offset=ALL_OFFSETS).frame["value"]
@@ -214,38 +215,26 @@ def test_a_seed_decides_everything(llama):
     assert torch.equal(one.model(tokens), same.model(tokens))
 
 
-KILLED = """
-import sys
-import align_circuits as ac
-from align_circuits import tuning
-import os, signal
-from dataclasses import replace
-sys.path.insert(0, sys.argv[3])
-model = ac.load(sys.argv[1])
-real, calls = tuning._loss, []
-def dying(*arguments):
-    calls.append(1)
-    if len(calls) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments)
-tuning._loss = dying
-task = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
-config = ac.TuneConfig(steps=6, lr=5e-2, batch=2, probe_every=2, probe_prompts=3)
-ac.tune(model, task, config, out=sys.argv[2], progress=False)
-"""
-
-
-def test_a_killed_run_goes_on_to_the_bit(llama, folder, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
     config = replace(QUICK, steps=6)
     whole = run(llama, config=config, out=tmp_path / "whole")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "killed"), str(Path(__file__).parent)],
-        env=environment, capture_output=True, check=False,
-    )  # fmt: skip
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     module, steps = sys.modules["align_circuits.tuning"], []
     real = module._loss
+
+    def dying(*given):
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given)
+
+    child = os.fork()  # one thread, so nothing is held that the child would wait for
+    if child == 0:
+        try:
+            setattr(module, "_loss", dying)  # noqa: B010 - sys.modules knows no attributes
+            run(llama, config=config, out=tmp_path / "killed")
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
     rest = run(llama, config=config, out=tmp_path / "killed")
     assert len(steps) == 3, "finished steps were executed again"
