@@ -96,6 +96,9 @@ def reference_of(
         layers: In which layers; all by default.
         engine: As for `evaluate`.
         batch_size: As for `evaluate`.
+
+    Raises:
+        ValueError: An unknown kind or site, or prompts that cannot be resampled: a single one, or some of them padded.
     """
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"how={how!r}: choose 'mean', 'resample' or 'zero'")
@@ -105,6 +108,11 @@ def reference_of(
     if how == "zero":
         return Reference()
     if how == "resample":
+        if len(prompts) < 2 or not bool(prompts.mask.all()):
+            raise ValueError(
+                f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
+                "resampling takes at least two, of one length"
+            )
         return Reference(values=capture(model, prompts, names, engine=engine, batch_size=batch_size))
     if site == "pattern":
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
@@ -115,14 +123,18 @@ def _means(model: Any, prompts: Prompts, names: Sequence[str], **options: Any) -
     """The mean activation of each group of tokens."""
     group, count = groups_of(prompts), 2 * len(Role)
     sums: dict[str, Tensor] = {}
+    seen = {name: torch.zeros(len(prompts), dtype=torch.bool) for name in names}
 
     def add(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch pos ..."]) -> None:
+        new = ~seen[name][rows]  # the others come again, after a batch that failed
+        rows, activation = rows[new], activation[new.to(activation.device)]
         length = activation.shape[1]
         real = prompts.mask[rows, -length:].to(activation.device)
         place = group[rows, -length:].to(activation.device)[real]
         if name not in sums:
             sums[name] = torch.zeros(count, *activation.shape[2:], dtype=torch.float64, device=activation.device)
         sums[name].index_add_(0, place, activation[real].double())
+        seen[name][rows] = True
 
     forward(
         model,

@@ -1,7 +1,7 @@
 """The engine: runs a model on prompts, and hands rows of attention and logits to whoever asked, batch by batch."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align_circuits.hooks.attention import Probe, raw_attention, why_not_fast
-from align_circuits.hooks.edits import Edit, Running, changes_of, two_tokens
+from align_circuits.hooks.edits import Edit, Running, changes_of
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.probes import Change, Probes
+from align_circuits.hooks.probes import Change, Probes, evaluating, tried
 from align_circuits.models.protocol import HookedModel, check_fits, device_of
 from align_circuits.prompts import Prompts
 
@@ -80,7 +80,7 @@ def forward(
     run = _run_fast if ran == "fast" else _run_reference
     chosen = prompt.unique()
     size = min(size, max(1, len(chosen)))
-    with torch.no_grad(), _evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
+    with torch.no_grad(), evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
         while len(chosen):
             batch = _Batch.of(prompts, chosen[:size], prompt, query, device)
             hooked = _hooked(model, edits, reads, Running(prompts, chosen[:size]))
@@ -109,8 +109,8 @@ def capture(
     *,
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
-) -> dict[str, Float[Tensor, "prompt pos ..."]]:
-    """Returns the activations at some hook points, on the CPU; 0 at padding that the engine left out.
+) -> dict[str, Float[Tensor, "prompt ..."]]:
+    """Returns the activations at some hook points, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
     """
@@ -120,15 +120,13 @@ def capture(
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         is_pattern = name.endswith(("hook_pattern", "hook_attn_scores"))
         missing = length - activation.shape[2 if is_pattern else 1]
-        padding = [0, 0] * (activation.ndim - 2) + [missing, 0]
-        whole = (
-            nn.functional.pad(activation, [missing, 0, missing, 0] if is_pattern else padding)
-            if missing
-            else activation
-        )
+        padding = [missing, 0, missing, 0] if is_pattern else [0, 0] * (activation.ndim - 2) + [missing, 0]
+        whole = nn.functional.pad(activation.cpu(), padding)
         if name not in kept:
             kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
-        kept[name][rows] = whole.cpu()
+        real = prompts.mask[rows]
+        real = real[:, None, :, None] if is_pattern else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
+        kept[name][rows] = whole.where(real, 0)
 
     last = torch.full((len(prompts),), length - 1)
     forward(
@@ -161,10 +159,9 @@ def _why_silent(model: Any, touched: Collection[str]) -> str | None:
     """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do."""
     if not touched:
         return None
-    probes = Probes(model, dict.fromkeys(touched, lambda _: None))
-    with torch.no_grad(), raw_attention(model), model.hooks(fwd_hooks=probes.fwd_hooks):
-        model(two_tokens(model), use_cache=False)
-    return f"{probes.silent[0]} does not fire under it" if probes.silent else None
+    with raw_attention(model):
+        silent = tried(model, touched).silent
+    return f"{silent[0]} does not fire under it" if silent else None
 
 
 def _hooked(
@@ -249,18 +246,6 @@ def _bridge_logits(batch: _Batch, keep_logits: bool, run: Callable[..., Tensor])
         inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
     logits = run(batch.tokens, logits_to_keep=kept, use_cache=False, **inputs)
     return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Switches dropout off, and afterwards gives every module its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _check_rows(prompts: Prompts, prompt: Tensor, query: Tensor) -> None:

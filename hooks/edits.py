@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
-from align_circuits.hooks.probes import Change, Probes
+from align_circuits.hooks.probes import Change, Probes, tried
 from align_circuits.prompts import Prompts
 
 Head = tuple[int, int]
@@ -30,6 +30,20 @@ class Running:
     def all_of(cls, prompts: Prompts) -> "Running":
         """All prompts at once."""
         return cls(prompts, torch.arange(len(prompts)))
+
+    def check(self, name: str, batch: int, length: int) -> None:
+        """Raises unless an activation is that of these prompts, of which columns of padding may be left out.
+
+        Raises:
+            ValueError: Their number or length is another.
+        """
+        mask = self.prompts.mask[self.rows]
+        left_out = mask.shape[1] - length
+        if batch != len(mask) or left_out < 0 or bool(mask[:, :left_out].any()):
+            raise ValueError(
+                f"at {name!r} the model runs on {batch} prompts of {length} tokens, but the edit was made for "
+                f"{len(mask)} of {mask.shape[1]}: run it on those, all at once, or hand the edit over as `edits=`"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +65,7 @@ class Edit(ABC):
             ValueError: A head that the model does not have, a hook that never fires, or `prompts` missing.
         """
         changes = changes_of([self], model, None if prompts is None else Running.all_of(prompts))
-        tried = Probes(model, dict.fromkeys(changes, _read))
-        with torch.no_grad():
-            model.run_with_hooks(two_tokens(model), fwd_hooks=tried.fwd_hooks)
-        tried.check()
+        tried(model, changes).check()
         return Probes(model, changes).fwd_hooks
 
     @abstractmethod
@@ -69,11 +80,6 @@ def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> di
         for name, change in edit.changes(model.cfg, running).items():
             together.setdefault(name, []).append(change)
     return {name: _in_order(changes) for name, changes in together.items()}
-
-
-def two_tokens(model: Any) -> Int[Tensor, "1 2"]:
-    """Returns the shortest input with something to attend to, on the model's device."""
-    return torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
@@ -115,24 +121,32 @@ class _Spot:
         """The number of tokens."""
         return self.old.shape[3 - self.dim]
 
-    def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch pos"]:
+    def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
         """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
+        self._check(values.shape[0], values.shape[1])
         values = values if self.running is None else values[self.running.rows]
         return values[:, -self.length :].to(self.old.device)
 
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
+        self._check(values.shape[0], values.shape[3 - self.dim])
         if rows is None and self.running is not None:
             rows = self.running.rows
         values = (values if rows is None else values[rows]).to(self.old.device)
         values = values if self.columns is None else values.index_select(self.dim, self.columns)
-        cropped = values[:, :, -self.length :, -self.length :] if self.dim == 1 else values[:, -self.length :]
-        if cropped.shape != self.old.shape:
+        return values[:, :, -self.length :, -self.length :] if self.dim == 1 else values[:, -self.length :]
+
+    def _check(self, prompts: int, tokens: int) -> None:
+        """Raises unless what an edit holds, for so many prompts and tokens, is for this run."""
+        runs = len(self.old), self.length
+        if self.running is not None:
+            self.running.check(self.name, *runs)
+            runs = tuple(self.running.prompts.mask.shape)
+        if (prompts, tokens) != runs:
             raise ValueError(
-                f"at {self.name!r} the other run holds {tuple(values.shape)}, and this model computed "
-                f"{tuple(self.old.shape)}: run it on as many prompts, all at once, or hand the edit over as `edits=`"
+                f"at {self.name!r} the edit holds {prompts} prompts of {tokens} tokens, but the model runs on "
+                f"{runs[0]} of {runs[1]}: they must match, prompt by prompt and token by token"
             )
-        return cropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +230,7 @@ class Patch(_AtSite):
     Nanda (2024), "Towards Best Practices of Activation Patching".
     """
 
-    values: Mapping[str, Float[Tensor, "prompt pos ..."]] = field(default_factory=dict)
+    values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
     """By hook point, the activations of the other run, all heads of them (`engine.capture`)."""
 
     def value(self, spot: _Spot) -> Tensor:
@@ -233,7 +247,7 @@ class Reference:
     means: Mapping[str, Float[Tensor, "group ..."]] = field(default_factory=dict)
     """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN where the reference
     has no such token."""
-    values: Mapping[str, Float[Tensor, "prompt pos ..."]] = field(default_factory=dict)
+    values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
     """By hook point, the activations of the reference prompts, for resampling."""
 
 
@@ -323,7 +337,8 @@ class Clamp(Edit):
         keys = relation.expand(mine)[0].float()
         gold = keys / keys.sum(1, keepdim=True)
 
-        def change(heads: Tensor, activation: Tensor) -> Tensor:
+        def change(name: str, heads: Tensor, activation: Tensor) -> Tensor:
+            running.check(name, len(activation), activation.shape[2])
             new = activation.clone()
             there = query - (running.prompts.mask.shape[1] - activation.shape[2])
             rows = gold[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
@@ -332,7 +347,9 @@ class Clamp(Edit):
 
         where = layers_of(cfg, "pattern", self.heads)
         return {
-            name_of("pattern", layer): partial(change, heads) for layer, heads in where.items() if heads is not None
+            name_of("pattern", layer): partial(change, name_of("pattern", layer), heads)
+            for layer, heads in where.items()
+            if heads is not None
         }
 
 
@@ -367,7 +384,3 @@ def _in_order(changes: Sequence[Change]) -> Change:
         return activation
 
     return all_of_them
-
-
-def _read(activation: Tensor) -> None:
-    """Changes nothing."""

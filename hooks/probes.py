@@ -1,8 +1,10 @@
 """Probes: activations handed to functions while the model runs, which read them or replace them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Change = Callable[[Tensor], Tensor | None]
@@ -63,3 +65,24 @@ class Probes:
             return self._changes[name](activation)
 
         return hand_over
+
+
+def tried(model: Any, names: Collection[str]) -> Probes:
+    """Returns probes that have met one run of two tokens, the least that has something to attend to: who is silent?"""
+    probes = Probes(model, dict.fromkeys(names, lambda _: None))
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad(), evaluating(model):
+        model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks)
+    return probes
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switches dropout off, and afterwards gives every module its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
