@@ -26,6 +26,7 @@ from align_circuits.report import write_report
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tuning import TuneConfig, tune
 
 SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """The metrics that reports draw, in this order."""
@@ -173,6 +174,47 @@ class Localize(Job):
 
 
 @dataclass(frozen=True)
+class Tune(Job):
+    """Tune a model with LoRA and watch alignment emerge; a killed run goes on where it was."""
+
+    model: str = "toy-llama"
+    """A folder, a hub name, or "toy-llama"."""
+    config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
+    """How it is tuned."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, prompts = self.prepare()
+        if self.config.method == "standard":
+            prompts = replace(self.task, n_examples=0).sample(self.n, model.tokenizer, seed=self.seed)
+        run = tune(model, self.task, self.config, seed=self.seed, out=self.out)
+        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        asked = {"metric": "accuracy", "kind": "first", "predictor": "model"}
+        before, after = (evaluate(one, prompts, **self._how) for one in (model, run.model))
+        then, now = (table.where(**asked).frame.iloc[0] for table in (before, after))
+        scores = score_heads(run.model, prompts, **self._how)
+        metrics = [name for name in SHOWN[:3] if len(prompts.relations[name])]
+        best = ", ".join(f"{name} {_head(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
+        verdict = f"First token of a phrase right in {_interval(then)} of cases before, {_interval(now)} after"
+        if "history" in set(after.frame["predictor"]):
+            ceiling = after.where(metric="accuracy", kind="first", predictor="history").frame.iloc[0]
+            verdict += f" (history ceiling {_interval(ceiling)})"
+        print(f"\n{verdict}.\nadapter: {self.out / 'adapter'}")
+        self.finish(
+            "tune",
+            run.table,
+            title=f"{self.model} tuned: {self.config.method}",
+            verdict=f"{verdict}. Highest scores: {best}.",
+            sections=[
+                ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
+                ("The best head over steps", "Another head may be the best at each step.", run.figures["best heads"]),
+                ("Afterwards", "On fresh prompts, beside what needs no alignment.", plots.accuracy(after)),
+                ("All heads afterwards", "Hover for the number.", plots.head_maps(scores, metrics)),
+            ],
+        )
+
+
+@dataclass(frozen=True)
 class Pretrain:
     """Train a small Llama from scratch, by a recipe of the package; a killed run goes on where it was."""
 
@@ -256,12 +298,12 @@ class Rerun:
         out = self.out or self.folder / "rerun"
         if verb == "reproduce":
             Reproduce(settings["name"], scale=settings["scale"], model=tuple(settings["models"]), out=out)()
-        elif verb in ("score", "evaluate", "localize"):
+        elif verb in ("score", "evaluate", "localize", "tune"):
             _from_settings(VERBS[verb], settings | {"out": str(out)})()
         else:
             raise ValueError(
-                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate, localize or "
-                "reproduce wrote"
+                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate, localize, "
+                "tune or reproduce wrote"
             )
         after = Table.load(out)
         then, now = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
@@ -281,6 +323,7 @@ VERBS: dict[str, type] = {
     "score": Score,
     "evaluate": Evaluate,
     "localize": Localize,
+    "tune": Tune,
     "pretrain": Pretrain,
     "reproduce": Reproduce,
     "rerun": Rerun,
@@ -310,13 +353,12 @@ def _write(out: Path, table: Table, **report: Any) -> None:
 def _from_settings(verb: type, settings: dict[str, Any]) -> Any:
     """Makes a verb from the JSON that `Job.finish` wrote."""
     known = {f.name: f for f in fields(verb)}
-    task: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in settings["task"].items()
-    }
-    return verb(
-        **{name: value for name, value in settings.items() if name in known}
-        | {"task": Seq2SeqTask(**task), "out": Path(settings["out"])}
-    )
+    kinds: dict[str, Any] = {"task": Seq2SeqTask, "config": TuneConfig}
+    made: dict[str, Any] = {"out": Path(settings["out"])}
+    for name in kinds.keys() & known.keys():
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings[name].items()}
+        made[name] = kinds[name](**values)
+    return verb(**{name: value for name, value in settings.items() if name in known} | made)
 
 
 def _interval(row: pd.Series) -> str:

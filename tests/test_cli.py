@@ -135,3 +135,24 @@ def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
 def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == 2
     assert "no table in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["ica", "standard"])
+def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, method):
+    task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "4"]
+    config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
+    first = ["tune", *task, *config, "--out", str(tmp_path / "first")]
+    assert main(first) == 0
+    printed = capsys.readouterr().out
+    assert "right in" in printed and str(tmp_path / "first" / "adapter") in printed
+    assert (tmp_path / "first" / "report.html").exists()
+    table = Table.load(tmp_path / "first")
+    assert table.provenance.verb == "tune" and set(table.frame["step"]) == {0, 2}
+    if method == "ica":
+        assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+        assert "largest difference to the first run: 0" in capsys.readouterr().out
+
+
+def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
+    assert main(["tune", "--method", "standard", "--out", str(tmp_path)]) == 2
+    assert "automata='task'" in capsys.readouterr().err
