@@ -10,7 +10,8 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test check lint types demos docs wheel clean
 
 demo: $(READY)
-	$(BIN)/align-circuits score --out runs/demo
+	$(BIN)/align-circuits localize --model planted --style standard --out runs/demo/planted
+	$(BIN)/align-circuits localize --out runs/demo/toy-llama
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -32,6 +32,10 @@ SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplica
 """The metrics that reports draw, in this order."""
 
 
+SMALL = 20_000_000
+"""Parameters below which a verb runs on one thread."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What every verb needs: a model, a task, and where the results go."""
@@ -64,6 +68,8 @@ class Job:
             model: Any = planted(self.task, seed=self.seed)
         else:
             model = load(self.model, device=self.device, dtype=getattr(torch, self.dtype) if self.dtype else None)
+        if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
+            torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
         if model.tokenizer is None:
             raise ValueError(
                 f"{self.model!r} has no tokenizer, and the task is written in words: add one to its folder"

@@ -1,0 +1,106 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Find the heads
+#
+# Which heads align an output with its input, which look it up in the examples, and does the model need them? `ac.localize` answers with evidence. We first ask it about a
+# circuit whose heads we built ourselves, so that the answer can be checked, and then about a trained model.
+#
+# ## A circuit that is known
+
+# %%
+import align_circuits as ac
+
+task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
+circuit = ac.planted(task, seed=0)
+found = ac.localize(circuit, task, n=32, seed=0, draws=8)
+print(found.sentence)
+
+# %% [markdown]
+# The truth is known: every role is right, and the decoys stayed without a name.
+
+# %%
+for role in ("align_query", "align_key", "lookup", "previous"):
+    true = [head for head, of in circuit.roles.items() if of == role]
+    print(f"{role:12} named {sorted(found.heads(role))}   true {true}")
+
+# %% [markdown]
+# One decoy looks at gold as an aligner does and writes nothing. Its score is perfect, its p-value as small as an aligner's. What tells them apart is the ablation, in nats of the
+# log-probability of the right letters.
+
+# %%
+decoy = next(head for head, kind in circuit.kinds.items() if kind == "gold_without_output")
+evidence = found.table.where(role="align_query").frame
+for head in (found.heads("align_query")[0], decoy):
+    mine = evidence[(evidence["layer"] == head[0]) & (evidence["head"] == head[1])].set_index("metric")["value"]
+    print(f"L{head[0]}H{head[1]} {circuit.kinds[head]:20}", mine[["score", "p", "ablation", "denoising"]].round(3).to_dict())
+
+# %% [markdown]
+# The named heads are ablated together, to the mean of what they say at tokens of the same role, beside as many random heads of the same layers:
+
+# %%
+ac.plots.ablation(found.verdict, "First and later tokens with heads ablated")
+
+# %% [markdown]
+# `found.save("runs/first")` writes all of it, with a report that opens anywhere. What a named head looks at:
+
+# %%
+ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query"), *found.heads("lookup")[:1]])
+
+# %% [markdown]
+# ## A model that was trained
+#
+# The bundled Llama looks up in pre-aligned prompts, where the symbol stands before its phrase. There a lookup head *is* an induction head: what followed the symbol last time is the
+# phrase. So its heads have both names.
+
+# %%
+llama = ac.load("toy-llama")
+trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), n=32, seed=0, draws=8)
+print(trained.sentence)
+
+# %%
+ac.plots.ablation(trained.verdict, "toy-llama, pre-aligned prompts")
+
+# %% [markdown]
+# One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.
+
+# %%
+damage = trained.damage.where(kind="all", metric="log_prob").frame
+damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
+
+# %% [markdown]
+# ## By hand
+#
+# `localize` is made of parts that stand alone: `score_heads`, `patch_heads`, `ablate_heads`, and edits that are plain TransformerLens hooks.
+
+# %%
+prompts = task.sample(16, circuit.tokenizer, seed=5)
+corrupted = task.corrupt(prompts, "query", seed=5)
+effects = ac.patch_heads(circuit, clean=prompts, corrupted=corrupted, heads=found.found, direction="denoise")
+ac.plots.head_map(effects.where(kind="first", metric="log_prob"), "log_prob", "Denoising: first tokens", unit="nats")
+
+# %%
+aligner = found.heads("align_query")
+zero = ac.Ablate(aligner, how="zero")
+with circuit.hooks(fwd_hooks=zero.fwd_hooks(circuit)):
+    without = ac.evaluate(circuit, prompts).where(predictor="model", metric="accuracy", kind=["first", "later"])
+without
+
+# %% [markdown]
+# A clamp goes the other way: it makes a head attend where the gold says. In a circuit whose heads are too weak to find the symbol, it shows how much of the failure attention alone
+# explains.
+
+# %%
+weak = ac.planted(task, seed=0, strength=0.35)
+clamps = [ac.Clamp(found.heads(role), role) for role in ("align_query", "align_key", "lookup")]
+for name, edits in {"as it is": [], "clamped onto gold": clamps}.items():
+    first = ac.evaluate(weak, prompts, edits=edits).where(predictor="model", metric="accuracy", kind="first").frame
+    print(f"{name:18} first token right: {first['value'].iloc[0]:.2f}")
