@@ -1,0 +1,148 @@
+"""Tokens a second and peak memory of `tune` beside Hugging Face's `Trainer` with PEFT: same model, prompts and LoRA.
+
+8 layers, width 512, prompts of m = 4, c = 2, k = 15, one a step, the loss on the last example's output. Both train the
+same LoRA (r 16 on q, k, v) with AdamW, linear decay and clipping, from one seed without dropout, and end with the same
+weights, or the comparison means nothing. Neither writes checkpoints; `tune` takes no probes but the first and the last,
+which are not timed. Each runs in a process of its own, in turn; a step's time is the median from batch to batch,
+of processor time, which on one thread and a quiet machine is the time on the clock.
+
+The vocabulary is that of Llama 3 by default, since logits are what `Trainer` computes at all positions; `--vocab 64`
+shows what is left of the difference without them.
+
+    python benchmarks/tuning.py [--steps 12] [--rounds 3] [--vocab 128256]
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import align_circuits as ac
+from align_circuits import tuning
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.training import _seeds
+
+TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=15)
+LR, R, ALPHA = 2e-4, 16, 8
+
+
+def llama(vocab: int) -> LlamaForCausalLM:
+    """Builds the same model every time."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=vocab, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    return LlamaForCausalLM(shape)
+
+
+def prompts(steps: int) -> Any:
+    """The prompts that `tune` draws, one a step."""
+    tokenizer = char_tokenizer()
+    return [TASK.sample(1, tokenizer, _seeds(0, step)[0], references=False) for step in range(1, steps + 1)]
+
+
+def peak() -> float:
+    """Returns the most memory that this process ever held, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def ours(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Tunes with `tune`."""
+    model = ac.load(llama(vocab), tokenizer=char_tokenizer())
+    before, times, real = peak(), [], tuning._loss
+
+    def timed(*given: Any) -> Tensor:
+        times.append(time.process_time())
+        return real(*given)
+
+    tuning._loss = timed
+    config = ac.TuneConfig(steps=steps, lr=LR, r=R, alpha=ALPHA, dropout=0.0, probe_every=steps, probe_prompts=1)
+    run = tuning.tune(model, TASK, config, progress=False)
+    weights = {name: value for name, value in run.model.original_model.named_parameters() if "lora" in name}
+    return times, peak() - before, {name.replace("._original_component", ""): value for name, value in weights.items()}
+
+
+def theirs(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Tunes with `Trainer`."""
+    base = llama(vocab)
+    before, times = peak(), []
+    names = ["q_proj", "k_proj", "v_proj"]
+    torch.manual_seed(0)  # as `tune` draws the adapter
+    model = get_peft_model(base, LoraConfig(r=R, lora_alpha=ALPHA, target_modules=names, task_type="CAUSAL_LM"))
+    examples = []
+    for one in prompts(steps):
+        labels = torch.full_like(one.tokens[0], -100)
+        labels[one.column("target_pos")] = one.column("token")
+        examples.append({"input_ids": one.tokens[0], "labels": labels})
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            times.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=1, learning_rate=LR, lr_scheduler_type="linear",
+            max_grad_norm=1.0, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, logging_strategy="no",
+            train_sampling_strategy="sequential",
+        )  # fmt: skip
+        Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[Clock()]).train()
+    weights = {name: value for name, value in model.base_model.model.named_parameters() if "lora" in name}
+    return times, peak() - before, weights
+
+
+def main() -> None:
+    """Runs both in turn and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--only", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.only:
+        times, memory, weights = (ours if arguments.only == "ours" else theirs)(arguments.vocab, arguments.steps)
+        seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
+        torch.save({name: value.detach() for name, value in weights.items()}, arguments.weights)
+        print(json.dumps({"seconds": seconds, "memory": memory}))
+        return
+    found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _, name in itertools.product(range(arguments.rounds), found):
+            command = [sys.executable, __file__, "--only", name, "--weights", str(Path(folder) / name)]
+            command += ["--steps", str(arguments.steps), "--vocab", str(arguments.vocab)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+        one, other = (torch.load(Path(folder) / name) for name in found)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-2, atol=1e-5)  # or the comparison means nothing
+    length = prompts(1)[0].tokens.shape[1]
+    print(
+        f"8 layers, width 512, {arguments.vocab:,} tokens; prompts of {length}, one thread, torch {torch.__version__}"
+    )
+    for name, title in (("theirs", "Trainer + PEFT"), ("ours", "tune")):
+        seconds = statistics.median(run["seconds"] for run in found[name])
+        memory = statistics.median(run["memory"] for run in found[name])
+        print(f"{title:16} {length / seconds:8.0f} tokens/s   {memory:6.0f} MB above the model")
+    ratios = sorted(one["seconds"] / other["seconds"] for one, other in zip(*found.values(), strict=True))
+    print(f"{statistics.median(ratios):.2f} times the tokens a second ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+
+if __name__ == "__main__":
+    main()
