@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.engine import capture, forward
+from align_circuits.engine import capture, choose, forward
 from align_circuits.evaluate import Predictions, by_kind, predict, prompt_means
 from align_circuits.hooks.edits import Ablate, Head, Reference, groups_of, layers_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
@@ -58,10 +58,12 @@ def ablate_heads(
     chosen = all_heads(model.cfg) if heads is None else list(heads)
     if chosen:
         layers_of(model.cfg, "z", chosen)
-    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
-    intact, ran = predict(model, prompts, **options)
+    layers = sorted({layer for layer, _ in chosen})
+    ran = choose(model, engine, [name_of("z", layer) for layer in layers])  # the same for all runs
+    options: dict[str, Any] = {"engine": ran, "batch_size": batch_size}
+    intact, _ = predict(model, prompts, **options)
     changes = {}
-    for layer in sorted({layer for layer, _ in chosen}):
+    for layer in layers:
         held = reference_of(model, reference or prompts, how, layers=[layer], **options)
         for head in (head for head in chosen if head[0] == layer):
             ablated, _ = predict(model, prompts, edits=[Ablate([head], how=how, reference=held)], **options)

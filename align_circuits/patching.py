@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.ablation import NO_HEAD, all_heads, change, effects_table
-from align_circuits.engine import capture
+from align_circuits.engine import capture, choose
 from align_circuits.evaluate import predict
 from align_circuits.hooks.edits import Head, Patch, layers_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
@@ -68,12 +68,16 @@ def patch_heads(
     check_pair(clean, corrupted)
     chosen = all_heads(model.cfg) if heads is None else list(heads)
     masks = position_groups(clean) if positions == "groups" else dict(positions or {EVERYWHERE: clean.mask})
-    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
+    if chosen:
+        layers_of(model.cfg, "z", chosen)
+    layers = sorted({layer for layer, _ in chosen})
+    ran = choose(model, engine, [name_of(site, layer) for site in sites for layer in layers])  # the same for all runs
+    options: dict[str, Any] = {"engine": ran, "batch_size": batch_size}
     run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    before, ran = predict(model, run, **options)
+    before, _ = predict(model, run, **options)
     changes = {}
     for site in sites:
-        for layer in sorted({layer for layer, _ in chosen}):
+        for layer in layers:
             values = capture(model, source, [name_of(site, layer)], **options)
             for together in _together(model.cfg, site, [head for head in chosen if head[0] == layer]):
                 place: dict[str, Any] = {"heads": together} if site in HEAD_SITES else {"layers": [layer]}

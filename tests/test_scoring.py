@@ -72,7 +72,7 @@ def patterns(model, prompts: Prompts) -> list[dict[int, torch.Tensor]]:
 def looped(
     attention_of: list[dict[int, torch.Tensor]], prompts: Prompts, relation: rel.Relation
 ) -> dict[str, dict[tuple[int, int], float]]:
-    """A relation's three measures from their definitions, by measure, then by layer and head."""
+    """A relation's measures from their definitions, by measure, then by layer and head."""
     rows = defaultdict(list)
     for index, by_layer in enumerate(attention_of):
         left = int((~prompts.mask[index]).sum())
@@ -88,7 +88,7 @@ def looped(
                     row_of_attention = attention[query - left].tolist()
                     attends = {p: row_of_attention[p - left] for p in candidates}
                     rows[layer, head].append((sum(attends[p] for p in keys), sum(attends.values()), attends, keys))
-    hit, mass, mean = {}, {}, {}
+    hit, mass, attention_on, mean = {}, {}, {}, {}
     for place, found in rows.items():
         hits = []
         for _, whole, attends, keys in found:
@@ -98,8 +98,9 @@ def looped(
         total = sum(whole for _, whole, _, _ in found)
         hit[place] = np.mean(hits)
         mass[place] = sum(part for part, _, _, _ in found) / total if total > 0 else math.nan
+        attention_on[place] = np.mean([part for part, _, _, _ in found])
         mean[place] = np.mean(ratios) if ratios else math.nan
-    return {"hit": hit, "mass": mass, "mean": mean}
+    return {"hit": hit, "mass": mass, "attention": attention_on, "mean": mean}
 
 
 def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
@@ -114,14 +115,15 @@ def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize(("name", "engine"), RUNS)
 def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engine):
     model = models[name]
-    metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in ("", "_hit", "_mass", "_mean")]
+    suffixes = ("", "_hit", "_mass", "_attention", "_mean")
+    metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in suffixes]
     table = score_heads(model, prompts, metrics, engine=engine)
     assert table.provenance.engine == engine
     assert len(table) == len(metrics) * model.cfg.n_layers * (model.cfg.n_heads + 1)
     attention_of = patterns(model, prompts)
     for relation in prompts.relations:
         expected = looped(attention_of, prompts, prompts.relations[relation])
-        for measure in ("hit", "mass", "mean"):
+        for measure in ("hit", "mass", "attention", "mean"):
             assert values(table, f"{relation}_{measure}") == pytest.approx(expected[measure], abs=1e-5, nan_ok=True)
         standard = "hit" if relation.startswith("align") else "mass"
         assert values(table, relation) == pytest.approx(expected[standard], abs=1e-5, nan_ok=True)
