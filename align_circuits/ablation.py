@@ -63,9 +63,9 @@ def ablate_heads(
     options: dict[str, Any] = {"engine": ran, "batch_size": batch_size}
     intact, _ = predict(model, prompts, **options)
     changes = {}
-    for layer in layers:
-        held = reference_of(model, reference or prompts, how, layers=[layer], **options)
-        for head in (head for head in chosen if head[0] == layer):
+    for some in [[layer] for layer in layers] if how == "resample" else [layers]:  # means are small
+        held = reference_of(model, reference or prompts, how, layers=some, **options)
+        for head in (head for head in chosen if head[0] in some):
             ablated, _ = predict(model, prompts, edits=[Ablate([head], how=how, reference=held)], **options)
             changes[head] = change(intact, ablated)
     provenance = Provenance(

@@ -93,6 +93,8 @@ def forward(
                 size //= 2
                 continue
             for probes in hooked:
+                if ran == "fast" and probes.silent:
+                    raise _cannot(f"{probes.silent[0]} does not fire under it")
                 probes.check()
             if logits.isnan().any():
                 raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
@@ -144,15 +146,26 @@ def capture(
 def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Literal["fast", "reference"]:
     """Returns the engine that `engine` means for this model, if the hook points `touched` are to be read or edited.
 
+    Whether they fire is found out here for `"auto"` alone: `"fast"` is taken at its word, and `forward` raises if one
+    does not.
+
     Raises:
         ValueError: `"fast"` does not apply to this model, or the name is unknown.
     """
     if engine not in ("auto", "fast", "reference"):
         raise ValueError(f"engine={engine!r}: choose 'auto', 'fast' or 'reference'")
-    reason = why_not_fast(model) or _why_silent(model, touched)
-    if engine == "fast" and reason:
-        raise ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
-    return "reference" if engine == "reference" or reason else "fast"
+    if engine == "reference":
+        return "reference"
+    reason = why_not_fast(model)
+    if engine == "fast":
+        if reason:
+            raise _cannot(reason)
+        return "fast"
+    return "reference" if reason or _why_silent(model, touched) else "fast"
+
+
+def _cannot(reason: str) -> ValueError:
+    return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
 
 
 def _why_silent(model: Any, touched: Collection[str]) -> str | None:

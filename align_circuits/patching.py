@@ -18,6 +18,8 @@ from align_circuits.tables import Provenance, Table
 EVERYWHERE = "all"
 """The `positions` of a patch of every token."""
 
+_KEPT = 2**28
+
 
 def patch_heads(
     model: Any,
@@ -77,9 +79,11 @@ def patch_heads(
     before, _ = predict(model, run, **options)
     changes = {}
     for site in sites:
-        for layer in layers:
-            values = capture(model, source, [name_of(site, layer)], **options)
-            for together in _together(model.cfg, site, [head for head in chosen if head[0] == layer]):
+        step = _layers_at_once(model.cfg, source, site)
+        for some in (layers[start : start + step] for start in range(0, len(layers), step)):
+            values = capture(model, source, [name_of(site, layer) for layer in some], **options)
+            for together in (group for layer in some for group in _together(model.cfg, site, layer, chosen)):
+                layer = together[0][0]
                 place: dict[str, Any] = {"heads": together} if site in HEAD_SITES else {"layers": [layer]}
                 for name, mask in masks.items():
                     everywhere = name == EVERYWHERE and bool((mask == clean.mask).all())
@@ -123,13 +127,16 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
         )
 
 
-def _together(cfg: Any, site: Site, heads: Sequence[Head]) -> list[list[Head]]:
+def _layers_at_once(cfg: Any, prompts: Prompts, site: Site) -> int:
+    """How many layers of a site are kept together: one pass for all, unless they take much memory."""
+    a_token = cfg.n_heads * prompts.mask.shape[1] if site == "pattern" else cfg.d_model
+    return max(1, _KEPT // max(1, a_token * prompts.mask.numel()))
+
+
+def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[list[Head]]:
     """The heads of a layer that are patched at once: those that share a key head, or a whole layer."""
     if site in LAYER_SITES:
-        layer = heads[0][0]
-        layers_of(cfg, site, (), [layer])
         return [[(layer, NO_HEAD)]]
-    layers_of(cfg, "z" if site in ("k", "v") else site, heads)
     shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
-    firsts = sorted({head // shared * shared for _, head in heads})
-    return [[(heads[0][0], first + place) for place in range(shared)] for first in firsts]
+    firsts = sorted({head // shared * shared for where, head in chosen if where == layer})
+    return [[(layer, first + place) for place in range(shared)] for first in firsts]

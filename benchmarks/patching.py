@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
 
-TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=5)
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
 
 
 def network() -> LlamaForCausalLM:

@@ -79,10 +79,12 @@ def tried(model: Any, names: Collection[str]) -> Probes:
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Switches dropout off, and afterwards gives every module its own mode back."""
-    modes = {module: module.training for module in model.modules()}
+    wrapped = getattr(model, "original_model", model)  # which is no submodule of a bridge
+    training = {module for module in (*model.modules(), *wrapped.modules()) if module.training}
     try:
-        model.eval()
+        if training:  # a bridge takes its time to switch
+            model.eval()
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module in training:
+            module.training = True

@@ -412,11 +412,13 @@ class TestAfterwards:
         for model in (llama, gpt2):
             model.train()
             model.blocks[0].eval()
-            modes = [module.training for module in model.modules()]
+            everyone = [*model.modules(), *model.original_model.modules()]
+            modes = [module.training for module in everyone]
+            assert any(modes) and not all(modes)
             ac.Ablate(HEADS).fwd_hooks(model)
             one, two = (logits_of(model, EQUAL, edits=[ac.Ablate(HEADS)])[0] for _ in range(2))
             assert torch.equal(one, two)
-            assert modes == [module.training for module in model.modules()]
+            assert modes == [module.training for module in everyone]
 
 
 class TestRefusals:
