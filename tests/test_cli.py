@@ -156,3 +156,24 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
 def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
     assert main(["tune", "--method", "standard", "--out", str(tmp_path)]) == 2
     assert "automata='task'" in capsys.readouterr().err
+
+
+def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, capsys, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    asked = ["--model", "planted", "--style", "standard", "--n", "16", "--n-examples", "4", "--draws", "2"]
+    assert main(["localize", *asked, "--out", str(tmp_path / "first")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
+    assert "induction    nobody" in printed
+    written = {path.name for path in (tmp_path / "first").iterdir()}
+    assert written == {"table.csv", "report.html", "provenance.json", "effects", "damage", "verdict"}
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0\n" in capsys.readouterr().out
+
+
+def test_localize_refuses_a_circuit_in_another_style(tmp_path, capsys):
+    assert main(["localize", "--model", "planted", "--out", str(tmp_path)]) == 2
+    assert "standard style only" in capsys.readouterr().err
