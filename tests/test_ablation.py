@@ -107,12 +107,12 @@ def test_equals_a_loop(model, prompts, how, char_tokenizer):
         value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
         assert value == pytest.approx(expected, abs=1e-5) and len(value) == 2 * 4 * 3 * 2
         assert max(map(abs, value.values())) > 0.1
-    assert {v for (*_, metric), v in expected.items() if metric == "accuracy"} != {0.0}
+        assert {v for (*_, metric), v in expected.items() if metric == "accuracy"} != {0.0}
 
 
 def test_intervals_and_provenance(llama, prompts):
     table = ablate_heads(llama, prompts, heads=[(1, 2), (0, 1)])
-    frame = table.frame
+    frame: Any = table.frame
     assert frame[["low", "value", "high"]].notna().all(axis=None)
     assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
     assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
@@ -129,7 +129,7 @@ def test_padding_changes_nothing(llama):
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(64, (n,), generator=generator).tolist() for n in (9, 5, 7)]
     padded, value = Prompts.from_tokens(ids), {}
-    frame = ablate_heads(llama, padded, "zero", heads=[(0, 1)]).frame
+    frame: Any = ablate_heads(llama, padded, "zero", heads=[(0, 1)]).frame
     assert frame["kind"].unique().tolist() == ["all", "later"]
     for index, row in enumerate(ids):
         one = ablate_heads(llama, Prompts.from_tokens([row]), "zero", heads=[(0, 1)])
@@ -144,7 +144,7 @@ def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
     prompts, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
     aligner = next(place for place, kind in planted.kinds.items() if kind == "align_query")
     idle = next(place for place, kind in planted.kinds.items() if kind == "gold_without_output")
-    frame = ablate_heads(planted, prompts, heads=[aligner, idle]).frame
+    frame: Any = ablate_heads(planted, prompts, heads=[aligner, idle]).frame
     effect = frame[(frame["metric"] == "accuracy") & (frame["kind"] == "first")].set_index(["layer", "head"])["value"]
     assert effect[aligner] < -0.3
     assert effect[idle] == 0

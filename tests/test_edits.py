@@ -21,7 +21,7 @@ from align_circuits.prompts import Prompts, Role
 HEADS = [(0, 2), (0, 3), (1, 0), (1, 1)]
 """Two in each layer, which share a key head where four heads have two."""
 LAYERS = [0, 1]
-SITES = HEAD_SITES + LAYER_SITES
+SITES: Any = HEAD_SITES + LAYER_SITES
 NAMES = ["llama", "gpt2", "plain"]
 New = Callable[[int, Any, int, int, Tensor], Any]
 """(layer, column, prompt, position without padding, old) -> what stands there instead."""
@@ -73,7 +73,7 @@ def logits_of(model: Any, prompts: Prompts, **options: Any) -> tuple[Tensor, str
         prompts,
         prompt=prompts.column("prompt"),
         query=prompts.column("query_pos"),
-        on_logits=lambda rows, logits: found.index_copy_(0, rows, logits.double()),
+        on_logits=lambda rows, logits: found.__setitem__(rows, logits.double()),
         **options,
     )
     assert not found.isnan().any()
@@ -86,7 +86,7 @@ def alone(prompts: Prompts, index: int) -> tuple[Tensor, int]:
     return prompts.tokens[index][mask][None], int((~mask).sum())
 
 
-def computed(model: Any, prompts: Prompts, site: str, layer: int) -> list[Tensor]:
+def computed(model: Any, prompts: Prompts, site: Any, layer: int) -> list[Tensor]:
     """What a model computes at a site, prompt by prompt."""
     found = []
     for index in range(len(prompts)):
@@ -110,7 +110,7 @@ def columns_of(model: Any, site: str) -> dict[int, list[Any]]:
     return {layer: sorted({head // shared for where, head in HEADS if where == layer}) for layer in LAYERS}
 
 
-def by_hand(model: Any, prompts: Prompts, site: str, new: New, positions: Tensor | None = None) -> Tensor:
+def by_hand(model: Any, prompts: Prompts, site: Any, new: New, positions: Tensor | None = None) -> Tensor:
     """The logits at every target under plain hooks, one prompt at a time."""
     found = []
     for index in range(len(prompts)):
@@ -310,7 +310,7 @@ class TestTogether:
         model = models("llama")
         clamp = ac.Clamp([(0, 1), (1, 3)], "induction")
         table = ac.score_heads(model, PADDED, ["induction_hit", "induction"], edits=[clamp], engine="reference")
-        value = table.frame.set_index(["metric", "layer", "head"])["value"]
+        value: Any = table.frame.set_index(["metric", "layer", "head"])["value"]
         for metric in ("induction_hit", "induction"):
             assert value[metric, 0, 1] == value[metric, 1, 3] == pytest.approx(1, abs=1e-6)
             assert value[metric, 0, 0] < 0.9

@@ -117,7 +117,8 @@ class TestBesideLoops:
 
     def test_neither_batches_nor_company_change_them(self, model, prompts):
         one = p_values(model, prompts, NAMES, seed=3)
-        for options in ({"batch_size": 1}, {"batch_size": 2, "engine": "reference"}):
+        batches: tuple[dict[str, Any], ...] = ({"batch_size": 1}, {"batch_size": 2, "engine": "reference"})
+        for options in batches:
             other = p_values(model, prompts, NAMES, seed=3, **options)
             for name in NAMES:
                 np.testing.assert_allclose(other[name], one[name], atol=2e-3)

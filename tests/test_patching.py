@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -186,14 +186,15 @@ def test_heads_that_share_keys_have_equal_rows(models, clean, corrupted):
 
 def test_intervals_and_engines(models, clean, corrupted):
     table = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)])
-    frame = table.frame
+    frame: Any = table.frame
     assert np.isfinite(frame[["low", "value", "high"]]).all(axis=None)
     assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
     assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
     assert frame.set_index("kind")["n"].to_dict() == {"all": 24, "first": 12, "later": 12}
     assert table.provenance.engine == "fast" and table.provenance.data["digest"] == clean.digest
     assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
-    for options in ({"engine": "reference"}, {"batch_size": 1}):
+    others: tuple[dict[str, Any], ...] = ({"engine": "reference"}, {"batch_size": 1})
+    for options in others:
         other = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)], **options)
         pd.testing.assert_frame_equal(other.frame, frame, atol=1e-5)
     assert (
@@ -206,7 +207,8 @@ def test_a_planted_aligner_restores_the_answer(char_tokenizer):
     clean, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
     places = {kind: place for place, kind in planted.kinds.items()}
     aligner, idle = places["align_query"], places["gold_without_output"]
-    for direction, sign in (("denoise", 1), ("noise", -1)):
+    signs: dict[Literal["denoise", "noise"], int] = {"denoise": 1, "noise": -1}
+    for direction, sign in signs.items():
         table = patch_heads(
             planted, clean=clean, corrupted=task.corrupt(clean, "query"), direction=direction, heads=[aligner, idle]
         )
