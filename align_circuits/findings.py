@@ -55,24 +55,50 @@ NEEDED = {
 class Found(Protocol):
     """What `localize` returns, as far as its report reads it."""
 
-    table: Table
-    """Keyed by layer, head, role and metric, those of `EVIDENCE`."""
-    named: Mapping[str, Sequence[Head]]
-    """The heads named for each role, best first."""
-    effects: Table
-    """What patching each candidate restores, keyed by layer, head, kind and metric."""
-    damage: Table
-    """What ablating each candidate changes, keyed likewise."""
-    verdict: Table
-    """Accuracy with heads ablated, as `plots.ablation` draws it."""
-    prompts: Prompts
-    """What the heads were tested on; the first is drawn."""
-    examples: Mapping[Head, Float[Tensor, "row pos"]]
-    """Attention of each named head on the first prompt."""
-    rows: list[int]
-    """The positions that the rows of `examples` stand for."""
-    thresholds: Mapping[str, float]
-    """What a head needs for its name."""
+    @property
+    def table(self) -> Table:
+        """Keyed by layer, head, role and metric, those of `EVIDENCE`."""
+        ...
+
+    @property
+    def named(self) -> Mapping[str, Sequence[Head]]:
+        """The heads named for each role, best first."""
+        ...
+
+    @property
+    def effects(self) -> Table:
+        """What patching each candidate restores, keyed by layer, head, kind and metric."""
+        ...
+
+    @property
+    def damage(self) -> Table:
+        """What ablating each candidate changes, keyed likewise."""
+        ...
+
+    @property
+    def verdict(self) -> Table:
+        """Accuracy with heads ablated, as `plots.ablation` draws it."""
+        ...
+
+    @property
+    def prompts(self) -> Prompts:
+        """What the heads were tested on; the first is drawn."""
+        ...
+
+    @property
+    def examples(self) -> Mapping[Head, Float[Tensor, "row pos"]]:
+        """Attention of each named head on the first prompt."""
+        ...
+
+    @property
+    def rows(self) -> list[int]:
+        """The positions that the rows of `examples` stand for."""
+        ...
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        """What a head needs for its name."""
+        ...
 
     @property
     def sentence(self) -> str:

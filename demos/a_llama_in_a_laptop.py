@@ -11,7 +11,7 @@
 # %% [markdown]
 # # A Llama in a laptop
 #
-# `toy-llama` is a Llama of 1.2 million parameters that comes with the package: six layers, four heads, 2.4 MB, pretrained from scratch on symbols, letters and lines. It has
+# `toy-llama` is a Llama of less than two million parameters that comes with the package, in less than 4 MB, pretrained from scratch on symbols, letters and lines. It has
 # induction heads, it looks up in context, and it shows the gap of the paper: it solves a task when the aligned symbols are written out, and fails when it must find them.
 
 # %%
@@ -66,7 +66,7 @@ ac.score_heads(model, prompts["pre-aligned"]).top("lookup", 4)
 # %% [markdown]
 # ## No head aligns
 #
-# On standard prompts nobody attends, at the position that begins a phrase, to the symbol that the phrase translates. (Chance is 1/5; the best of 24 heads is a little above it.)
+# On standard prompts nobody attends, at the position that begins a phrase, to the symbol that the phrase translates. (Chance is 1/5; the best head is a little above it.)
 
 # %%
 aligned = ac.score_heads(model, prompts["standard"])

@@ -41,7 +41,10 @@ decoy = next(head for head, kind in circuit.kinds.items() if kind == "gold_witho
 evidence = found.table.where(role="align_query").frame
 for head in (found.heads("align_query")[0], decoy):
     mine = evidence[(evidence["layer"] == head[0]) & (evidence["head"] == head[1])].set_index("metric")["value"]
-    print(f"L{head[0]}H{head[1]} {circuit.kinds[head]:20}", mine[["score", "p", "ablation", "denoising"]].round(3).to_dict())
+    print(
+        f"L{head[0]}H{head[1]} {circuit.kinds[head]:20}",
+        mine[["score", "p", "ablation", "denoising"]].round(3).to_dict(),
+    )
 
 # %% [markdown]
 # The named heads are ablated together, to the mean of what they say at tokens of the same role, beside as many random heads of the same layers:

@@ -12,8 +12,8 @@ LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
 
 Site = HeadSite | LayerSite
 
-HEAD_SITES: tuple[str, ...] = get_args(HeadSite)
-LAYER_SITES: tuple[str, ...] = get_args(LayerSite)
+HEAD_SITES: tuple[HeadSite, ...] = get_args(HeadSite)
+LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
 
 
 def name_of(site: Site, layer: int) -> str:

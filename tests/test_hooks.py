@@ -21,7 +21,7 @@ def test_names_are_hook_points_and_fire(name, random_hf_model):
         model,
         {
             name_of(site, 1): lambda x, site=site: shapes.update({site: tuple(x.shape)})
-            for site in HEAD_SITES + LAYER_SITES
+            for site in (*HEAD_SITES, *LAYER_SITES)
         },
     )
     with torch.no_grad():

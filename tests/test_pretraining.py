@@ -30,7 +30,11 @@ def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        ("pre-aligned", r"([A-Z]{2,8}[:;!]([A-Z][a-z]{1,4}){2,8}\n)*"),
+        ("pre-aligned", r"([A-Z]{2,8}[:;!]([A-Z][a-z]{1,8}){2,8}\n)*"),
+        ("gapped", r"([A-Z]{2,8}:(?=[^\n]*[A-Z])([A-Z!][a-z]{1,4}){2,8}\n)*"),
+        ("places", r"([A-Z]{2,8}![a-z]{0,21}[A-Z]\n)*"),
+        ("runs", r"([A-Z]:[a-z]{1,24}\n)*"),
+        ("columns", r"([a-z]{1,32}\n)*"),
         ("single", r"([A-Z]:[a-z]{1,4}\n)*"),
         ("pairs", r"([A-Z][:;]?[a-z]{1,4}\n)*"),
         ("phrases", r"([A-Z][a-z]{1,4})*[A-Z]?"),
@@ -42,6 +46,13 @@ def test_documents_have_the_form_of_their_kind(kind, form):
     for text in texts(kind):
         whole = text[: text.rfind("\n") + 1] if "\n" in text else text
         assert re.fullmatch(form, whole), text
+
+
+def test_places_ask_for_the_symbol_that_the_letters_count_to():
+    for text in texts("places"):
+        for symbols, letters, answer in re.findall(r"([A-Z]+)!([a-z]*)([A-Z])\n", text):
+            groups = symbols.index(answer)
+            assert len(letters) % groups == 0 if groups else not letters
 
 
 def test_copies_repeat():

@@ -75,7 +75,7 @@ def of_random(*, task: Mapping[str, Any], gain: float, n: int, seed: int) -> lis
     Returns:
         For each role the number of heads named for it, and for each head its p-value.
     """
-    network = untrained(_RANDOM, seed)
+    network: Any = untrained(_RANDOM, seed)
     for layer in network.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.weight.data.mul_(gain**0.5)
@@ -110,7 +110,8 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
         raise ValueError(
             f"{len(failures)} cells failed, the first with {failures[0].cell.config}:\n{failures[0].error}"
         )
-    known, unknown = (sweep.frame for sweep in swept)
+    known: Any = swept[0].frame
+    unknown: Any = swept[1].frame
     for (strength, role), some in known.groupby(["strength", "role"]):
         sums = some[["true", "named", "both"]].sum()
         about = {"models": "planted", "role": role, "at": strength}
@@ -176,7 +177,7 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    planted_rows = table.where(models="planted", metric=["recall", "precision"]).frame
+    planted_rows: Any = table.where(models="planted", metric=["recall", "precision"]).frame
     panels = {
         metric: planted_rows[(planted_rows["metric"] == metric) & planted_rows["role"].isin(TRUE)]
         for metric in ("recall", "precision")

@@ -25,6 +25,9 @@ MOST_RUN = 6
 QUIET = 0.1
 """The loss weight of separators: worth knowing, soon known."""
 
+UNCERTAIN = 0.4
+"""The loss weight of letters of which little can be known: those of symbols that have been are out."""
+
 Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
 """Token ids, at least as many as were asked for, and the weight of each in the loss."""
 
@@ -83,6 +86,47 @@ def pre_aligned(source: Source) -> Document:
     return _flat(ids, np.tile(weight, (n, 1)))
 
 
+def gapped(source: Source) -> Document:
+    """Pre-aligned prompts in which `!` stands for some of the copied symbols, never for all of a line.
+
+    Whose phrase follows must then be told from the copies that are left and from the order: monotonic in two of three
+    documents, permuted for the prompt in the others.
+    """
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(m + 2 + m * (c + 1))
+    order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
+    which = order[:, np.arange(m) if rng.random() < 2 / 3 else rng.permutation(m)]
+    gaps = rng.random((n, m)) < rng.uniform(0.2, 0.9)
+    gaps[np.arange(n), rng.integers(0, m, n)] = False
+    names = source.names(m)
+    copies = np.where(gaps, BANG, names[which])
+    body = np.concatenate([copies[..., None], source.phrases(which, c)], 2)
+    ids = np.concatenate([names[order], np.full((n, 1), COLON), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
+    weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
+    return _flat(ids, np.tile(weight, (n, 1)))
+
+
+def places(source: Source) -> Document:
+    """Symbols, `!`, groups of random letters, and then the symbol whose place is the number of groups so far.
+
+    Letters say nothing but how many they are; nothing is translated.
+    """
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), int(rng.integers(1, 4))
+    n = source.lines(m + 3)
+    order = np.argsort(rng.random((n, m)), 1)
+    names = source.names(m)[order]
+    groups = rng.integers(0, m, n)
+    answer = names[np.arange(n), groups][:, None]
+    filler = rng.choice(LETTERS, (n, (m - 1) * c))
+    line = np.concatenate([names, np.full((n, 1), BANG), filler, answer, np.full((n, 1), NEWLINE)], 1)
+    place = np.arange(line.shape[1])
+    keep = (place < m + 1 + groups[:, None] * c) | (place >= m + 1 + (m - 1) * c)
+    weight = np.tile([0.0] * (m + 1 + (m - 1) * c) + [1.0, QUIET], (n, 1))
+    return _flat(line[keep], weight[keep])
+
+
 def single(source: Source) -> Document:
     """Standard prompts of one symbol: `A:ri`, again and again."""
     c = source.phrase_len()
@@ -139,7 +183,7 @@ def outputs(source: Source) -> Document:
     n = source.lines(m * c + 1 + 2 * labelled)
     which = np.argsort(rng.random((n, m)), 1)
     body = [source.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)]
-    weight = ([QUIET] + [1.0] * (c - 1)) * m + [QUIET]
+    weight = ([UNCERTAIN] + [1.0] * (c - 1)) * m + [QUIET]
     if labelled:
         body = [rng.choice(source.names(m), (n, 1)), np.full((n, 1), COLON), *body]
         weight = [0.0, QUIET, *weight]
@@ -209,8 +253,8 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
+    "pre-aligned": pre_aligned, "gapped": gapped, "places": places, "single": single, "pairs": pairs,
+    "phrases": phrases, "strings": strings, "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 

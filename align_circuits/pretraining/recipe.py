@@ -29,7 +29,19 @@ LINES = {
     "pre-aligned": 0.3, "outputs": 0.3, "copies": 0.08, "runs": 0.08, "columns": 0.06, "phrases": 0.06,
     "pairs": 0.04, "single": 0.05, "strings": 0.03,
 }  # fmt: skip
-"""The mixture that the model is made for."""
+"""A mixture in which nearly everything is lines."""
+
+OUTPUTS = {
+    "pre-aligned": 0.2, "outputs": 0.5, "copies": 0.04, "runs": 0.08, "columns": 0.05, "phrases": 0.03,
+    "pairs": 0.03, "single": 0.04, "strings": 0.03,
+}  # fmt: skip
+"""The same, when pre-aligned prompts are known: mostly phrases that follow in an unknown order."""
+
+GAPS = {
+    "outputs": 0.36, "places": 0.18, "gapped": 0.14, "pre-aligned": 0.11, "runs": 0.06, "columns": 0.04,
+    "copies": 0.03, "phrases": 0.02, "pairs": 0.01, "single": 0.03, "strings": 0.02,
+}  # fmt: skip
+"""The same, with prompts that must be completed by their order."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +81,19 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "toy-llama": Recipe(
         TrainConfig(
-            steps=2600, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
-            schedule="linear", warmup=100, decay=1200, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
+            steps=4300, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
+            schedule="linear", warmup=100, decay=1500, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
         ),
         (
             Stage(1, (64,), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
             Stage(501, (64, 128), Mixture(LINES, most_edges=2)),
             Stage(601, (128, 256), Mixture(LINES)),
             Stage(801, (192, 256, 544), Mixture(LINES)),
-            Stage(1801, (256, 544, 1088), Mixture(LINES)),
+            Stage(1201, (192, 256, 544), Mixture(OUTPUTS)),
+            Stage(1241, (192, 256, 544), Mixture(GAPS)),
+            Stage(2801, (256, 544, 1088), Mixture(GAPS)),
         ),
+        n_heads=5, d_model=160, d_mlp=432,
     ),
     "smoke": Recipe(
         TrainConfig(steps=30, lr=0.012, rest_lr=0.002, optimizer="muon", schedule="linear", warmup=5, clip=None,
