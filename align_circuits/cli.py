@@ -268,12 +268,15 @@ class Reproduce:
             raise ValueError(
                 f"{self.name} measures one model, but {len(self.model)} were given: {', '.join(self.model)}"
             )
+        if experiment.makes_models and self.model != Reproduce.model:
+            raise ValueError(f"{self.name} makes its own models and takes none: leave out --model")
+        models = () if experiment.makes_models else self.model
         out = writable_folder(self.out or Path("runs") / self.name / self.scale)
-        table = experiment.run(experiment.scales[self.scale], models=self.model, jobs=self.jobs, folder=out)
+        table = experiment.run(experiment.scales[self.scale], models=models, jobs=self.jobs, folder=out)
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
-        settings = {"name": self.name, "scale": self.scale, "models": list(self.model)}
+        settings = {"name": self.name, "scale": self.scale, "models": list(models)}
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         _write(
             out,
@@ -303,7 +306,8 @@ class Rerun:
         verb, settings = before.provenance.verb, dict(before.provenance.settings)
         out = self.out or self.folder / "rerun"
         if verb == "reproduce":
-            Reproduce(settings["name"], scale=settings["scale"], model=tuple(settings["models"]), out=out)()
+            model = tuple(settings["models"]) or Reproduce.model
+            Reproduce(settings["name"], scale=settings["scale"], model=model, out=out)()
         elif verb in ("score", "evaluate", "localize", "tune"):
             _from_settings(VERBS[verb], settings | {"out": str(out)})()
         else:

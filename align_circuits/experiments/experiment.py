@@ -100,6 +100,8 @@ class Experiment:
     """What the paper reports, in a sentence, beside which ours is read."""
     compares_models: bool = False
     """Whether it takes several models; the others measure one."""
+    makes_models: bool = False
+    """Whether it makes the models that it measures, and takes none."""
 
 
 def checks_html(checks: Sequence[Check]) -> str:

@@ -191,12 +191,12 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         metric: planted_rows[(planted_rows["metric"] == metric) & planted_rows["role"].isin(TRUE)]
         for metric in ("recall", "precision")
     }
-    p = table.where(models="random", metric="p at most").frame
+    p = {"random weights": table.where(models="random", metric="p at most").frame}
+    uniform = plots.curves(p, x="at", by="role", label="p", value="share of heads with a p-value up to p")
+    uniform.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="uniform", line={"dash": "dot", "color": "#808080"})
     return {
         "strength": plots.curves(panels, x="at", by="role", label="strength of the circuit", value="share of heads"),
-        "p-values": plots.curves(
-            {"random weights": p}, x="at", by="role", label="p", value="share of heads with a p-value up to p"
-        ),
+        "p-values": uniform,
     }
 
 
@@ -213,4 +213,5 @@ GROUND_TRUTH = Experiment(
     run=_run,
     draw=_draw,
     check=_check,
+    makes_models=True,
 )  # fmt: skip
