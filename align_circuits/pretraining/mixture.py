@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -102,29 +102,32 @@ def gapped(source: Source) -> Document:
     names = source.names(m)
     copies = np.where(gaps, BANG, names[which])
     body = np.concatenate([copies[..., None], source.phrases(which, c)], 2)
-    ids = np.concatenate([names[order], np.full((n, 1), COLON), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
-    weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
+    ids = np.concatenate(
+        [np.full((n, 1), BANG), names[order], np.full((n, 1), COLON), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1
+    )
+    weight = [0.0] * (m + 1) + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
     return _flat(ids, np.tile(weight, (n, 1)))
 
 
-def places(source: Source) -> Document:
-    """Symbols, `!`, groups of random letters, and then the symbol whose place is the number of groups so far.
+def echoes(source: Source) -> Document:
+    """`!`, symbols, and a group of letters for each of them in turn, in which it is heard; nothing is translated.
 
-    Letters say nothing but how many they are; nothing is translated.
+    Letters say nothing but how many they are. Without `!`, in one of four documents, any symbols are heard.
     """
     rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), int(rng.integers(1, 4))
-    n = source.lines(m + 3)
-    order = np.argsort(rng.random((n, m)), 1)
-    names = source.names(m)[order]
-    groups = rng.integers(0, m, n)
-    answer = names[np.arange(n), groups][:, None]
-    filler = rng.choice(LETTERS, (n, (m - 1) * c))
-    line = np.concatenate([names, np.full((n, 1), BANG), filler, answer, np.full((n, 1), NEWLINE)], 1)
-    place = np.arange(line.shape[1])
-    keep = (place < m + 1 + groups[:, None] * c) | (place >= m + 1 + (m - 1) * c)
-    weight = np.tile([0.0] * (m + 1 + (m - 1) * c) + [1.0, QUIET], (n, 1))
-    return _flat(line[keep], weight[keep])
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    told = rng.random() < 0.75
+    n = source.lines(m + 2 + told + m * c)
+    names = source.names(m)[np.argsort(rng.random((n, m)), 1)]
+    heard = rng.random((n, m, c)) < rng.uniform(0.2, 0.8)
+    heard[np.arange(n), rng.integers(0, m, n), rng.integers(0, c, n)] = True
+    symbols = np.broadcast_to(names[..., None], (n, m, c)) if told else rng.choice(SYMBOLS, (n, m, c))
+    body = np.where(heard, symbols, rng.choice(LETTERS, (n, m, c))).reshape(n, m * c)
+    ends = np.full((n, 1), COLON), np.full((n, 1), NEWLINE)
+    ids = np.concatenate([np.full((n, int(told)), BANG), names, ends[0], body, ends[1]], 1)
+    weight = np.where(heard & told, 1.0, QUIET).reshape(n, m * c)
+    quiet = np.full((n, 1), QUIET)
+    return _flat(ids, np.concatenate([np.zeros((n, m + told)), quiet, weight, quiet], 1))
 
 
 def single(source: Source) -> Document:
@@ -253,7 +256,7 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "gapped": gapped, "places": places, "single": single, "pairs": pairs,
+    "pre-aligned": pre_aligned, "gapped": gapped, "echoes": echoes, "single": single, "pairs": pairs,
     "phrases": phrases, "strings": strings, "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
@@ -281,7 +284,9 @@ class Mixture:
                 f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
             )
 
-    def sample(self, n: int, length: int, seed: int) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"]]:
+    def sample(
+        self, n: int, length: int, seed: int
+    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Bool[Tensor, " row"]]:
         """Draws documents, each after a BOS token and cut to `length`.
 
         Args:
@@ -290,7 +295,7 @@ class Mixture:
             seed: Which.
 
         Returns:
-            Token ids, and the weight in the loss of predicting each; that of the first is 0.
+            Token ids; the weight in the loss of predicting each, that of the first is 0; and which rows are echoes.
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
@@ -304,7 +309,7 @@ class Mixture:
             text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
             text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
             ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
-        return torch.from_numpy(ids), torch.from_numpy(weights)
+        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(kinds == "echoes")
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
