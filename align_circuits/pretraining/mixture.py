@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -28,8 +28,9 @@ QUIET = 0.1
 UNCERTAIN = 0.4
 """The loss weight of letters of which little can be known: those of symbols that have been are out."""
 
-Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
-"""Token ids, at least as many as were asked for, and the weight of each in the loss."""
+Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
+"""Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
+must tell in its place, `PAD` for none."""
 
 
 @dataclass(frozen=True)
@@ -86,48 +87,30 @@ def pre_aligned(source: Source) -> Document:
     return _flat(ids, np.tile(weight, (n, 1)))
 
 
-def gapped(source: Source) -> Document:
-    """Pre-aligned prompts in which `!` stands for some of the copied symbols, never for all of a line.
-
-    Whose phrase follows must then be told from the copies that are left and from the order: monotonic in two of three
-    documents, permuted for the prompt in the others.
-    """
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(m + 2 + m * (c + 1))
-    order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
-    which = order[:, np.arange(m) if rng.random() < 2 / 3 else rng.permutation(m)]
-    gaps = rng.random((n, m)) < rng.uniform(0.2, 0.9)
-    gaps[np.arange(n), rng.integers(0, m, n)] = False
-    names = source.names(m)
-    copies = np.where(gaps, BANG, names[which])
-    body = np.concatenate([copies[..., None], source.phrases(which, c)], 2)
-    ids = np.concatenate(
-        [np.full((n, 1), BANG), names[order], np.full((n, 1), COLON), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1
-    )
-    weight = [0.0] * (m + 1) + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
-    return _flat(ids, np.tile(weight, (n, 1)))
-
-
 def echoes(source: Source) -> Document:
-    """`!`, symbols, and a group of letters for each of them in turn, in which it is heard; nothing is translated.
+    """`!` and a monotonic prompt in whose phrases some letters are replaced by the symbol that they belong to.
 
-    Letters say nothing but how many they are. Without `!`, in one of four documents, any symbols are heard.
+    In one of four documents without `!`: phrases follow in an unknown order, and any symbols replace their letters.
     """
     rng = source.rng
     m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
     told = rng.random() < 0.75
     n = source.lines(m + 2 + told + m * c)
-    names = source.names(m)[np.argsort(rng.random((n, m)), 1)]
+    order = np.argsort(rng.random((n, m)), 1)
+    names = source.names(m)
     heard = rng.random((n, m, c)) < rng.uniform(0.2, 0.8)
     heard[np.arange(n), rng.integers(0, m, n), rng.integers(0, c, n)] = True
-    symbols = np.broadcast_to(names[..., None], (n, m, c)) if told else rng.choice(SYMBOLS, (n, m, c))
-    body = np.where(heard, symbols, rng.choice(LETTERS, (n, m, c))).reshape(n, m * c)
-    ends = np.full((n, 1), COLON), np.full((n, 1), NEWLINE)
-    ids = np.concatenate([np.full((n, int(told)), BANG), names, ends[0], body, ends[1]], 1)
-    weight = np.where(heard & told, 1.0, QUIET).reshape(n, m * c)
-    quiet = np.full((n, 1), QUIET)
-    return _flat(ids, np.concatenate([np.zeros((n, m + told)), quiet, weight, quiet], 1))
+    own = np.broadcast_to(names[order][..., None], (n, m, c))
+    phrases = source.phrases(order if told else np.argsort(rng.random((n, m)), 1), c)
+    body = np.where(heard, own if told else rng.choice(SYMBOLS, (n, m, c)), phrases)
+    early = np.where(told, own, body)
+    bang, colon, newline = (
+        np.full((n, width), token) for width, token in ((int(told), BANG), (1, COLON), (1, NEWLINE))
+    )
+    ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
+    asked = np.concatenate([np.full((n, m + told + 1), PAD), early.reshape(n, -1), np.full((n, 1), PAD)], 1)
+    weight = [0.0] * (m + told) + [QUIET] + [1.0 if told else UNCERTAIN] * (m * c) + [QUIET]
+    return ids.ravel(), np.tile(weight, n), asked.ravel()
 
 
 def single(source: Source) -> Document:
@@ -256,7 +239,7 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "gapped": gapped, "echoes": echoes, "single": single, "pairs": pairs,
+    "pre-aligned": pre_aligned, "echoes": echoes, "single": single, "pairs": pairs,
     "phrases": phrases, "strings": strings, "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
@@ -286,7 +269,7 @@ class Mixture:
 
     def sample(
         self, n: int, length: int, seed: int
-    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Bool[Tensor, " row"]]:
+    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Int[Tensor, "row pos"]]:
         """Draws documents, each after a BOS token and cut to `length`.
 
         Args:
@@ -295,7 +278,8 @@ class Mixture:
             seed: Which.
 
         Returns:
-            Token ids; the weight in the loss of predicting each, that of the first is 0; and which rows are echoes.
+            Token ids; the weight in the loss of predicting each, that of the first is 0; and what the lower layers must
+            tell in its place, `PAD` for nothing.
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
@@ -304,16 +288,19 @@ class Mixture:
         shares = np.array(list(self.shares.values()), dtype=float)
         kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
+        early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
             own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
-            text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
+            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
+            if kind != "single" and rng.random() < self.swapped:
+                text, asked = SWAPPED[text], SWAPPED[asked]
             ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
-        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(kinds == "echoes")
+            early[row, 1:] = asked[: length - 1]
+        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
-    return ids.ravel(), weight.ravel()
+    return ids.ravel(), weight.ravel(), np.full(ids.size, PAD)
 
 
 def _ids(characters: str) -> Int[ndarray, " token"]:
@@ -322,7 +309,8 @@ def _ids(characters: str) -> Int[ndarray, " token"]:
 
 _TOKENIZER: Any = char_tokenizer()
 SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
-BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
+PAD, BOS = int(_TOKENIZER.pad_token_id), int(_TOKENIZER.bos_token_id)
+NEWLINE, COLON, SEMICOLON, BANG = map(int, _ids("\n:;!"))
 EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])
 SWAPPED = np.arange(len(_TOKENIZER))
 SWAPPED[SYMBOLS], SWAPPED[LETTERS] = LETTERS, SYMBOLS
