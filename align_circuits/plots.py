@@ -230,14 +230,17 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
     return _styled(figure, title, height=400)
 
 
-def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "") -> go.Figure:
-    """Returns grids of accuracies side by side, on one scale from 0 to 1, with the number in each cell.
+def accuracy_grids(
+    panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "", *, value: str = "accuracy"
+) -> go.Figure:
+    """Returns grids of accuracies or other shares side by side, on one scale from 0 to 1, with the number in each cell.
 
     Args:
         panels: A frame for each panel by its caption: columns along x, index along y.
         x: What the columns are.
         y: What the rows are.
         title: Above the panels.
+        value: What the numbers are.
     """
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
@@ -249,7 +252,7 @@ def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: st
     figure.update_xaxes(title=x, dtick=1, showgrid=False)
     figure.update_yaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title=y, col=1)
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "accuracy"}})
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
     return _styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
 
 
