@@ -43,6 +43,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond")
 _GREY = "#808080"  # the one text colour with contrast on white and on black
 _RING = "#D55E00"  # stands out from every colour of both scales
+_MOST_NUMBERS = 100
 _COLUMNS = 3
 _ABLATED = {
     "nothing": "nothing ablated",
@@ -235,6 +236,8 @@ def accuracy_grids(
 ) -> go.Figure:
     """Returns grids of accuracies or other shares side by side, on one scale from 0 to 1, with the number in each cell.
 
+    Grids of more than 100 cells show numbers only under the mouse.
+
     Args:
         panels: A frame for each panel by its caption: columns along x, index along y.
         x: What the columns are.
@@ -246,7 +249,8 @@ def accuracy_grids(
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
             z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
-            texttemplate="%{z:.2f}", hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
+            texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
+            hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
         )  # fmt: skip
         figure.add_trace(heat, row=1, col=place)
     figure.update_xaxes(title=x, dtick=1, showgrid=False)

@@ -34,6 +34,10 @@ PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
 
+SHOWN = ("in distribution", "OOD")
+"""The conditions that figures show."""
+
+
 @dataclass(frozen=True)
 class Courses:
     """Which tunings, and how they are looked at."""
@@ -45,7 +49,8 @@ class Courses:
     """The table keeps one probe in so many."""
 
 
-def _run(config: Courses, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
+def run_courses(config: Courses, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
+    """Tunes and returns courses, steps of emergence, and, unless n is 0, what holds before and after."""
     common: dict[str, Any] = {"jobs": jobs, "folder": folder}
     probes, about = measure_tuned("course", models[0], config.arms, **common)
     parts = [courses(probes, config.every), emerged(probes)]
@@ -130,12 +135,12 @@ def _check_emergence(table: Table) -> list[Check]:
             claim="The gain in accuracy is at the first token of a phrase", measured=gain("first"),
             relation=">=", threshold=0.3, control=gain("later"), control_is="later tokens",
         ),
-        *_order_checks(table),
+        *order_checks(table),
     ]  # fmt: skip
 
 
-def _order_checks(table: Table) -> list[Check]:
-    """Alignment before lookup, and below it."""
+def order_checks(table: Table) -> list[Check]:
+    """Returns the checks that alignment comes before lookup, and below it."""
     return [
         Check(
             claim="Alignment emerges before lookup (share of seeds)",
@@ -157,7 +162,7 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
     right: Any = course.where(of="model", kind=["first", "later"]).frame
     right = right[right["metric"] != "oracle"]
     which = right["kind"].where(right["metric"] == "accuracy", "history ceiling, " + right["kind"])
-    panels = {condition: right.assign(of=which)[right["condition"] == condition] for condition in CONDITIONS}
+    panels = {condition: right.assign(of=which)[right["condition"] == condition] for condition in SHOWN}
     layers: Any = course.where(of="best head", condition="in distribution").frame
     layers = layers.assign(layer="layer " + layers["layer"].astype(str))
     heads = {metric: layers[layers["metric"] == metric] for metric in ("align_query", "align_key", "lookup")}
@@ -168,8 +173,6 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
     }
 
 
-CONDITIONS = ("in distribution", "OOD")
-
 FIG4 = Experiment(
     name="icatune/fig4",
     title="How accuracy, alignment and lookup come about in context",
@@ -179,7 +182,7 @@ FIG4 = Experiment(
         "cpu": Courses(),
         "paper": Courses((PAPER_ICA,)),
     },
-    run=_run,
+    run=run_courses,
     draw=_draw_emergence,
     check=_check_emergence,
     published=(

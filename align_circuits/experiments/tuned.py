@@ -183,9 +183,18 @@ def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key"]:
 
 
 def measure_tuned(
-    function: str, model: str, arms: Sequence[Arm], *, jobs: int, folder: Path, **more: Any
+    function: str, model: str, arms: Sequence[Arm], *, jobs: int, folder: Path, module: str = __name__, **more: Any
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Runs a cell of this module on every arm and seed, tuning what has not been tuned yet.
+    """Runs a cell on every arm and seed, tuning what has not been tuned yet.
+
+    Args:
+        function: Of `module`; it takes the arguments of `tuned` and `more`, and returns rows.
+        model: What `load` takes.
+        arms: What is tuned how.
+        jobs: Local processes.
+        folder: Of cells and tuned models.
+        module: This one by default.
+        **more: Further arguments of the function.
 
     Returns:
         The cells' rows with the columns `arm` and `seed`, and the model's provenance.
@@ -197,7 +206,7 @@ def measure_tuned(
     plain = [(arm, json.loads(json.dumps({"task": dict(arm.task), "config": dict(arm.config)}))) for arm in arms]
     common = {"model": model, "weights": about["weights"], "runs": str(folder / "tuned"), **more}
     cells = [
-        Cell(f"{__name__}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds
+        Cell(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds
     ]  # fmt: skip
     sweep = run_cells(cells, folder / "cells", jobs=jobs)
     if sweep.failures:
@@ -237,18 +246,20 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
 
     Returns:
         Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `WATCHED`), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or `"layer mean"`.
+        `WATCHED`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
+        `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
     at = ["arm", "condition", "step", "metric", "kind", "layer"]
     heads = frame[(frame["head"] >= 0) & frame["value"].notna()]
-    best = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
+    best: Any = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
+    best, mean = (rows[~rows["ood"]] for rows in (best, frame[(frame["head"] < 0) & frame["metric"].isin(WATCHED)]))
     parts = {
         "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])],
         "best head": best,
-        "layer mean": frame[(frame["head"] < 0) & frame["metric"].isin(WATCHED)],
+        "layer mean": mean,
     }
     found = [over_seeds(rows, at).assign(of=of) for of, rows in parts.items() if len(rows)]
     return pd.concat(found, ignore_index=True).assign(part="course", seed=ALL_SEEDS)
