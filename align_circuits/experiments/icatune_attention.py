@@ -261,9 +261,11 @@ def _run_circuit(config: Circuit, *, models: Sequence[str], jobs: int, folder: P
     small = Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
     model = planted(small, seed=0)
     prompt = small.sample(1, model.tokenizer, seed=0)
+    tokens = [readable(prompt.pieces[int(token)]) for token in prompt.tokens[0]]
     for head, kind in model.kinds.items():
         if kind in STAGES:
-            frames.append(_map(model, prompt, head).assign(part="map", metric=STAGES[kind], seed=-1, kind="all"))
+            drawn = _map(model, prompt, head).assign(part="map", metric=STAGES[kind], seed=-1, kind="all")
+            frames.append(drawn.assign(token=[tokens[key] for key in drawn["key"]]))
     for alignment in ("monotonic", "permutation"):
         for strength in (1.0, 0.0):
             for seed in config.seeds:
@@ -271,10 +273,9 @@ def _run_circuit(config: Circuit, *, models: Sequence[str], jobs: int, folder: P
                 frames += [rows.assign(**about) for rows in _measured(config, alignment, strength, seed)]
     frame = pd.concat(frames, ignore_index=True)
     frame[["query", "key"]] = frame[["query", "key"]].fillna(-1).astype(int)
-    tokens = [readable(prompt.pieces[int(token)]) for token in prompt.tokens[0]]
-    settings = {"prompts": config.n, "task": dict(config.task), "tokens": tokens}
-    columns = ["part", "seed", "metric", "kind", "query", "key", *VALUES]
-    return Table(frame[columns], Provenance("measure", settings))
+    frame["token"] = frame["token"].fillna("-")
+    columns = ["part", "seed", "metric", "kind", "query", "key", "token", *VALUES]
+    return Table(frame[columns], Provenance("measure", {"prompts": config.n, "task": dict(config.task)}))
 
 
 def _measured(config: Circuit, alignment: Any, strength: float, seed: int) -> list[pd.DataFrame]:
@@ -333,8 +334,8 @@ def _check_circuit(table: Table) -> list[Check]:
 
 def _draw_circuit(table: Table) -> Mapping[str, go.Figure]:
     maps = table.where(part="map")
-    size = int(maps.frame["key"].to_numpy().max()) + 1
-    names = [str(at) for at in range(size)]
+    tokens = maps.frame.drop_duplicates("key").sort_values("key")["token"]
+    names = [f"{at} {token}" for at, token in enumerate(tokens)]
     heads = {str(name): maps.where(metric=name).frame for name in STAGES.values()}
     stages: dict[str, Callable[[str], bool]] = {
         "first and second": lambda name: name[0] in "12", "third": lambda name: name[0] == "3"
