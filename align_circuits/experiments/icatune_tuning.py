@@ -83,7 +83,7 @@ def before_in(table: Table, first: str, second: str, **where: Any) -> Measured:
 def layers_apart(table: Table, part: str) -> Measured:
     """Returns by how many layers the best lookup head lies above the best aligner, on average over seeds."""
     lookup, aligner = (best_heads(table, part, metric).frame for metric in ("lookup", "align_query"))
-    apart = lookup.set_index("seed")["layer"] - aligner.set_index("seed")["layer"]
+    apart: Any = lookup.set_index("seed")["layer"] - aligner.set_index("seed")["layer"]
     reach = 1.96 * float(apart.std(ddof=1)) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
     return Measured(float(apart.mean()), float(apart.mean()) - reach, float(apart.mean()) + reach)
 

@@ -275,7 +275,7 @@ def ended(frame: Any) -> pd.DataFrame:
     whole = whole.assign(metric=whole["predictor"].where(whole["predictor"] != "model", "accuracy"), of="model")
     heads = frame[(frame["layer"] >= 0) & frame["value"].notna()]
     best = heads.loc[heads.groupby(["arm", "seed", "part", "condition", "metric"])["value"].idxmax()]
-    found = pd.concat([whole, best.assign(of="best head")], ignore_index=True).assign(step=-1)
+    found: Any = pd.concat([whole, best.assign(of="best head")], ignore_index=True).assign(step=-1)
     return found[[*KEYS, *VALUES]]
 
 
@@ -294,11 +294,12 @@ def emerged(frame: Any) -> pd.DataFrame:
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
         for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in WATCHED)):
             if metric in set(run["metric"]):
-                found = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
-                step = found.where(measure="step").frame["value"].iloc[0]
+                when = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
+                step = when.where(measure="step").frame["value"].iloc[0]
                 rows.append({"arm": arm, "seed": seed, "metric": metric, "kind": kind, "value": step})
     about = {"part": "emergence", "condition": "in distribution", "step": -1, "layer": -1, "of": "step"}
-    return pd.DataFrame(rows).assign(**about, low=np.nan, high=np.nan, n=1)[[*KEYS, *VALUES]]
+    found: Any = pd.DataFrame(rows).assign(**about, low=np.nan, high=np.nan, n=1)
+    return found[[*KEYS, *VALUES]]
 
 
 KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")
