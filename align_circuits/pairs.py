@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -86,6 +86,10 @@ class Pair:
         both = (capture(model, prompts, names, engine=engine) for prompts in (self.base, self.source))
         base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
         return Held(base, source)
+
+    def inputs(self, device: torch.device) -> tuple[Int[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]:
+        """Returns the tokens of the base run and their mask."""
+        return self.base.tokens.to(device), self.base.mask.to(device)
 
     def mean_outcome(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Float[Tensor, ""]:
         """Returns the sum over prompts of each one's mean over its targets."""

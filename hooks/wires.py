@@ -61,7 +61,7 @@ class Wires:
             return residual
         block = self._blocks[layer]
         if site == "mlp":
-            return _raw(block.mlp)(_normed(block, "ln2", residual))
+            return _raw(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None]
         weights, bias = (self._weights[layer][f"{kind}_{site.upper()}"] for kind in "Wb")
         out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
         return out if bias is None else out + bias

@@ -1,14 +1,11 @@
 """Edges and paths beside runs that freeze everything else by hooks, one head at a time."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from frozen import Twin, of_lengths
 
 import align_circuits as ac
 from align_circuits.graph import Graph
@@ -34,115 +31,13 @@ def models(random_hf_model, char_tokenizer):
     return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ARCHITECTURES}
 
 
-def of_lengths(lengths: tuple[int, ...], seed: int) -> Prompts:
-    """Random prompts; those of any two seeds make a pair, since all ask for the same last token."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(5, 60, (length,), generator=generator).tolist() for length in lengths]
-    prompts = Prompts.from_tokens([[*row, 7] for row in rows])
-    last = prompts.targets.groupby("prompt").tail(1).reset_index(drop=True)
-    return replace(prompts, targets=last, relations={})
-
-
-@pytest.fixture
-def exact_arithmetic(monkeypatch):
-    """Lifts Hugging Face's softmax and RMSNorm to the weights' own precision: they are float32 whatever the weights."""
-    plain = torch.nn.functional.softmax
-
-    def softmax(x, dim=None, _stacklevel=3, dtype=None):
-        return plain(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
-
-    def norm(self, x):
-        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
-
-
-class Twin:
-    """Runs a model with hooks by hand: whatever is named is frozen, whatever is watched is kept."""
-
-    def __init__(self, model: Any, run: Prompts, other: Prompts):
-        self.model, self.run, self.cfg = model, run, model.cfg
-        self.inputs: dict[str, Any] = {}
-        if not run.mask.all():
-            self.inputs = {"attention_mask": run.mask.long(), "position_ids": (run.mask.cumsum(1) - 1).clamp(min=0)}
-        self.base, self.other = self.cache(run), self.cache(other)
-        self.before = self.outcome({})
-
-    def names(self) -> list[str]:
-        return [
-            f"blocks.{layer}.{name}"
-            for layer in range(self.cfg.n_layers)
-            for name in ("hook_resid_pre", "attn.hook_z", "attn.hook_q", "attn.hook_k", "attn.hook_v", "hook_mlp_out")
-        ]
-
-    def cache(self, prompts: Prompts) -> dict[str, Tensor]:
-        kept: dict[str, Tensor] = {}
-        hooks = [(name, lambda x, hook, name=name: kept.update({name: x.clone()})) for name in self.names()]  # noqa: ARG005
-        with torch.no_grad():
-            self.model.run_with_hooks(prompts.tokens, fwd_hooks=hooks, **self.inputs)
-        return kept
-
-    def outcome(
-        self, frozen: dict[str, Callable[[Tensor], Tensor]], watched: dict[str, Tensor] | None = None
-    ) -> Tensor:
-        """The gold tokens' log-probabilities; `watched` is filled before anything is frozen there."""
-
-        def hook_at(name: str) -> Any:
-            def hook(x: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001
-                if watched is not None and name in watched:
-                    watched[name] = x.clone()
-                return frozen[name](x) if name in frozen else None
-
-            return hook
-
-        names = [*frozen, *(name for name in watched or {} if name not in frozen)]
-        with torch.no_grad():
-            logits = self.model.run_with_hooks(
-                self.run.tokens, fwd_hooks=[(name, hook_at(name)) for name in names], **self.inputs
-            )
-        columns = (self.run.column(name) for name in ("prompt", "query_pos", "token"))
-        prompt, query, token = columns
-        return logits[prompt, query].log_softmax(-1).gather(1, token[:, None])[:, 0]
-
-    def effect(self, sender: str, receiver: str, *, freeze_mlps: bool) -> float:
-        """What the sender does through the receiver: freeze, watch, then let go."""
-        frozen: dict[str, Any] = {}
-        for layer in range(self.cfg.n_layers):
-            for name in ("attn.hook_z", *(["hook_mlp_out"] if freeze_mlps else [])):
-                name = f"blocks.{layer}.{name}"
-                frozen[name] = lambda x, name=name: self.base[name]  # noqa: ARG005
-        if sender == "input":
-            frozen["blocks.0.hook_resid_pre"] = lambda _: self.other["blocks.0.hook_resid_pre"]
-        elif sender.startswith("M"):
-            name = f"blocks.{sender[1:]}.hook_mlp_out"
-            frozen[name] = lambda _: self.other[name]
-        else:
-            layer, head = map(int, sender[1:].split("H"))
-            name = f"blocks.{layer}.attn.hook_z"
-            mixed = self.base[name].clone()
-            mixed[:, :, head] = self.other[name][:, :, head]
-            frozen[name] = lambda _: mixed
-        if receiver == "logits":
-            return float((self.outcome(frozen) - self.before).mean())
-        if receiver.startswith("M"):
-            at, column = f"blocks.{receiver[1:]}.hook_mlp_out", None
-        else:
-            where, site = receiver.split(".")
-            layer, column = map(int, where[1:].replace("KV", "H").split("H"))
-            at = f"blocks.{layer}.attn.hook_{site}"
-        watched = {at: torch.empty(0)}
-        self.outcome(frozen, watched)
-        made = watched[at]
-
-        def give(x: Tensor) -> Tensor:
-            if column is None:
-                return made
-            x = x.clone()
-            x[:, :, column] = made[:, :, column]
-            return x
-
-        return float((self.outcome({at: give}) - self.before).mean())
+def edges_of(graph: Graph) -> list[tuple[str, str]]:
+    return [
+        (sender.name, receiver.name)
+        for row, receiver in enumerate(graph.receivers)
+        for column, sender in enumerate(graph.senders)
+        if graph.edges[row, column]
+    ]
 
 
 def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
@@ -153,21 +48,35 @@ def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_edges_equal_runs_with_everything_frozen(models, name, clean, corrupted):
     model, graph = models[name], Graph.of(models[name].cfg)
-    found = values_of(patch_edges(model, clean=clean, corrupted=corrupted))
+    some = None if name == "llama" else edges_of(graph)[::6]
+    found = values_of(patch_edges(model, clean=clean, corrupted=corrupted, edges=some))
     twin = Twin(model, clean, corrupted)
-    some = list(found)[:: 1 if name == "llama" else 5]
-    expected = {edge: twin.effect(*edge, freeze_mlps=True) for edge in some}
-    assert {edge: found[edge] for edge in some} == pytest.approx(expected, abs=1e-5)
-    assert len(found) == int(graph.edges.sum())
-    assert len({edge[1] for edge in found if edge[1].endswith(".k")}) == 2 * (2 if name in ("llama", "qwen3") else 4)
+    assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
+    assert set(found) == set(edges_of(graph) if some is None else some)
     assert sum(abs(value) > 1e-3 for value in found.values()) > 0.5 * len(found)
+
+
+def test_the_graph_of_grouped_queries(models):
+    graph = Graph.of(models["llama"].cfg)
+    assert [receiver.name for receiver in graph.receivers if receiver.layer == 1] == [
+        *(f"L1H{head}.q" for head in range(4)), "L1KV0.k", "L1KV1.k", "L1KV0.v", "L1KV1.v", "M1",
+    ]  # fmt: skip
+    assert len(edges_of(graph)) == 8 + 5 + 8 * 6 + 10 + 11
+    neox = Graph.of(models["gpt_neox"].cfg)
+    assert ("L0H1", "M0") in edges_of(graph) and ("L0H1", "M0") not in edges_of(neox)
+    assert graph.among([(1, 2)]).sum() == graph.select(
+        [(a, b) for a, b in edges_of(graph) if a in ("input", "M0", "M1", "L1H2")
+         and b in ("M0", "M1", "logits", "L1H2.q", "L1KV1.k", "L1KV1.v")]
+    ).sum()  # fmt: skip
+    with pytest.raises(ValueError, match="no head L0H4: there are layers 0 to 1 with heads 0 to 3"):
+        graph.among([(0, 4)])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_paths_equal_runs_with_heads_frozen(models, name, clean, corrupted):
     model, senders = models[name], ["input", "L0H1", "M0"]
     shared = "KV" if name in ("llama", "qwen3") else "H"
-    receivers = ["L1H0.q", "L1H3.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
+    receivers = ["L1H0.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
     found = values_of(patch_paths(model, clean=clean, corrupted=corrupted, senders=senders, receivers=receivers))
     twin = Twin(model, clean, corrupted)
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in found}
@@ -191,11 +100,12 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
     edges = values_of(patch_edges(model, clean=run, corrupted=other, edges=some, batch_size=2))
     twin = Twin(model, run, other)
     assert edges == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in edges}, **exact)
-    receivers = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"]
-    paths = values_of(patch_paths(model, clean=run, corrupted=other, receivers=receivers, batch_size=2))
+    receivers, senders = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"], ["L0H0", "L0H3", "L1H0"]
+    paths = values_of(
+        patch_paths(model, clean=run, corrupted=other, senders=senders, receivers=receivers, batch_size=2)
+    )
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in paths}
     assert paths == pytest.approx(expected, **exact)
-    assert {sender for sender, _ in paths} == {f"L{layer}H{head}" for layer in range(2) for head in range(4)}
     assert ("L1H0", "L1H3.q") not in paths and ("L1H0", "M1") in paths
 
 
@@ -207,7 +117,7 @@ def test_directions_engines_and_batches(models, clean, corrupted):
         twin = Twin(model, corrupted, clean)
         for edge, value in values_of(table).items():
             assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is patch_edges), abs=1e-5)
-        others: list[dict[str, Any]] = [{"engine": "reference"}, {"batch_size": 1}, {"batch_size": 100}]
+        others: list[dict[str, Any]] = [{"engine": "reference"}, {"batch_size": 2}]
         for other in others:
             again = verb(model, clean=clean, corrupted=corrupted, direction="denoise", **options, **other)
             assert values_of(again) == pytest.approx(values_of(table), abs=1e-5)
