@@ -190,8 +190,8 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     found = {method: by_edge(attribute_edges(model, **pair, method=method)) for method in ("eap", "eap_ig_inputs")}
     best = sorted(found["eap_ig_inputs"].items(), key=lambda scored: -abs(scored[1]))[: len(true)]
     assert {edge for edge, _ in best} == true
-    wrong = {method: sum(scores[edge] > 0 for edge in true) for method, scores in found.items()}
-    assert wrong["eap"] > wrong["eap_ig_inputs"] == 0
+    missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
+    assert missed["eap"] > 0.9 * -sum(exact.values()) > missed["eap_ig_inputs"]
 
 
 def test_refusals(model, pair):
