@@ -32,7 +32,7 @@ def wired(model: Any, prompts: Prompts) -> Wires:
     with torch.no_grad():
         stream = held[EMBEDDED]
         for layer in range(graph.n_layers):
-            _same(f"the residual stream before layer {layer}", stream, held[name_of("resid_pre", layer)])
+            same(f"the residual stream before layer {layer}", stream, held[name_of("resid_pre", layer)])
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
                 stream = stream + written_by(wires, name, held[name]).sum(2)
             stream = stream + wires.bias(layer)
@@ -41,17 +41,22 @@ def wired(model: Any, prompts: Prompts) -> Wires:
                 made = held[lands_at(graph, site, at)]
                 made = made[:, :, None] if site == "mlp" else made
                 read = read[:, :, None].expand(-1, -1, made.shape[2], -1)
-                _same(f"what layer {layer} reads through {site!r}", wires.read(site, at, read), made)
-        _same("the last residual stream", stream, held[reads_from(graph, "logits", graph.n_layers)])
+                same(f"what layer {layer} reads through {site!r}", wires.read(site, at, read), made)
+        same("the last residual stream", stream, held[reads_from(graph, "logits", graph.n_layers)])
     return wires
 
 
-def _same(what: str, mine: Tensor, theirs: Tensor) -> None:
+def same(what: str, mine: Tensor, theirs: Tensor) -> None:
+    """Raises unless two tensors are equal up to rounding.
+
+    Raises:
+        ValueError: They lie apart by more than `TOLERANCE`.
+    """
     apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
     allowed = TOLERANCE.get(theirs.dtype, NARROW)
     if not apart <= allowed:
         raise ValueError(
             f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "
-            f"{allowed:.0e} is allowed): edges need a plain residual stream. Merge adapters first (merge_and_unload); "
-            "models with norms after a block or with experts have no such edges"
+            f"{allowed:.0e} is allowed): this needs a plain residual stream. Merge adapters first (merge_and_unload); "
+            "models with norms after a block or with experts have none"
         )

@@ -142,3 +142,8 @@ def gold_logit(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) 
     The mean is taken off since a number added to all logits changes nothing that the model says.
     """
     return logits.gather(1, gold[:, None])[:, 0] - logits.mean(1)
+
+
+def gold_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns the probability of each row's gold token, in [0, 1]."""
+    return gold_log_prob(logits, gold).exp()

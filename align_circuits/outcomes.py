@@ -14,17 +14,18 @@ from torch import Tensor
 from align_circuits.engine import forward
 from align_circuits.evaluate import by_kind
 from align_circuits.hooks.edits import Edit
-from align_circuits.metrics import gold_log_prob, gold_logit
+from align_circuits.metrics import gold_log_prob, gold_logit, gold_prob
 from align_circuits.prompts import Prompts
 from align_circuits.tables import Provenance, Table
 
-Metric = Literal["log_prob", "logit"]
+Metric = Literal["log_prob", "logit", "prob"]
 
 METRICS: dict[str, Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"]], Float[Tensor, " row"]]] = {
     "log_prob": gold_log_prob,
     "logit": gold_logit,
+    "prob": gold_prob,
 }
-"""By name: the gold token's log-probability, in nats, or its logit above the mean logit."""
+"""By name: the gold token's log-probability, in nats; its logit above the mean logit; its probability."""
 
 
 @dataclass(frozen=True, eq=False)

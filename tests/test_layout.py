@@ -35,6 +35,8 @@ ORDER = [
     "decomposition",
     "attribution",
     "paths",
+    "faithfulness",
+    "contributions",
     "checkpoints",
     "training",
     "pretraining",

@@ -134,7 +134,7 @@ def test_refusals(models, random_hf_model, clean, corrupted):
     with pytest.raises(ValueError, match="none of the receivers comes after"):
         patch_paths(model, **pair, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
-        ({"metric": "loss"}, "metric='loss': choose one of 'log_prob', 'logit'"),
+        ({"metric": "loss"}, "metric='loss': choose one of 'log_prob', 'logit', 'prob'"),
         ({"direction": "up"}, "direction='up': choose 'noise'"),
     ):
         with pytest.raises(ValueError, match=message):
