@@ -208,9 +208,8 @@ def minimality(
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
     runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
-    asked = [
-        (head, lost) for head in heads for lost in dict.fromkeys([(), *_drawn(heads, draws, seed)]) if head not in lost
-    ]
+    sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
+    asked = [(head, lost) for head in heads for lost in sets if head not in lost]
     left = [
         tuple(other for other in heads if other not in gone) for head, lost in asked for gone in ((*lost, head), lost)
     ]

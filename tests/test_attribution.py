@@ -54,7 +54,7 @@ def test_heads_equal_finite_differences(model, pair):
 
 
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
-    pair = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
+    pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
     found = by_head(attribute_heads(model, **pair, sites=["z", "v", "mlp_out"], graddrop=True))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
@@ -181,7 +181,7 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     model = ac.planted(task, seed=0, strength=0.5)
     places = {kind: f"L{layer}H{head}" for (layer, head), kind in model.kinds.items()}
     shown = task.sample(4, char_tokenizer, seed=1)
-    pair = {"clean": shown, "corrupted": task.corrupt(shown, "query", seed=2)}
+    pair: Any = {"clean": shown, "corrupted": task.corrupt(shown, "query", seed=2)}
     aligner, lookups = places["align_query"], (places["lookup"], places["backup"])
     true = {("input", f"{aligner}.v")}
     true |= {edge for one in lookups for edge in ((aligner, f"{one}.q"), (one, "logits"))}

@@ -105,7 +105,7 @@ def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     """On prompts that differ in the test input: aligners and lookup heads restore all, and none of them is idle."""
     model = ac.planted(TASK, seed=0)
     clean = TASK.sample(3, char_tokenizer, seed=0)
-    pair = {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
+    pair: Any = {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
     places = {kind: place for place, kind in model.kinds.items()}
     true = [places[kind] for kind in ("align_query", "align_key", "lookup", "backup")]
     idle = [*true, places["gold_without_output"]]

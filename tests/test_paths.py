@@ -95,7 +95,7 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
     double = len(set(lengths)) == 1
     model = ac.load(random_hf_model("llama", seed=3).to(torch.float64 if double else torch.float32))
     run, other = of_lengths(lengths, 0), of_lengths(lengths, 1)
-    exact = {"abs": 1e-10 if double else 1e-5}
+    exact: Any = {"abs": 1e-10 if double else 1e-5}
     some = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
     edges = values_of(patch_edges(model, clean=run, corrupted=other, edges=some, batch_size=2))
     twin = Twin(model, run, other)
@@ -124,7 +124,8 @@ def test_directions_engines_and_batches(models, clean, corrupted):
 
 
 def test_refusals(models, random_hf_model, clean, corrupted):
-    model, pair = models["llama"], {"clean": clean, "corrupted": corrupted}
+    model: Any = models["llama"]
+    pair: Any = {"clean": clean, "corrupted": corrupted}
     with pytest.raises(KeyError, match="no sender 'L0H9' in this model: it has input, L0H0"):
         patch_edges(model, **pair, edges=[("L0H9", "logits")])
     with pytest.raises(KeyError, match=r"no receiver 'L1H0\.k'"):
