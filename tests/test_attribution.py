@@ -191,7 +191,7 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     best = sorted(found["eap_ig_inputs"].items(), key=lambda scored: -abs(scored[1]))[: len(true)]
     assert {edge for edge, _ in best} == true
     missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
-    assert missed["eap"] > 0.9 * -sum(exact.values()) > missed["eap_ig_inputs"]
+    assert missed["eap"] > 0.8 * -sum(exact.values()) > missed["eap_ig_inputs"]
 
 
 def test_refusals(model, pair):
