@@ -2,13 +2,18 @@
 
 from align_circuits import plots
 from align_circuits.ablation import ablate_heads, reference_of
+from align_circuits.attribution import attribute_edges, attribute_heads
+from align_circuits.contributions import direct_logits, function_vectors, head_profile
 from align_circuits.emergence import emergence
 from align_circuits.evaluate import evaluate
+from align_circuits.faithfulness import cmd, completeness, cpr, faithfulness, minimality
+from align_circuits.graph import Graph
 from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.localize import Localization, Thresholds, localize
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.patching import patch_heads
+from align_circuits.paths import patch_edges, patch_paths
 from align_circuits.prompts import Prompts, Role
 from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
@@ -20,6 +25,7 @@ from align_circuits.tuning import TuneConfig, TuneRun, tune
 __all__ = [
     "Ablate",
     "Clamp",
+    "Graph",
     "Localization",
     "Patch",
     "Prompts",
@@ -34,11 +40,23 @@ __all__ = [
     "TuneConfig",
     "TuneRun",
     "ablate_heads",
+    "attribute_edges",
+    "attribute_heads",
+    "cmd",
+    "completeness",
+    "cpr",
+    "direct_logits",
     "emergence",
     "evaluate",
+    "faithfulness",
+    "function_vectors",
+    "head_profile",
     "load",
     "localize",
+    "minimality",
+    "patch_edges",
     "patch_heads",
+    "patch_paths",
     "planted",
     "plots",
     "reference_of",

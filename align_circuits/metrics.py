@@ -12,7 +12,7 @@ A pattern with NaN gives NaN.
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 TIE = 1e-5
@@ -126,3 +126,24 @@ def ov_copying(
     small = W_O @ (W_U @ W_E) @ W_V.repeat_interleave(heads // kv_heads, 0)
     eigenvalues = torch.linalg.eigvals(small.double())
     return (eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)).to(W_O.dtype)
+
+
+def gold_log_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns the log-probability of each row's gold token, in nats, at most 0.
+
+    Misleads attribution where the model is sure: its gradient then vanishes (Kramár et al., 2024, §3).
+    """
+    return logits.gather(1, gold[:, None])[:, 0] - logits.logsumexp(1)
+
+
+def gold_logit(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns by how much the logit of each row's gold token exceeds the mean logit: linear in the logits.
+
+    The mean is taken off since a number added to all logits changes nothing that the model says.
+    """
+    return logits.gather(1, gold[:, None])[:, 0] - logits.mean(1)
+
+
+def gold_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns the probability of each row's gold token, in [0, 1]."""
+    return gold_log_prob(logits, gold).exp()

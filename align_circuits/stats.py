@@ -97,6 +97,41 @@ def proportion(
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
 
 
+def ratio(
+    above: Float[ndarray, "row prompt"],
+    below: Float[ndarray, " prompt"],
+    weights: Float[ndarray, " prompt"],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Returns each row's ratio of weighted means over prompts, with its percentile-bootstrap interval.
+
+    Prompts are resampled whole, above and below the line together. Where the mean below is near 0 the interval is wide
+    or wild, as it should be.
+
+    Args:
+        above: A mean for each row and prompt.
+        below: The same for the denominator, which all rows share.
+        weights: How many targets each prompt's means rest on.
+        level: Coverage, in (0, 1).
+        resamples: How many times the prompts are redrawn.
+        seed: Of the resamples.
+
+    Returns:
+        The ratios, and the lower and upper ends.
+    """
+    rows = np.concatenate([above, below[None]])
+    wide = np.broadcast_to(weights, rows.shape)
+    means = weighted_mean(rows, wide)
+    draws = np.random.default_rng(seed).multinomial(len(weights), np.full(len(weights), 1 / len(weights)), resamples)
+    resampled = _resampled(rows, wide, draws.T.astype(float))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanquantile(resampled[:-1] / resampled[-1], [(1 - level) / 2, (1 + level) / 2], axis=1)
+    return means[:-1] / means[-1], low, high
+
+
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
     """Returns the smallest false discovery rate at which each test is a discovery (Benjamini and Hochberg, 1995)."""
     return false_discovery_control(p) if len(p) else p

@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 
@@ -118,3 +119,18 @@ def random_hf_model():
             return transformers.AutoModelForCausalLM.from_config(kind(**(settings | changes))).eval()
 
     return make
+
+
+@pytest.fixture
+def exact_arithmetic(monkeypatch):
+    """Lifts Hugging Face's softmax and RMSNorm to the weights' own precision: they are float32 whatever the weights."""
+    plain = torch.nn.functional.softmax
+
+    def softmax(x, dim=None, _stacklevel=3, dtype=None):
+        return plain(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
+
+    def norm(self, x):
+        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)

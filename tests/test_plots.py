@@ -290,3 +290,23 @@ def test_a_picture_that_cannot_be_made_says_why(scores, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="apt-get install chromium"):
         plots.save(figure, tmp_path / "map.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_edge_maps_show_each_pair_at_its_place():
+    keys = pd.DataFrame({"sender": ["L0H0", "L0H1", "L0H0"], "receiver": ["L1H0.q", "L1H0.q", "logits"]})
+    table = Table(keys.assign(metric="log_prob", value=[-1.0, 0.5, 2.0], low=0.0, high=0.0, n=1), Provenance("test"))
+    figure = plots.edge_map(table)
+    (heat,) = figure.data
+    assert (list(heat.x), list(heat.y)) == (["L0H0", "L0H1"], ["L1H0.q", "logits"])
+    np.testing.assert_array_equal(heat.z, [[-1, 0.5], [2, np.nan]])
+    assert figure.layout.coloraxis.cmin == -2
+    with pytest.raises(ValueError, match="several rows for a sender and a receiver"):
+        plots.edge_map(Table(pd.concat([table.frame, table.frame]), table.provenance))
+
+
+def test_faithfulness_curves_place_sets_of_heads():
+    keys = pd.DataFrame({"circuit": ["edges", "edges", "edges", "found"], "fraction": [0.0, 0.1, 1.0, 0.2]})
+    frame = keys.assign(edges=[0, 1, 10, 2], metric="faithfulness", value=[0, 0.5, 1, 0.7], low=0.0, high=1.0, n=1)
+    line, points = plots.faithfulness({"eap": Table(frame, Provenance("test"))}).data
+    assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
+    assert (list(points.x), list(points.text)) == ([0.2], ["found"])

@@ -1,0 +1,62 @@
+"""Whether a model is what its wires say: a residual stream that heads and MLPs read and add to, and nothing else."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from align_circuits.engine import capture
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.wires import EMBEDDED, Wires, lands_at, reads_from, sent_from, sites_of, written_by
+from align_circuits.prompts import Prompts
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""How far apart the two may lie, as a share of the largest entry; for narrower types `NARROW`."""
+
+NARROW = 5e-2
+
+
+def wired(model: Any, prompts: Prompts) -> Wires:
+    """Returns the wires of a model, after a look at one prompt: does the model read and write as they say?
+
+    Raises:
+        ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
+    """
+    wires = Wires(model)
+    graph = wires.graph
+    names = {*sent_from(graph), *(place for site in sites_of(graph) for place in (reads_from(graph, *site),
+             lands_at(graph, *site)))}  # fmt: skip
+    held = capture(model, prompts[:1], sorted(names))
+    device = next(model.parameters()).device
+    held = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in held.items()}
+    with torch.no_grad():
+        stream = held[EMBEDDED]
+        for layer in range(graph.n_layers):
+            same(f"the residual stream before layer {layer}", stream, held[name_of("resid_pre", layer)])
+            for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
+                stream = stream + written_by(wires, name, held[name]).sum(2)
+            stream = stream + wires.bias(layer)
+            for site, at in [site for site in sites_of(graph) if site[1] == layer]:
+                read = held[reads_from(graph, site, at)]
+                made = held[lands_at(graph, site, at)]
+                made = made[:, :, None] if site == "mlp" else made
+                read = read[:, :, None].expand(-1, -1, made.shape[2], -1)
+                same(f"what layer {layer} reads through {site!r}", wires.read(site, at, read), made)
+        same("the last residual stream", stream, held[reads_from(graph, "logits", graph.n_layers)])
+    return wires
+
+
+def same(what: str, mine: Tensor, theirs: Tensor) -> None:
+    """Raises unless two tensors are equal up to rounding.
+
+    Raises:
+        ValueError: They lie apart by more than `TOLERANCE`.
+    """
+    apart = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+    allowed = TOLERANCE.get(theirs.dtype, NARROW)
+    if not apart <= allowed:
+        raise ValueError(
+            f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "
+            f"{allowed:.0e} is allowed): this needs a plain residual stream. Merge adapters first (merge_and_unload); "
+            "models with norms after a block or with experts have none"
+        )

@@ -1,0 +1,197 @@
+"""Does attribution order edges as exact patches do? Circuits with known edges, and random grouped-query Llamas."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from scipy.stats import spearmanr
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from align_circuits import plots
+from align_circuits.attribution import EdgeMethod, attribute_edges
+from align_circuits.cells import Cell, run_cells
+from align_circuits.experiments.experiment import Check, Experiment, Measured
+from align_circuits.faithfulness import cmd, cpr, faithfulness
+from align_circuits.models.load import load
+from align_circuits.models.planted import planted
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.paths import patch_edges
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+METHODS: tuple[str, ...] = get_args(EdgeMethod)
+SHUFFLED = "shuffled"
+"""The control: the scores of `eap_ig_inputs`, each given to another edge."""
+
+MATTER = 0.01
+"""Edges matter whose exact effect is at least this share of the largest: in a planted circuit nearly all have none."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """How many models of which kind."""
+
+    planted: int = 3
+    """Circuits at each strength."""
+    strengths: tuple[float, ...] = (0.4, 0.5, 1.0)
+    """β: how sharply the circuit attends; at 1 the softmax is saturated."""
+    random: int = 8
+    """Llamas of random weights, 3 layers of 4 heads with 2 key heads."""
+    n: int = 4
+    """Prompts for each model."""
+    task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 3, "phrase_len": 1, "n_examples": 4})
+
+
+def compare(*, task: Mapping[str, Any], strength: float | None, n: int, seed: int) -> list[dict[str, Any]]:
+    """Compares every method's scores with exact patches of all edges in one model; the function of a cell.
+
+    Args:
+        task: The task's arguments.
+        strength: Of a planted circuit; None for a random Llama.
+        n: Prompts.
+        seed: Of model, prompts and control.
+
+    Returns:
+        For each method its rank correlation, sign agreement and relative error, on the edges that matter, and its
+        faithfulness curve with the two areas.
+    """
+    seq2seq = Seq2SeqTask(**task)
+    model: Any = (
+        load(_random(seed), tokenizer=char_tokenizer())
+        if strength is None
+        else planted(seq2seq, seed=seed, strength=strength, n_layers=4)
+    )
+    prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
+    pair: dict[str, Any] = {"clean": prompts, "corrupted": seq2seq.corrupt(prompts, "query", seed=seed)}
+    exact = patch_edges(model, **pair)
+    tables = {method: attribute_edges(model, **pair, method=method) for method in METHODS}
+    order = np.random.default_rng(seed).permutation(len(exact))
+    mixed = tables["eap_ig_inputs"].frame["value"].to_numpy()[order]
+    tables[SHUFFLED] = Table(exact.frame.assign(value=mixed), exact.provenance)
+    rows = []
+    for method, table in {"exact": exact, **tables}.items():
+        curves = {by: faithfulness(model, table, **pair, by=by) for by in ("signed", "absolute")}
+        found = {**_agreement(table, exact), "cpr": cpr(curves["signed"]), "cmd": cmd(curves["absolute"])}
+        rows += [
+            {"method": method, "metric": metric, "fraction": 0.0, "value": value} for metric, value in found.items()
+        ]
+        curve = curves["signed"].where(circuit="edges", metric="faithfulness").frame
+        rows += [
+            {"method": method, "metric": "faithfulness", "fraction": fraction, "value": value}
+            for fraction, value in zip(curve["fraction"], curve["value"], strict=True)
+        ]
+    return rows
+
+
+def _random(seed: int) -> LlamaForCausalLM:
+    """A Llama of random weights, large enough that attention is far from uniform."""
+    config = LlamaConfig(
+        vocab_size=len(char_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def _agreement(scores: Table, exact: Table) -> dict[str, float]:
+    """How scores compare with exact effects on the edges that matter; scores that are all equal order nothing."""
+    score, effect = (table.frame["value"].to_numpy(dtype=float) for table in (scores, exact))
+    matter = np.abs(effect) >= MATTER * np.abs(effect).max()
+    score, effect = score[matter], effect[matter]
+    return {
+        "rank": float(spearmanr(score, effect)[0]) if np.ptp(score) else 0.0,  # pyright: ignore[reportArgumentType]
+        "sign": float((np.sign(score) == np.sign(effect)).mean()),
+        "error": float(np.abs(score - effect).sum() / np.abs(effect).sum()),
+    }
+
+
+def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
+    common = {"task": dict(config.task), "n": config.n}
+    kinds = [(strength, config.planted) for strength in config.strengths] + [(None, config.random)]
+    cells = [
+        Cell(f"{__name__}:compare", {**common, "strength": strength}, seed)
+        for strength, count in kinds
+        for seed in range(count)
+    ]
+    sweep = run_cells(cells, folder / "cells", jobs=jobs)
+    if sweep.failures:
+        failed = sweep.failures[0]
+        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
+    frame: Any = sweep.frame
+    frame["models"] = ["random Llama" if pd.isna(x) else f"planted, strength {x:g}" for x in frame["strength"]]
+    wide = frame.pivot_table(index=["models", "method", "metric", "fraction"], columns="seed", values="value")
+    keys = wide.index.to_frame(index=False)
+    parts = []
+    for _, some in keys.groupby("models"):  # which differ in the number of models
+        values = wide.to_numpy(dtype=float)[some.index]
+        values = values[:, ~np.isnan(values).all(0)]
+        plain = dict(zip(some.itertuples(index=False, name=None), values, strict=True))
+        paired = some[some["metric"].isin(["rank", "sign"])]
+        above = [
+            plain[models, method, *at] - plain[models, "eap", *at]
+            for models, method, *at in paired.itertuples(index=False, name=None)
+        ]
+        less, renamed = np.stack(above), paired.assign(metric=paired["metric"] + " above eap")
+        for those, rows in ((some, values), (renamed, less)):
+            weights = (~np.isnan(rows)).astype(float)
+            parts.append(Table.from_prompts(those, rows, weights, Provenance("measure"), bounded=False).frame)
+    settings = {"planted": config.planted, "random": config.random, "n": config.n, "task": dict(config.task)}
+    return Table(pd.concat(parts, ignore_index=True), Provenance("measure", settings))
+
+
+def _measured(table: Table, **where: Any) -> Measured:
+    row = table.where(**where).frame.iloc[0]
+    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+
+
+def _check(table: Table) -> list[Check]:
+    checks = []
+    for models in dict.fromkeys(table.frame["models"]):
+        for metric, words in (("rank", "rank correlation"), ("sign", "sign agreement")):
+            at = {"models": models, "metric": f"{metric} above eap"}
+            checks.append(
+                Check(
+                    claim=f"{models}: EAP-IG (inputs) is at least as good as EAP ({words}, difference)",
+                    measured=_measured(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.0,
+                    control=_measured(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+                )
+            )  # fmt: skip
+        at = {"models": models, "metric": "sign"}
+        checks.append(
+            Check(
+                claim=f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter",
+                measured=_measured(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.8,
+                control=_measured(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+            )
+        )  # fmt: skip
+    return checks
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    frame: Any = table.where(metric="faithfulness").frame
+    panels = {models: rows[rows["fraction"] > 0] for models, rows in frame.groupby("models", sort=False)}
+    curves = plots.curves(panels, x="fraction", by="method", label="share of edges kept", value="faithfulness")
+    return {"faithfulness": curves.update_xaxes(type="log")}
+
+
+EXACT = Experiment(
+    name="attribution/exact",
+    title="Does attribution order edges as exact patches do?",
+    source="after Syed et al. (2023), Hanna et al. (2024), Kramár et al. (2024) and Mueller et al. (2025)",
+    scales={
+        "smoke": Exact(planted=1, strengths=(0.5,), random=1, n=1,
+                       task={"x_len": 3, "phrase_len": 1, "n_examples": 2}),
+        "cpu": Exact(),
+        "paper": Exact(),
+    },
+    run=_run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
+)  # fmt: skip

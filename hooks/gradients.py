@@ -1,0 +1,68 @@
+"""Activations with their gradients: one pass forward and one back."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from align_circuits.hooks.attention import raw_attention
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import Change, Probes, evaluating
+
+
+def gradients(
+    model: Any,
+    tokens: Int[Tensor, "prompt pos"],
+    mask: Bool[Tensor, "prompt pos"],
+    names: Collection[str],
+    outcome: Callable[[Tensor], Tensor],
+    changes: Mapping[str, Change] | None = None,
+    *,
+    fast: bool = False,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns activations, after any change, and the gradient of an outcome with respect to them, by hook point.
+
+    Parameters get no gradients. Prompts do not meet, so the gradient of a sum over prompts holds that of each.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        tokens: What it reads.
+        mask: True at real tokens.
+        names: The hook points.
+        outcome: From logits `[prompt pos d_vocab]` to a scalar.
+        changes: What happens to activations, by hook point; gradients pass through.
+        fast: Whether Hugging Face's own attention runs, under which `hook_pattern` does not fire.
+
+    Raises:
+        ValueError: A hook never fires.
+    """
+    first, changed = name_of("resid_pre", 0), dict(changes or {})
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Change:
+        def change(activation: Tensor) -> Tensor:
+            new = changed[name](activation) if name in changed else None
+            now = activation if new is None else new
+            kept[name] = now.clone()  # a node of its own, which is passed on
+            if not now.requires_grad:  # where the graph begins: parameters may be frozen, and activations replaced
+                kept[name].requires_grad_()
+            return kept[name]
+
+        return change
+
+    probes = Probes(model, {name: keep(name) for name in dict.fromkeys((first, *changed, *names))})
+    inputs: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.long()}
+    if isinstance(getattr(model, "original_model", None), PreTrainedModel):
+        inputs["use_cache"] = False
+        if "attention_mask" in inputs:
+            inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.enable_grad(), evaluating(model), raw_attention(model) if fast else nullcontext():
+        logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
+        probes.check()
+        wanted = [kept[name] for name in names]
+        found = torch.autograd.grad(outcome(logits), wanted, materialize_grads=True)
+    return {name: (kept[name].detach(), gradient) for name, gradient in zip(names, found, strict=True)}

@@ -1,0 +1,209 @@
+"""Attribution beside finite differences of runs that hooks freeze by hand, and beside exact patches."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from frozen import Twin, of_lengths
+
+import align_circuits as ac
+from align_circuits.attribution import attribute_edges, attribute_heads
+from align_circuits.paths import patch_edges
+
+STEP = 1e-4
+SITES: Any = {"z": "attn.hook_z", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "mlp_out": "hook_mlp_out"}
+
+
+@pytest.fixture
+def model(random_hf_model, exact_arithmetic):  # noqa: ARG001
+    return ac.load(random_hf_model("llama", seed=2).double())
+
+
+@pytest.fixture
+def pair():
+    return {"clean": of_lengths((8, 8, 8), 0), "corrupted": of_lengths((8, 8, 8), 1)}
+
+
+def slope(effect: Any) -> float:
+    """The derivative at 0 of an effect by the share of the way that an activation is moved."""
+    return (effect(STEP) - effect(-STEP)) / (2 * STEP)
+
+
+def by_head(table: ac.Table) -> dict[tuple[str, int, int], float]:
+    frame: Any = table.frame
+    return frame.set_index(["site", "layer", "head"])["value"].to_dict()
+
+
+def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
+    frame: Any = table.frame
+    return frame.set_index(["sender", "receiver"])["value"].to_dict()
+
+
+def test_heads_equal_finite_differences(model, pair):
+    found = by_head(attribute_heads(model, **pair, sites=list(SITES)))
+    twin = Twin(model, *pair.values())
+    for (site, layer, head), value in found.items():
+        column = head // 2 if site in ("k", "v") else None if head < 0 else head
+        name = f"blocks.{layer}.{SITES[site]}"
+        assert value == pytest.approx(slope(lambda share: twin.patched(name, share, column)), abs=1e-6)  # noqa: B023
+    assert len(found) == 2 * (4 * 4 + 1)
+    assert len({round(abs(value), 5) for value in found.values()}) > 20
+
+
+def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
+    pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
+    found = by_head(attribute_heads(model, **pair, sites=["z", "v", "mlp_out"], graddrop=True))
+    twin = Twin(model, *pair.values())
+    for (site, layer, head), value in found.items():
+        name, column = f"blocks.{layer}.{SITES[site]}", {"v": head // 2, "z": head}.get(site)
+        expected = 0.0
+        for dropped in range(2):
+            still = [f"blocks.{dropped}.{SITES[what]}" for what in ("z", "mlp_out")]
+            if name not in still:
+                expected += abs(slope(lambda share: twin.patched(name, share, column, still)))  # noqa: B023
+        assert value == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("site", ["q", "k"])
+def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pair, site):
+    found = by_head(attribute_heads(model, **pair, sites=[site, "z"], method="atp_star"))
+    plain = by_head(attribute_heads(model, **pair, sites=[site, "z"]))
+    twin = Twin(model, *pair.values())
+    for (at, layer, head), value in found.items():
+        if at == "z":
+            assert value == pytest.approx(plain[at, layer, head])
+            continue
+        heads = [head] if site == "q" else [head // 2 * 2, head // 2 * 2 + 1]
+        watched = {f"blocks.{layer}.attn.hook_pattern": torch.empty(0)}
+        asked = f"blocks.{layer}.attn.hook_{site}"
+        twin.outcome({asked: lambda _, asked=asked: twin.other[asked]}, watched)
+        ((name, pattern),) = watched.items()
+        before = twin.base[name]
+        change = torch.zeros_like(before)
+        change[:, heads] = (pattern - before)[:, heads]
+
+        def effect(share: float) -> float:
+            return float((twin.outcome({name: lambda _: before + share * change}) - twin.before).mean())  # noqa: B023
+
+        assert value == pytest.approx(slope(effect), abs=1e-6)
+        assert value != pytest.approx(plain[at, layer, head], abs=1e-4)
+
+
+def test_edges_equal_finite_differences(model, pair):
+    found = by_edge(attribute_edges(model, **pair, method="eap", batch_size=2))
+    fixed = by_edge(attribute_edges(model, **pair, method="atp_star"))
+    twin = Twin(model, *pair.values())
+    for edge, value in list(found.items())[::7]:
+        effect = slope(lambda share: twin.effect(*edge, freeze_mlps=True, share=share))  # noqa: B023
+        assert value == pytest.approx(effect, abs=1e-6)
+    for edge, value in fixed.items():
+        into_attention = edge[1].endswith((".q", ".k"))
+        assert (value == pytest.approx(found[edge], abs=1e-9)) != into_attention
+
+
+def test_the_qk_fix_of_an_edge(model, pair):
+    """An edge that brings all that another run says to a query changes attention as patching the query does."""
+    edges = by_edge(attribute_edges(model, **pair, method="atp_star"))
+    heads = by_head(attribute_heads(model, **pair, sites=["q", "k"], method="atp_star"))
+    for head in range(4):  # of layer 0, which reads the embedding alone
+        assert edges["input", f"L0H{head}.q"] == pytest.approx(heads["q", 0, head], abs=1e-9)
+        assert edges["input", f"L0KV{head // 2}.k"] == pytest.approx(heads["k", 0, head], abs=1e-9)
+
+
+def test_integrated_gradients_are_means_over_runs_between(model, pair):
+    clean, corrupted = pair.values()
+    steps = 3
+    heads = by_head(attribute_heads(model, **pair, method="ig_inputs", steps=steps))
+    inputs, activations = (
+        by_edge(attribute_edges(model, **pair, method=method, steps=steps))
+        for method in ("eap_ig_inputs", "eap_ig_activations")
+    )
+    whole = Twin(model, clean, corrupted)
+    name, first = "blocks.0.attn.hook_z", "blocks.0.hook_resid_pre"
+    said = {head: whole.other[name][:, :, head] - whole.base[name][:, :, head] for head in range(4)}
+    of_head, of_input, of_activation = 0.0, 0.0, 0.0
+    for step in range(1, steps + 1):
+        between = Twin(model, clean, corrupted, start=whole.moved(first, 1 - step / steps))
+
+        def move(share: float) -> float:
+            new = between.base[name].clone()  # noqa: B023
+            new[:, :, 2] += share * said[2]
+            return float((between.outcome({name: lambda _: new}) - between.before).mean())  # noqa: B023
+
+        def last(share: float) -> float:
+            """Head 2 to the logits, beside a run whose last residual stream is as in this one."""
+            wide = torch.zeros_like(whole.base[name])
+            wide[:, :, 2] = share * said[2]
+            added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
+            return float((between.outcome({"blocks.1.hook_resid_post": lambda x: x + added}) - between.before).mean())  # noqa: B023
+
+        of_head += slope(move) / steps
+        of_input += slope(last) / steps
+        halfway = whole.moved(name, 1 - step / steps)
+        base = whole.outcome({name: lambda _: halfway})  # noqa: B023
+
+        def after(share: float) -> float:
+            wide = torch.zeros_like(whole.base[name])
+            wide[:, :, 2] = share * said[2]
+            added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
+            frozen = {name: lambda _: halfway, "blocks.1.hook_resid_post": lambda x: x + added}  # noqa: B023
+            return float((whole.outcome(frozen) - base).mean())  # noqa: B023
+
+        of_activation += slope(after) / steps
+    assert heads["z", 0, 2] == pytest.approx(of_head, abs=1e-6)
+    assert inputs["L0H2", "logits"] == pytest.approx(of_input, abs=1e-6)
+    assert activations["L0H2", "logits"] == pytest.approx(of_activation, abs=1e-6)
+    assert len({round(value, 6) for value in (of_input, of_activation)}) == 2
+
+
+def test_on_padded_prompts_with_both_engines(random_hf_model):
+    """One prompt at a time needs no padding."""
+    model = ac.load(random_hf_model("llama", seed=2))
+    clean, corrupted = of_lengths((9, 6, 11), 0), of_lengths((9, 6, 11), 1)
+    padded = attribute_edges(model, clean=clean, corrupted=corrupted, method="eap")
+    assert padded.provenance.engine == "fast"
+    reference = attribute_edges(model, clean=clean, corrupted=corrupted, method="eap", engine="reference")
+    np.testing.assert_allclose(reference.frame["value"], padded.frame["value"], atol=1e-5)
+    assert padded.values is not None
+    for prompt, length in enumerate((9, 6, 11)):
+        cut = [ac.Prompts.from_tokens(some.tokens[[prompt], -length - 1 :].tolist()) for some in (clean, corrupted)]
+        pair = [some._take(torch.tensor([0])) for some in cut]
+        pair = [replace(some, targets=some.targets.tail(1).reset_index(drop=True), relations={}) for some in cut]
+        alone = attribute_edges(model, clean=pair[0], corrupted=pair[1], method="eap")
+        np.testing.assert_allclose(alone.frame["value"], padded.values[:, prompt], atol=1e-5)
+
+
+def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(char_tokenizer):
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
+    model = ac.planted(task, seed=0, strength=0.5)
+    places = {kind: f"L{layer}H{head}" for (layer, head), kind in model.kinds.items()}
+    shown = task.sample(4, char_tokenizer, seed=1)
+    pair: Any = {"clean": shown, "corrupted": task.corrupt(shown, "query", seed=2)}
+    aligner, lookups = places["align_query"], (places["lookup"], places["backup"])
+    true = {("input", f"{aligner}.v")}
+    true |= {edge for one in lookups for edge in ((aligner, f"{one}.q"), (one, "logits"))}
+    exact = by_edge(patch_edges(model, **pair, edges=true))
+    assert max(exact.values()) < -0.1
+    found = {method: by_edge(attribute_edges(model, **pair, method=method)) for method in ("eap", "eap_ig_inputs")}
+    best = sorted(found["eap_ig_inputs"].items(), key=lambda scored: -abs(scored[1]))[: len(true)]
+    assert {edge for edge, _ in best} == true
+    missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
+    assert missed["eap"] > 0.8 * -sum(exact.values()) > missed["eap_ig_inputs"]
+
+
+def test_refusals(model, pair):
+    for verb, wrong, message in (
+        (attribute_heads, {"method": "eap"}, "method='eap': choose one of 'atp', 'atp_star', 'ig_inputs'"),
+        (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),
+        (attribute_edges, {"steps": 0}, "steps=0: integrated gradients take at least 1"),
+        (attribute_edges, {"batch_size": 0}, "batch_size=0: give a positive number"),
+        (attribute_heads, {"sites": ["o"]}, "site='o': choose one of"),
+        (attribute_heads, {"kind": "first"}, "no targets of kind 'first'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(verb)(model, **{**pair, **wrong})  # annotations unchecked
+    with pytest.raises(ValueError, match="hook_pattern"):
+        attribute_heads(model, **pair, sites=["q"], method="atp_star", engine="fast")
