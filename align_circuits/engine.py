@@ -69,7 +69,7 @@ def forward(
             fires, or the logits are NaN.
     """
     check_fits(model, prompts)
-    _check_rows(prompts, prompt, query)
+    check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
     touched = {*reads, *changes_of(edits, model, Running(prompts, prompt[:0]))}
     ran = choose(model, engine, touched)
@@ -82,19 +82,19 @@ def forward(
     size = min(size, max(1, len(chosen)))
     with torch.no_grad(), evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
         while len(chosen):
-            batch = _Batch.of(prompts, chosen[:size], prompt, query, device)
+            batch = Batch.of(prompts, chosen[:size], prompt, query, device)
             hooked = _hooked(model, edits, reads, Running(prompts, chosen[:size]))
             try:
                 with model.hooks(fwd_hooks=[hook for probes in hooked for hook in probes.fwd_hooks]):
                     logits = run(model, batch, on_pattern, keep_logits=on_logits is not None)
             except RuntimeError as error:
-                if batch_size != "auto" or size == 1 or not _out_of_memory(error):
+                if batch_size != "auto" or size == 1 or not out_of_memory(error):
                     raise
                 size //= 2
                 continue
             for probes in hooked:
                 if ran == "fast" and probes.silent:
-                    raise _cannot(f"{probes.silent[0]} does not fire under it")
+                    raise cannot(f"{probes.silent[0]} does not fire under it")
                 probes.check()
             if logits.isnan().any():
                 raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
@@ -159,12 +159,13 @@ def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Li
     reason = why_not_fast(model)
     if engine == "fast":
         if reason:
-            raise _cannot(reason)
+            raise cannot(reason)
         return "fast"
     return "reference" if reason or _why_silent(model, touched) else "fast"
 
 
-def _cannot(reason: str) -> ValueError:
+def cannot(reason: str) -> ValueError:
+    """Returns the error of a fast engine that does not apply."""
     return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
 
 
@@ -186,7 +187,7 @@ def _hooked(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Some prompts on the model's device, without columns that are padding in all of them."""
 
     tokens: Int[Tensor, "prompt pos"]
@@ -201,7 +202,8 @@ class _Batch:
     @classmethod
     def of(
         cls, prompts: Prompts, chosen: Int[Tensor, " chosen"], prompt: Tensor, query: Tensor, device: torch.device
-    ) -> "_Batch":
+    ) -> "Batch":
+        """Takes the chosen prompts, ascending, with their rows."""
         rows = torch.arange(
             int(torch.searchsorted(prompt, chosen[0])), int(torch.searchsorted(prompt, chosen[-1], right=True))
         )
@@ -224,7 +226,7 @@ class _Batch:
 
 
 def _run_fast(
-    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+    model: Any, batch: Batch, on_pattern: OnPattern | None, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
     logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe))
@@ -234,7 +236,7 @@ def _run_fast(
 
 
 def _run_reference(
-    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+    model: Any, batch: Batch, on_pattern: OnPattern | None, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     def rows_of(layer: int, pattern: Float[Tensor, "prompt head pos pos"]) -> None:
         if on_pattern is not None:
@@ -251,7 +253,7 @@ def _run_reference(
     return logits
 
 
-def _bridge_logits(batch: _Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
+def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
     """Runs a bridge and returns the logits of the rows; no others are computed, so a large vocabulary costs little."""
     kept = batch.query.unique() if keep_logits else batch.query[:1]
     inputs: dict[str, Any] = dict(batch.inputs)
@@ -261,7 +263,12 @@ def _bridge_logits(batch: _Batch, keep_logits: bool, run: Callable[..., Tensor])
     return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
 
 
-def _check_rows(prompts: Prompts, prompt: Tensor, query: Tensor) -> None:
+def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:
+    """Raises unless rows ascend by prompt and ask at tokens.
+
+    Raises:
+        ValueError: They do not.
+    """
     if len(prompt) != len(query) or (prompt[1:] < prompt[:-1]).any():
         raise ValueError("rows need a prompt and a query each, and prompts ascend: sort the rows by prompt")
     if len(prompt) and (int(prompt[0]) < 0 or int(prompt[-1]) >= len(prompts)):
@@ -282,5 +289,6 @@ def _fitting_size(model: Any, prompts: Prompts, device: torch.device, ran: str) 
     return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def out_of_memory(error: RuntimeError) -> bool:
+    """Returns whether smaller batches may help."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

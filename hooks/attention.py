@@ -69,6 +69,11 @@ class Probe:
         return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=wide)
 
 
+Inside = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""(attention module, query `[prompt head pos d_head]`, key and value `[prompt key_head pos d_head]`, after rotation,
+scaling, sliding window) -> z `[prompt pos head d_head]`."""
+
+
 def probe_attention(
     module: nn.Module,
     query: Tensor,
@@ -76,9 +81,15 @@ def probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     attention_probe: Probe | None = None,
+    attention_inside: Inside | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer."""
+    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer.
+
+    With `attention_inside` it is computed there.
+    """
+    if attention_inside is not None:
+        return attention_inside(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
     output, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, attention_mask, **kwargs)
     if attention_probe is not None:
         attention_probe.seen += 1

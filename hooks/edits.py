@@ -25,6 +25,11 @@ class Running:
     prompts: Prompts
     rows: Int[Tensor, " prompt"]
     """Which of them are in the batch, in order."""
+    span: slice | None = None
+    """Which of their columns run; None for all, but for columns of padding left out on the left."""
+    source: Mapping[str, Float[Tensor, "batch ..."]] = field(default_factory=dict)
+    """By hook point, the activations of another run of the batch, at the columns of `span`: what a `Patch` without
+    values of its own puts in."""
 
     @classmethod
     def all_of(cls, prompts: Prompts) -> "Running":
@@ -39,7 +44,11 @@ class Running:
         """
         mask = self.prompts.mask[self.rows]
         left_out = mask.shape[1] - length
-        if batch != len(mask) or left_out < 0 or bool(mask[:, :left_out].any()):
+        if self.span is not None:
+            fits = length == self.span.stop - self.span.start
+        else:
+            fits = left_out >= 0 and not bool(mask[:, :left_out].any())
+        if batch != len(mask) or not fits:
             raise ValueError(
                 f"at {name!r} the model runs on {batch} prompts of {length} tokens, but the edit was made for "
                 f"{len(mask)} of {mask.shape[1]}: run it on those, all at once, or hand the edit over as `edits=`"
@@ -71,6 +80,10 @@ class Edit(ABC):
     @abstractmethod
     def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
         """Returns what happens to each activation, by the name of its hook point."""
+
+    def start(self, running: Running) -> int:  # noqa: ARG002 - what an edit does not know of itself
+        """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
+        return 0
 
 
 def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> dict[str, Change]:
@@ -121,20 +134,32 @@ class _Spot:
         """The number of tokens."""
         return self.old.shape[3 - self.dim]
 
+    @property
+    def columns_run(self) -> slice:
+        """Which columns of the prompts these tokens are."""
+        given = None if self.running is None else self.running.span
+        return slice(-self.length, None) if given is None else given
+
     def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
         """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
         self._check(values.shape[0], values.shape[1])
         values = values if self.running is None else values[self.running.rows]
-        return values[:, -self.length :].to(self.old.device)
+        return values[:, self.columns_run].to(self.old.device)
 
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
         self._check(values.shape[0], values.shape[3 - self.dim])
         if rows is None and self.running is not None:
             rows = self.running.rows
-        values = (values if rows is None else values[rows]).to(self.old.device)
-        values = values if self.columns is None else values.index_select(self.dim, self.columns)
-        return values[:, :, -self.length :, -self.length :] if self.dim == 1 else values[:, -self.length :]
+        values = values if rows is None else values[rows]
+        run = self.columns_run
+        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.old.device)
+        return values if self.columns is None else values.index_select(self.dim, self.columns)
+
+    def of_source(self) -> Tensor | None:
+        """Returns the same part of the run that `running` holds beside, if it does."""
+        values = None if self.running is None else self.running.source.get(self.name)
+        return values if values is None or self.columns is None else values.index_select(self.dim, self.columns)
 
     def _check(self, prompts: int, tokens: int) -> None:
         """Raises unless what an edit holds, for so many prompts and tokens, is for this run."""
@@ -173,6 +198,13 @@ class _AtSite(Edit):
             name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, running)
             for layer, columns in where.items()
         }
+
+    def start(self, running: Running) -> int:
+        """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
+        if self.positions is None:
+            return 0
+        columns = self.positions[running.rows].any(0).nonzero()
+        return int(columns[0]) if len(columns) else self.positions.shape[1]
 
     def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
         dim = 1 if self.site == "pattern" else 2
@@ -231,10 +263,13 @@ class Patch(_AtSite):
     """
 
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
-    """By hook point, the activations of the other run, all heads of them (`engine.capture`)."""
+    """By hook point, the activations of the other run, all heads of them (`engine.capture`). Leave them out where
+    `sweep.sweep` is given the other prompts."""
 
     def value(self, spot: _Spot) -> Tensor:
         """The other run's activation."""
+        if not self.values and (beside := spot.of_source()) is not None:
+            return beside
         if spot.name not in self.values:
             raise ValueError(f"no values for {spot.name!r}: this patch holds {', '.join(self.values) or 'none'}")
         return spot.of_run(self.values[spot.name])

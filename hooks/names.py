@@ -1,6 +1,7 @@
 """The names of hook points, as TransformerLens spells them."""
 
-from typing import Literal, get_args
+import re
+from typing import Literal, cast, get_args
 
 HeadSite = Literal["z", "q", "k", "v", "pattern"]
 """What each head has of its own. `z`: what it read, before the output matrix; `q`, `k`, `v`: before rotation, all of
@@ -19,3 +20,11 @@ LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
 def name_of(site: Site, layer: int) -> str:
     """Returns the hook point of a site in a layer."""
     return f"blocks.{layer}.attn.hook_{site}" if site in HEAD_SITES else f"blocks.{layer}.hook_{site}"
+
+
+def site_of(name: str) -> tuple[int, Site] | None:
+    """Returns layer and site of a hook point, or None for one that is no site."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(?:attn\.)?hook_(\w+)", name)
+    if match is None or name_of(cast(Site, match[2]), int(match[1])) != name:
+        return None
+    return (int(match[1]), cast(Site, match[2])) if match[2] in HEAD_SITES + LAYER_SITES else None

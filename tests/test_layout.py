@@ -23,6 +23,7 @@ ORDER = [
     "tasks",
     "models",
     "engine",
+    "sweep",
     "metrics",
     "scoring",
     "nulls",
