@@ -127,8 +127,12 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
     batch = Batch.of(job.prompts, chosen, job.prompt, job.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
     here = Running(job.prompts, chosen)
-    starts = [min((edit.start(here) for edit in edits), default=end) - batch.cropped for edits in job.cells]
-    starts = [min(max(0, start), end) for start in starts]
+    apart = _apart(job, chosen)
+    starts = [
+        min((max(edit.start(here), apart if _waits(edit) else 0) for edit in edits), default=end + batch.cropped)
+        for edits in job.cells
+    ]
+    starts = [min(max(0, start - batch.cropped), end) for start in starts]
     cone = Cone(
         job.model, batch.tokens[:, :end], batch.mask[:, :end], queries=queries, keep=starts_from(job.names),
         starts=[start for start in starts if start < end] or [end],
@@ -161,6 +165,19 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
                 hand_over(some[place], logits)
 
 
+def _apart(job: _Job, chosen: Int[Tensor, " prompt"]) -> int:
+    """The first column at which the other prompts differ: before it, what they put in is what there is."""
+    if job.source is None:
+        return 0
+    columns = (job.source.tokens[chosen] != job.prompts.tokens[chosen]).any(0).nonzero()
+    return int(columns[0]) if len(columns) else job.prompts.mask.shape[1]
+
+
+def _waits(edit: Edit) -> bool:
+    """Whether an edit puts in what the other prompts give."""
+    return isinstance(edit, Patch) and not edit.values
+
+
 def _budget(job: _Job, device: torch.device) -> int:
     """How many tokens keep the device busy without filling its memory."""
     if device.type != "cuda":
@@ -185,7 +202,7 @@ def _filled(
             held = capture(job.model, job.source, _next_names(job, index), engine=engine, batch_size=batch_size)
         yield (
             index,
-            [replace(edit, values=held) if isinstance(edit, Patch) and not edit.values else edit for edit in edits],
+            [replace(edit, values=held) if _waits(edit) else edit for edit in edits],
         )
 
 

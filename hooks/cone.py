@@ -275,24 +275,32 @@ class Cone:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
-        """Softmax over both; the cells of a prompt share its past, whose keys and values are never copied."""
-        start, cells = some.start, len(some.running)
-        past_key, past_value = (part[:, :, :start] for part in self._past[layer])
-        prompts, key_heads, asked, width = past_key.shape[0], key.shape[1], query.shape[2], query.shape[3]
-        shape = (cells, prompts, key_heads, -1, width)  # heads that share a key head, and their queries, side by side
-        query = (query * scaling).reshape(shape)
-        own = query @ key.reshape(shape).mT
-        together = query.transpose(0, 1).transpose(1, 2).flatten(2, 3)
-        past = (together @ past_key.mT).unflatten(2, (cells, -1)).transpose(1, 2).transpose(0, 1)
-        visible = self._visible(start, window, queries).repeat(1, query.shape[3] // asked, 1)[:, None]
-        own = own.masked_fill(~visible[..., start:], -torch.inf)
-        if self.real is not None or window is not None:
-            past = past.masked_fill(~visible[..., :start], -torch.inf)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        weights = torch.cat([past, own], -1).softmax(-1, dtype=wide).to(value.dtype)
-        z = weights[..., start:] @ value.reshape(shape)
-        together = weights[..., :start].transpose(0, 1).transpose(1, 2).flatten(2, 3)
-        z = z + (together @ past_value).unflatten(2, (cells, -1)).transpose(1, 2).transpose(0, 1)
+        """Attention to both, fused: a few cells at a time stand side by side behind one copy of their prompt's past."""
+        start, cells, (key_heads, length, width) = some.start, len(some.running), key.shape[1:]
+        few = max(1, round((start / length) ** 0.5))  # a copy costs start / few, what cells cannot see few * length
+        few = max(size for size in range(1, few + 1) if cells % size == 0)
+        past = (part[:, :, :start] for part in self._past[layer])
+        prompts, asked = len(self.tokens), query.shape[2]
+        split = (cells // few, few, prompts, key_heads)
+
+        def behind(before: Tensor, own: Tensor) -> Tensor:
+            own = own.reshape(*split, length, width).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+            return torch.cat([before.expand(len(own), *before.shape), own], 3).flatten(0, 1)
+
+        folded = query.reshape(*split, -1, asked, width).permute(0, 2, 3, 4, 1, 5, 6)
+        mask = self._visible(start, window, queries)
+        apart = torch.eye(few, dtype=torch.bool, device=mask.device)[:, None, :, None]
+        own = (mask[:, None, :, None, start:] & apart).flatten(1, 2).flatten(2, 3)
+        mask = torch.cat([mask[..., :start].repeat(1, few, 1), own], 2).repeat(1, folded.shape[3], 1)[:, None]
+        keys, values = (behind(*pair) for pair in zip(past, (key, value), strict=True))
+        z = nn.functional.scaled_dot_product_attention(
+            folded.flatten(0, 1).flatten(2, 4),
+            keys,
+            values,
+            mask.repeat(len(keys) // len(mask), 1, 1, 1) if len(mask) > 1 else mask,
+            scale=scaling,
+        )
+        z = z.view(split[0], prompts, key_heads, -1, few, asked, width).permute(0, 4, 1, 2, 3, 5, 6)
         return z.reshape(cells * prompts, -1, asked, width).transpose(1, 2)
 
     def _visible(self, start: int, window: int | None, queries: Tensor | None) -> Bool[Tensor, "#prompt query pos"]:
