@@ -54,8 +54,8 @@ def sweep(
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
         engine: `"fast"` and `"auto"` take the cone where the fast engine applies and every edit is at one of
             `hooks.cone.CONE_SITES`; else they run the cells one by one, as `forward` does.
-        batch_size: Prompts a batch, and copies of them for cells; `"auto"` fits both to the device. It changes no
-            result.
+        batch_size: Whole prompts a batch, those of all cells together; `"auto"` fits them to the device and halves
+            them on out-of-memory. It changes no result.
 
     Returns:
         What ran: `"cone"`, `"fast"` or `"reference"`.
@@ -113,7 +113,9 @@ def _in_batches(job: _Job, batch_size: int | Literal["auto"]) -> None:
     size = max(1, budget // job.prompts.mask.shape[1]) if batch_size == "auto" else batch_size
     while len(chosen):
         try:
-            _all_cells(job, chosen[:size], device, None if batch_size != "auto" else budget)
+            _all_cells(
+                job, chosen[:size], device, budget if batch_size == "auto" else batch_size * job.prompts.mask.shape[1]
+            )
         except RuntimeError as error:
             if batch_size != "auto" or not out_of_memory(error) or (size == 1 and budget == 1):
                 raise
@@ -122,8 +124,8 @@ def _in_batches(job: _Job, batch_size: int | Literal["auto"]) -> None:
         chosen = chosen[size:]
 
 
-def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, budget: int | None) -> None:
-    """Runs every cell on some prompts; `budget` is the number of tokens in a batch, None for one cell at a time."""
+def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, budget: int) -> None:
+    """Runs every cell on some prompts, at most `budget` tokens a batch, but at least one cell."""
     batch = Batch.of(job.prompts, chosen, job.prompt, job.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
     here = Running(job.prompts, chosen)
@@ -155,7 +157,7 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
                 hand_over(index, cone.logits)
             continue
         group.sort(key=lambda index: order_of(dict.fromkeys(job.names[index], lambda _: None)))
-        at_once = 1 if budget is None else max(1, budget // (len(chosen) * (end - start)))
+        at_once = max(1, budget // (len(chosen) * (end - start)))
         span = slice(batch.cropped + start, batch.cropped + end)
         source = {name: values[:, start - cone.start :] for name, values in beside.items()}
         running = Running(job.prompts, chosen, span, source)

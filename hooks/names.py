@@ -24,7 +24,7 @@ def name_of(site: Site, layer: int) -> str:
 
 def site_of(name: str) -> tuple[int, Site] | None:
     """Returns layer and site of a hook point, or None for one that is no site."""
-    match = re.fullmatch(r"blocks\.(\d+)\.(?:attn\.)?hook_(\w+)", name)
-    if match is None or name_of(cast(Site, match[2]), int(match[1])) != name:
+    match = re.fullmatch(r"blocks\.(\d+)\.(attn\.)?hook_(\w+)", name)
+    if match is None or match[3] not in (HEAD_SITES if match[2] else LAYER_SITES):
         return None
-    return (int(match[1]), cast(Site, match[2])) if match[2] in HEAD_SITES + LAYER_SITES else None
+    return int(match[1]), cast(Site, match[3])
