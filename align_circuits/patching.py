@@ -9,7 +9,7 @@ from torch import Tensor
 from align_circuits.ablation import NO_HEAD, all_heads, change, effects_table
 from align_circuits.evaluate import predict_each
 from align_circuits.hooks.edits import Head, Patch, layers_of
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site
+from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
 from align_circuits.tables import Provenance, Table
@@ -44,9 +44,9 @@ def patch_heads(
         clean: Prompts with targets.
         corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
         direction: Which run is patched.
-        sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"pattern"`), or of each layer (`"resid_pre"`,
-            `"resid_post"`, `"mlp_out"`), whose rows have head = -1. Under grouped-query attention the heads that share
-            a key head are patched together at `"k"` and `"v"`, and have equal rows.
+        sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"rot_q"`, `"rot_k"`, `"pattern"`), or of each
+            layer (`"resid_pre"`, `"resid_post"`, `"mlp_out"`), whose rows have head = -1. Under grouped-query attention
+            the heads that share a key head are patched together at `"k"`, `"rot_k"` and `"v"`, and have equal rows.
         heads: Which heads, or the layers of which heads; all by default.
         positions: At which tokens: masks by name, each patched on its own; `"groups"` for `position_groups(clean)`; by
             default all tokens at once.
@@ -75,7 +75,7 @@ def patch_heads(
     for site in sites:
         for layer in sorted({layer for layer, _ in chosen}):
             for together in _together(model.cfg, site, layer, chosen):
-                place: dict[str, Any] = {"heads": together} if site in HEAD_SITES else {"layers": [layer]}
+                place: dict[str, Any] = {"layers": [layer]} if site in LAYER_SITES else {"heads": together}
                 for name, mask in masks.items():
                     everywhere = name == EVERYWHERE and bool((mask == clean.mask).all())
                     cells.append([Patch(**place, site=site, positions=None if everywhere else mask)])
@@ -127,6 +127,8 @@ def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[
     """The heads of a layer that are patched at once: those that share a key head, or a whole layer."""
     if site in LAYER_SITES:
         return [[(layer, NO_HEAD)]]
-    shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
+    shared = (
+        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
+    )
     firsts = sorted({head // shared * shared for where, head in chosen if where == layer})
     return [[(layer, first + place) for place in range(shared)] for first in firsts]

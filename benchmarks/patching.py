@@ -4,19 +4,22 @@ Random Llamas, float32 on the CPU, a prompt of 448 tokens. Both patch z of every
 corrupted one and measure the mean log-probability of the gold tokens; both make their own clean activations.
 TransformerLens gets them through a names filter, and its best batch size, found by timing. `patch_heads` also measures
 accuracy and computes intervals. Three sweeps: the last 28 tokens edited, in 8 and in 16 layers of 8 heads; and all 448
-tokens edited, where the two prompts share no token that comes before.
+tokens edited, where the two prompts share no token that comes before. Every patched run of TransformerLens costs the
+same, so with `--sample` it patches evenly spread heads only, and the time of that part is scaled up.
 
 The contestants take turns on one thread, and processor time is counted, so that a busy machine disturbs little; the
 ratio is the median over rounds of the ratio within a round.
 
-    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 1]
+    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 1] [--sample 0]
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
+import pandas as pd
 import torch
 from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +29,8 @@ from align_circuits.models.tokenizer import char_tokenizer
 
 TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
 EDITED, HEADS = 28, 8
+
+Metric = Callable[[torch.Tensor], torch.Tensor]
 
 
 def network(layers: int, width: int) -> LlamaForCausalLM:
@@ -38,7 +43,14 @@ def network(layers: int, width: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def compare(name: str, layers: int, width: int, count: int, rounds: int, *, whole: bool) -> None:
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns the processor time of a call, and what it returned."""
+    started = time.process_time()
+    result = run()
+    return time.process_time() - started, result
+
+
+def compare(name: str, layers: int, width: int, count: int, rounds: int, sample: int, *, whole: bool) -> None:
     """Prints what each contestant costs, and how far their results lie apart."""
     model = ac.load(network(layers, width), tokenizer=char_tokenizer())
     clean = TASK.sample(count, model.tokenizer, references=False)
@@ -47,32 +59,43 @@ def compare(name: str, layers: int, width: int, count: int, rounds: int, *, whol
     edited = torch.arange(clean.mask.shape[1]) >= (0 if whole else clean.mask.shape[1] - EDITED)
     masks = {"edited": edited.expand_as(clean.mask)}
 
-    def metric_of(first: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def metric_of(first: int, size: int) -> Metric:
         mine = (clean.column("prompt") >= first) & (clean.column("prompt") < first + size)
         rows, queries = clean.column("prompt")[mine] - first, clean.column("query_pos")[mine]
         return lambda logits: logits[rows, queries].log_softmax(-1).gather(1, gold[mine, None]).sum() / len(gold)
 
-    def theirs(size: int) -> torch.Tensor:
-        total = torch.zeros(layers, HEADS)
+    every = [(layer, head) for layer in range(layers) for head in range(HEADS)]
+    some = every[:: max(1, len(every) // sample)] if sample else every
+    index = pd.DataFrame(some, columns=["layer", "head"])
+
+    def theirs(size: int) -> tuple[float, torch.Tensor]:
+        spent, total = 0.0, torch.zeros(len(some))
         for first in range(0, count, size):
-            some, other = clean.tokens[first : first + size], corrupted.tokens[first : first + size]
-            _, cache = model.run_with_cache(some, names_filter=lambda name: name.endswith("hook_z"))
+            tokens, other = clean.tokens[first : first + size], corrupted.tokens[first : first + size]
             metric = metric_of(first, size)
-            before = metric(model(other))
-            total += patching.get_act_patch_attn_head_out_all_pos(model, other, cache, metric) - before
-        return total
+
+            def before(tokens: torch.Tensor = tokens, other: torch.Tensor = other, metric: Metric = metric) -> Any:
+                _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))
+                return cache, metric(model(other))
+
+            seconds, (cache, unpatched) = timed(before)
+            spent += seconds
+            options: Any = {"index_axis_names": None, "index_df": index}
+            seconds, patched = timed(
+                lambda other=other, cache=cache, metric=metric, options=options: (
+                    patching.get_act_patch_attn_head_out_all_pos(model, other, cache, metric, **options)
+                )
+            )
+            spent += seconds * len(every) / len(some)
+            total += patched - unpatched
+        return spent, total
 
     def mine() -> torch.Tensor:
         table = ac.patch_heads(model, clean=clean, corrupted=corrupted, positions=masks)
         if table.provenance.engine != "cone":
             raise RuntimeError(f"the {table.provenance.engine} engine ran, not the cone")
         values = table.where(kind="all", metric="log_prob").frame.sort_values(["layer", "head"])["value"]
-        return torch.tensor(values.to_numpy()).view(layers, HEADS)
-
-    def timed(run: Callable[[], object]) -> tuple[float, object]:
-        started = time.process_time()
-        result = run()
-        return time.process_time() - started, result
+        return torch.tensor(values.to_numpy()).view(layers, HEADS)[index["layer"], index["head"]]
 
     with torch.no_grad():
         sizes = [size for size in (1, 2, 4, 8) if count % size == 0]
@@ -80,11 +103,12 @@ def compare(name: str, layers: int, width: int, count: int, rounds: int, *, whol
                 for size in sizes}  # fmt: skip
         best = min(sizes, key=cost.__getitem__)
         mine()
-        rows = [(timed(lambda: theirs(best)), timed(mine)) for _ in range(rounds)]
+        rows = [(theirs(best), timed(mine)) for _ in range(rounds)]
     ratio = median(theirs[0] / own[0] for theirs, own in rows)
-    apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rows)  # pyright: ignore[reportAttributeAccessIssue]
+    apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rows)
     print(
-        f"{name:38s} TransformerLens (batch {best}) {median(t[0] for t, _ in rows):7.2f} s, patch_heads "
+        f"{name:38s} TransformerLens ({len(some)} of {len(every)} heads, batch {best}) "
+        f"{median(t[0] for t, _ in rows):7.2f} s, patch_heads "
         f"{median(m[0] for _, m in rows):6.3f} s, {ratio:6.1f}x, apart {apart:.0e}",
         flush=True,
     )
@@ -95,6 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
     parser.add_argument("--cases", default="8,16,whole")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,4 +131,4 @@ if __name__ == "__main__":
     }
     for case in arguments.cases.split(","):
         title, depth, everything = cases[case]
-        compare(title, depth, arguments.width, arguments.prompts, arguments.rounds, whole=everything)
+        compare(title, depth, arguments.width, arguments.prompts, arguments.rounds, arguments.sample, whole=everything)

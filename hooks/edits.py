@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, name_of
 from align_circuits.hooks.probes import Change, Probes, tried
 from align_circuits.prompts import Prompts
 
@@ -92,7 +92,7 @@ def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> di
     for edit in edits:
         for name, change in edit.changes(model.cfg, running).items():
             together.setdefault(name, []).append(change)
-    return {name: _in_order(changes) for name, changes in together.items()}
+    return {name: in_order(changes) for name, changes in together.items()}
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class _Spot:
     columns: Int[Tensor, " column"] | None
     """The heads, or key heads, that it was taken from; None for all there is."""
     dim: int
-    """The dimension of heads: 1 in a pattern, else 2."""
+    """The dimension of heads: 1 in a pattern and in rotated queries and keys, else 2."""
     running: Running | None
 
     @property
@@ -153,7 +153,11 @@ class _Spot:
             rows = self.running.rows
         values = values if rows is None else values[rows]
         run = self.columns_run
-        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.old.device)
+        if self.dim == 1:
+            values = values[:, :, run, run] if self.name.endswith("hook_pattern") else values[:, :, run]
+        else:
+            values = values[:, run]
+        values = values.to(self.old.device)
         return values if self.columns is None else values.index_select(self.dim, self.columns)
 
     def of_source(self) -> Tensor | None:
@@ -207,7 +211,7 @@ class _AtSite(Edit):
         return int(columns[0]) if len(columns) else self.positions.shape[1]
 
     def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
-        dim = 1 if self.site == "pattern" else 2
+        dim = 1 if self.site in ("pattern", *ROTATED_SITES) else 2
         columns = None if columns is None else columns.to(activation.device)
         old = activation if columns is None else activation.index_select(dim, columns)
         spot = _Spot(name, old, columns, dim, running)
@@ -226,9 +230,10 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
         ValueError: An unknown site, a head or layer that the model does not have, heads where layers should be named,
             or some but not all heads that share a key head.
     """
-    if site not in HEAD_SITES + LAYER_SITES:
-        raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
-    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: 1 if site in HEAD_SITES else -1]
+    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
+    if site not in known:
+        raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
+    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: -1 if site in LAYER_SITES else 1]
     if not len(named) or len(others):
         raise ValueError(f"an edit of {site!r} takes place at {kind}: name at least one, and no {other}")
     if site in LAYER_SITES:
@@ -240,7 +245,9 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
             f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
             f"{cfg.n_heads - 1}"
         )
-    shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
+    shared = (
+        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
+    )
     columns: dict[int, Tensor | None] = {}
     for layer in sorted({layer for layer, _ in heads}):
         mine = {head for where, head in heads if where == layer}
@@ -346,8 +353,7 @@ class Ablate(_AtSite):
 class Clamp(Edit):
     """Makes heads attend where a relation says: equally to all its keys, at the positions that ask.
 
-    What it does to the output is what the attention alone explains. It works through `pattern`, so with the reference
-    engine.
+    What it does to the output is what the attention alone explains.
     """
 
     heads: Sequence[Head]
@@ -411,7 +417,9 @@ class Steer(_AtSite):
         return spot.old + self.scale * self.vector.to(spot.old)
 
 
-def _in_order(changes: Sequence[Change]) -> Change:
+def in_order(changes: Sequence[Change]) -> Change:
+    """Returns one change that makes several, each on what the last one left."""
+
     def all_of_them(activation: Tensor) -> Tensor:
         for change in changes:
             new = change(activation)

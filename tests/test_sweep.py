@@ -229,12 +229,16 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
     prompts = prompts_of(PLAIN, 0)
     rows, llama = every_row(prompts), models("llama", torch.float32)
     pattern, q = [[ac.Ablate([(0, 1)], site=site)] for site in ("pattern", "q")]
-    assert logits_of(llama, prompts, [q], rows)[1] == "fast"
-    assert logits_of(llama, prompts, [q, pattern], rows)[1] == "reference"
+    gpt2 = models("gpt2", torch.float32)
+    assert logits_of(llama, prompts, [q, pattern], rows)[1] == "fast"
+    assert logits_of(gpt2, prompts, [q, pattern], rows)[1] == "reference"
     other = ac.load(random_hf_model("gemma2"))
     zero = [ac.Ablate([(0, 1)])]
     assert logits_of(other, prompts, [zero], rows)[1] == "reference"
-    for model, cell, message in [(other, zero, "Gemma2ForCausalLM caps its attention scores"), (llama, pattern, "not fire")]:
+    for model, cell, message in [
+        (other, zero, "Gemma2ForCausalLM caps its attention scores"),
+        (gpt2, q, "not fire"),
+    ]:
         with pytest.raises(ValueError, match=message):
             logits_of(model, prompts, [cell], rows, engine="fast")
 
