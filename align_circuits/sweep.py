@@ -17,7 +17,7 @@ from align_circuits.hooks.probes import evaluating
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts import Prompts
 
-CPU_TOKENS = 2048
+CPU_TOKENS = 4096
 """Tokens a batch on the CPU, those of all cells together."""
 
 _KEPT = 2**28

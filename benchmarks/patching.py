@@ -1,16 +1,16 @@
 """What patching all heads costs: `patch_heads` beside TransformerLens's own `patching`.
 
-Random Llamas, float32 on the CPU, a prompt of 448 tokens. Both patch z of every head from the clean prompt into the
+Random Llamas, float32 on the CPU, four prompts of 448 tokens. Both patch z of every head from the clean prompt into the
 corrupted one and measure the mean log-probability of the gold tokens; both make their own clean activations.
 TransformerLens gets them through a names filter, and its best batch size, found by timing. `patch_heads` also measures
 accuracy and computes intervals. Three sweeps: the last 28 tokens edited, in 8 and in 16 layers of 8 heads; and all 448
-tokens edited, where the two prompts share no token that comes before. Every patched run of TransformerLens costs the
+tokens edited, in prompts that differ from the first example on. Every patched run of TransformerLens costs the
 same, so with `--sample` it patches evenly spread heads only, and the time of that part is scaled up.
 
 The contestants take turns on one thread, and processor time is counted, so that a busy machine disturbs little; the
 ratio is the median over rounds of the ratio within a round.
 
-    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 1] [--sample 0]
+    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 4] [--sample 0]
 """
 
 import argparse
@@ -95,7 +95,7 @@ def compare(name: str, layers: int, width: int, count: int, rounds: int, sample:
         if table.provenance.engine != "cone":
             raise RuntimeError(f"the {table.provenance.engine} engine ran, not the cone")
         values = table.where(kind="all", metric="log_prob").frame.sort_values(["layer", "head"])["value"]
-        return torch.tensor(values.to_numpy()).view(layers, HEADS)[index["layer"], index["head"]]
+        return torch.tensor(values.to_numpy())[[every.index(head) for head in some]]
 
     with torch.no_grad():
         sizes = [size for size in (1, 2, 4, 8) if count % size == 0]
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
     parser.add_argument("--cases", default="8,16,whole")
     arguments = parser.parse_args()
