@@ -10,12 +10,14 @@ same, so with `--sample` it patches evenly spread heads only, and the time of th
 The contestants take turns on one thread, and processor time is counted, so that a busy machine disturbs little; the
 ratio is the median over rounds of the ratio within a round.
 
-    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 4] [--sample 0]
+    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 4] [--sample 0] [--out FOLDER]
 """
 
 import argparse
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,11 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.tables import Provenance, Table
 
 TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
 EDITED, HEADS = 28, 8
 
 Metric = Callable[[torch.Tensor], torch.Tensor]
+Row = tuple[str, str, str, float, float, float, int]
+"""Sweep, contestant, measure; median, least and most of the rounds, and their number."""
 
 
 def network(layers: int, width: int) -> LlamaForCausalLM:
@@ -43,6 +48,13 @@ def network(layers: int, width: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def processor() -> str:
+    """Returns what the machine calls its processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     """Returns the processor time of a call, and what it returned."""
     started = time.process_time()
@@ -50,8 +62,8 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, result
 
 
-def compare(name: str, layers: int, width: int, count: int, rounds: int, sample: int, *, whole: bool) -> None:
-    """Prints what each contestant costs, and how far their results lie apart."""
+def compare(name: str, layers: int, width: int, count: int, rounds: int, sample: int, *, whole: bool) -> list[Row]:
+    """Prints what each contestant costs and how far their results lie apart, and returns it."""
     model = ac.load(network(layers, width), tokenizer=char_tokenizer())
     clean = TASK.sample(count, model.tokenizer, references=False)
     corrupted = TASK.corrupt(clean, "labels" if whole else "query")
@@ -104,14 +116,18 @@ def compare(name: str, layers: int, width: int, count: int, rounds: int, sample:
         best = min(sizes, key=cost.__getitem__)
         mine()
         rows = [(theirs(best), timed(mine)) for _ in range(rounds)]
-    ratio = median(theirs[0] / own[0] for theirs, own in rows)
     apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rows)
-    print(
-        f"{name:38s} TransformerLens ({len(some)} of {len(every)} heads, batch {best}) "
-        f"{median(t[0] for t, _ in rows):7.2f} s, patch_heads "
-        f"{median(m[0] for _, m in rows):6.3f} s, {ratio:6.1f}x, apart {apart:.0e}",
-        flush=True,
-    )
+    patched = f"TransformerLens ({len(some)} of {len(every)} heads)" if sample else "TransformerLens"
+    measured = {
+        (patched, "seconds"): [theirs[0] for theirs, _ in rows],
+        ("patch_heads", "seconds"): [own[0] for _, own in rows],
+        ("patch_heads", "times as fast"): [theirs[0] / own[0] for theirs, own in rows],
+        ("patch_heads", "furthest apart, nats"): [apart],
+    }
+    found = [(name, *key, median(v), min(v), max(v), len(v)) for key, v in measured.items()]
+    for row in found:
+        print("{:38s} {:36s} {:22s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
+    return found
 
 
 if __name__ == "__main__":
@@ -120,15 +136,22 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
+    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     parser.add_argument("--cases", default="8,16,whole")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{arguments.prompts} prompt(s), width {arguments.width}, one thread, median of {arguments.rounds} rounds")
     cases = {
         "8": ("8 layers, the last 28 of 448 tokens", 8, False),
         "16": ("16 layers, the last 28 of 448 tokens", 16, False),
         "whole": ("8 layers, all 448 tokens", 8, True),
     }
+    lines: list[Row] = []
     for case in arguments.cases.split(","):
         title, depth, everything = cases[case]
-        compare(title, depth, arguments.width, arguments.prompts, arguments.rounds, arguments.sample, whole=everything)
+        lines += compare(
+            title, depth, arguments.width, arguments.prompts, arguments.rounds, arguments.sample, whole=everything
+        )
+        if arguments.out:
+            columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
+            settings = {**vars(arguments), "processor": processor(), "threads": 1, "time": "of the processor"}
+            Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
