@@ -67,9 +67,9 @@ def sweep(
     check_rows(prompts, prompt, query)
     if batch_size != "auto" and batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: give a positive number of prompts, or 'auto'")
-    if source is not None and source.mask.shape != prompts.mask.shape:
+    if source is not None and not torch.equal(source.mask, prompts.mask):
         raise ValueError(
-            f"the other run holds {len(source)} prompts of {source.mask.shape[1]} tokens, but the model runs on "
+            f"the other run holds {len(source)} prompts of up to {source.mask.shape[1]} tokens, but the model runs on "
             f"{len(prompts)} of {prompts.mask.shape[1]}: they must match, prompt by prompt and token by token"
         )
     nothing = Running(prompts, prompt[:0])

@@ -506,7 +506,7 @@ class TestRefusals:
 
     def test_unknown_names(self, models):
         model, wrong = models("llama"), {"site": "attn"}
-        with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, resid_pre"):
+        with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
             unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
         with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
             ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])

@@ -250,7 +250,7 @@ def test_refusals(models):
     for options, message in [
         ({"batch_size": 0}, "batch_size=0: give a positive number"),
         ({"engine": "cone"}, "engine='cone': choose 'auto'"),
-        ({"source": prompts[:2]}, "the other run holds 2 prompts of 9 tokens, .* 3 of 9: they must match"),
+        ({"source": prompts[:2]}, "the other run holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match"),
     ]:
         with pytest.raises(ValueError, match=message):
             plain(model, prompts, [[]], **rows, on_logits=lambda *_: None, **options)
