@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.engine import capture, choose, forward
-from align_circuits.evaluate import Predictions, by_kind, predict, prompt_means
-from align_circuits.hooks.edits import Ablate, Head, Reference, groups_of, layers_of
+from align_circuits.engine import capture, forward
+from align_circuits.evaluate import Predictions, by_kind, predict_each, prompt_means
+from align_circuits.hooks.edits import Ablate, Edit, Head, Patch, Reference, groups_of, layers_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
@@ -59,15 +59,17 @@ def ablate_heads(
     if chosen:
         layers_of(model.cfg, "z", chosen)
     layers = sorted({layer for layer, _ in chosen})
-    ran = choose(model, engine, [name_of("z", layer) for layer in layers])  # the same for all runs
-    options: dict[str, Any] = {"engine": ran, "batch_size": batch_size}
-    intact, _ = predict(model, prompts, **options)
-    changes = {}
-    for some in [[layer] for layer in layers] if how == "resample" else [layers]:  # means are small
-        held = reference_of(model, reference or prompts, how, layers=some, **options)
-        for head in (head for head in chosen if head[0] in some):
-            ablated, _ = predict(model, prompts, edits=[Ablate([head], how=how, reference=held)], **options)
-            changes[head] = change(intact, ablated)
+    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
+    cells: list[Sequence[Edit]] = [[]]  # the first is the intact run
+    others = None
+    if how == "resample":
+        others = _resampled(reference or prompts)
+        cells += [[Patch([head])] for head in chosen]
+    else:
+        held = reference_of(model, reference or prompts, how, layers=layers, **options)
+        cells += [[Ablate([head], how=how, reference=held)] for head in chosen]
+    (intact, *ablated), ran = predict_each(model, prompts, cells, source=others, **options)
+    changes = {head: change(intact, after) for head, after in zip(chosen, ablated, strict=True)}
     provenance = Provenance(
         "ablate_heads",
         settings={"how": how, "reference": (reference or prompts).digest},
@@ -110,15 +112,25 @@ def reference_of(
     if how == "zero":
         return Reference()
     if how == "resample":
-        if len(prompts) < 2 or not bool(prompts.mask.all()):
-            raise ValueError(
-                f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
-                "resampling takes at least two, of one length"
-            )
+        _check_resampled(prompts)
         return Reference(values=capture(model, prompts, names, engine=engine, batch_size=batch_size))
     if site == "pattern":
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
     return Reference(means=_means(model, prompts, names, engine=engine, batch_size=batch_size))
+
+
+def _check_resampled(prompts: Prompts) -> None:
+    if len(prompts) < 2 or not bool(prompts.mask.all()):
+        raise ValueError(
+            f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
+            "resampling takes at least two, of one length"
+        )
+
+
+def _resampled(prompts: Prompts) -> Prompts:
+    """The prompt after each, whose activations stand in for its own."""
+    _check_resampled(prompts)
+    return prompts[[*range(1, len(prompts)), 0]]
 
 
 def _means(model: Any, prompts: Prompts, names: Sequence[str], **options: Any) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from align_circuits.hooks.attention import Probe, raw_attention, why_not_fast
-from align_circuits.hooks.edits import Edit, Running, changes_of
-from align_circuits.hooks.names import name_of
+from align_circuits.hooks.attention import Probe, Within, raw_attention, why_not_fast
+from align_circuits.hooks.edits import Edit, Running, changes_of, in_order
+from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, evaluating, tried
 from align_circuits.models.protocol import HookedModel, check_fits, device_of
 from align_circuits.prompts import Prompts
@@ -69,7 +69,7 @@ def forward(
             fires, or the logits are NaN.
     """
     check_fits(model, prompts)
-    _check_rows(prompts, prompt, query)
+    check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
     touched = {*reads, *changes_of(edits, model, Running(prompts, prompt[:0]))}
     ran = choose(model, engine, touched)
@@ -82,19 +82,21 @@ def forward(
     size = min(size, max(1, len(chosen)))
     with torch.no_grad(), evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
         while len(chosen):
-            batch = _Batch.of(prompts, chosen[:size], prompt, query, device)
+            batch = Batch.of(prompts, chosen[:size], prompt, query, device)
             hooked = _hooked(model, edits, reads, Running(prompts, chosen[:size]))
+            hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
+            within = [hook for hook in hooks if ran == "fast" and _is_inside(hook[0])]
             try:
-                with model.hooks(fwd_hooks=[hook for probes in hooked for hook in probes.fwd_hooks]):
-                    logits = run(model, batch, on_pattern, keep_logits=on_logits is not None)
+                with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
+                    logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
             except RuntimeError as error:
-                if batch_size != "auto" or size == 1 or not _out_of_memory(error):
+                if batch_size != "auto" or size == 1 or not out_of_memory(error):
                     raise
                 size //= 2
                 continue
             for probes in hooked:
                 if ran == "fast" and probes.silent:
-                    raise _cannot(f"{probes.silent[0]} does not fire under it")
+                    raise cannot(f"{probes.silent[0]} does not fire under it")
                 probes.check()
             if logits.isnan().any():
                 raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
@@ -121,13 +123,15 @@ def capture(
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         is_pattern = name.endswith(("hook_pattern", "hook_attn_scores"))
-        missing = length - activation.shape[2 if is_pattern else 1]
-        padding = [missing, 0, missing, 0] if is_pattern else [0, 0] * (activation.ndim - 2) + [missing, 0]
+        heads_first = is_pattern or name.endswith(("hook_rot_q", "hook_rot_k"))
+        missing = length - activation.shape[2 if heads_first else 1]
+        padding = [0, 0] * (activation.ndim - 2 - heads_first) + [missing, 0]
+        padding = [missing, 0, missing, 0] if is_pattern else padding
         whole = nn.functional.pad(activation.cpu(), padding)
         if name not in kept:
             kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
         real = prompts.mask[rows]
-        real = real[:, None, :, None] if is_pattern else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
+        real = real[:, None, :, None] if heads_first else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
         kept[name][rows] = whole.where(real, 0)
 
     last = torch.full((len(prompts),), length - 1)
@@ -159,22 +163,30 @@ def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Li
     reason = why_not_fast(model)
     if engine == "fast":
         if reason:
-            raise _cannot(reason)
+            raise cannot(reason)
         return "fast"
     return "reference" if reason or _why_silent(model, touched) else "fast"
 
 
-def _cannot(reason: str) -> ValueError:
+def cannot(reason: str) -> ValueError:
+    """Returns the error of a fast engine that does not apply."""
     return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
 
 
 def _why_silent(model: Any, touched: Collection[str]) -> str | None:
     """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do."""
+    touched = [name for name in touched if not _is_inside(name)]
     if not touched:
         return None
     with raw_attention(model):
         silent = tried(model, touched).silent
     return f"{silent[0]} does not fire under it" if silent else None
+
+
+def _is_inside(name: str) -> bool:
+    """Whether the fast engine meets an activation in its attention function, on any architecture."""
+    place = site_of(name)
+    return place is not None and place[1] in INSIDE_SITES
 
 
 def _hooked(
@@ -186,7 +198,7 @@ def _hooked(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Some prompts on the model's device, without columns that are padding in all of them."""
 
     tokens: Int[Tensor, "prompt pos"]
@@ -201,7 +213,8 @@ class _Batch:
     @classmethod
     def of(
         cls, prompts: Prompts, chosen: Int[Tensor, " chosen"], prompt: Tensor, query: Tensor, device: torch.device
-    ) -> "_Batch":
+    ) -> "Batch":
+        """Takes the chosen prompts, ascending, with their rows."""
         rows = torch.arange(
             int(torch.searchsorted(prompt, chosen[0])), int(torch.searchsorted(prompt, chosen[-1], right=True))
         )
@@ -223,18 +236,25 @@ class _Batch:
         on_pattern(self.rows, layer, nn.functional.pad(wide, (self.cropped, 0)) if self.cropped else wide)
 
 
+Hooks = Sequence[tuple[str, Callable[..., Tensor | None]]]
+
+
 def _run_fast(
-    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+    model: Any, batch: Batch, on_pattern: OnPattern | None, within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
+    named: dict[str, list[Change]] = {}
+    for name, change in within:
+        named.setdefault(name, []).append(change)
+    parts = Within({name: in_order(changes) for name, changes in named.items()}) if within else None
     probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
-    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe))
+    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_within=parts))
     if probe is not None and probe.seen != model.cfg.n_layers:
         raise ValueError(f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use engine='reference'")
     return logits
 
 
 def _run_reference(
-    model: Any, batch: _Batch, on_pattern: OnPattern | None, *, keep_logits: bool
+    model: Any, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     def rows_of(layer: int, pattern: Float[Tensor, "prompt head pos pos"]) -> None:
         if on_pattern is not None:
@@ -251,7 +271,7 @@ def _run_reference(
     return logits
 
 
-def _bridge_logits(batch: _Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
+def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
     """Runs a bridge and returns the logits of the rows; no others are computed, so a large vocabulary costs little."""
     kept = batch.query.unique() if keep_logits else batch.query[:1]
     inputs: dict[str, Any] = dict(batch.inputs)
@@ -261,7 +281,12 @@ def _bridge_logits(batch: _Batch, keep_logits: bool, run: Callable[..., Tensor])
     return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
 
 
-def _check_rows(prompts: Prompts, prompt: Tensor, query: Tensor) -> None:
+def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:
+    """Raises unless rows ascend by prompt and ask at tokens.
+
+    Raises:
+        ValueError: They do not.
+    """
     if len(prompt) != len(query) or (prompt[1:] < prompt[:-1]).any():
         raise ValueError("rows need a prompt and a query each, and prompts ascend: sort the rows by prompt")
     if len(prompt) and (int(prompt[0]) < 0 or int(prompt[-1]) >= len(prompts)):
@@ -282,5 +307,6 @@ def _fitting_size(model: Any, prompts: Prompts, device: torch.device, ran: str) 
     return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def out_of_memory(error: RuntimeError) -> bool:
+    """Returns whether smaller batches may help."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,6 +1,7 @@
 """Accuracy beside the references that tell what it takes."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from align_circuits.engine import forward
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import KINDS, Prompts
+from align_circuits.sweep import sweep
 from align_circuits.tables import Provenance, Table
 
 REFERENCES = ("chance", "memoryless", "history", "oracle")
@@ -103,6 +105,34 @@ def predict(
     return predictions, ran
 
 
+def predict_each(
+    model: Any,
+    prompts: Prompts,
+    cells: Sequence[Sequence[Edit]],
+    *,
+    source: Prompts | None = None,
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> tuple[list["Predictions"], str]:
+    """Returns what a model predicts under each of many sets of edits, and what ran. Arguments as for `sweep.sweep`."""
+    if not len(prompts) or prompts.targets.empty:
+        raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
+    blank = Predictions(prompts)
+    found = [blank.again() for _ in cells]
+    ran = sweep(
+        model,
+        prompts,
+        cells,
+        prompt=blank.prompt,
+        query=blank.query,
+        on_logits=lambda cell, rows, logits: found[cell].add(rows, logits),
+        source=source,
+        engine=engine,
+        batch_size=batch_size,
+    )
+    return found, ran
+
+
 class Predictions:
     """What was predicted at each row, filled in as logits arrive; a row that comes again is written again."""
 
@@ -115,6 +145,12 @@ class Predictions:
         self.gold[self.row_of] = prompts.column("token")
         self.argmax = torch.full((len(rows),), -1)
         self.log_prob = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+
+    def again(self) -> "Predictions":
+        """Returns an empty one for the same rows."""
+        other = copy(self)
+        other.argmax, other.log_prob = torch.full_like(self.argmax, -1), torch.full_like(self.log_prob, torch.nan)
+        return other
 
     def add(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
         """Keeps the most likely token at `rows`, and the log-probability of the true one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align_circuits.ablation import ablate_heads, all_heads, reference_of
 from align_circuits.engine import forward
-from align_circuits.evaluate import ALL_OFFSETS, evaluate
+from align_circuits.evaluate import ALL_OFFSETS, predict_each
 from align_circuits.files import writable_folder
 from align_circuits.findings import localize_report
 from align_circuits.hooks.edits import Ablate, Head, describe
@@ -336,17 +336,24 @@ def _verdict(
         sets += [("random", draw, _as_many(found, others, generator)) for draw in range(draws) if others]
         sets += [("rest", -1, others)] if others else []
     reference = reference_of(model, prompts, "mean", **options)
-    tables = []
-    for name, draw, heads in sets:
-        edits = [Ablate(heads, how="mean", reference=reference)] if heads else []
-        table = evaluate(model, prompts, edits=edits, **options)
-        rows = table.where(predictor="model", metric="accuracy", offset=ALL_OFFSETS)
-        tables.append((rows, rows.frame.assign(ablated=name, draw=draw)))
-    frame = pd.concat([frame for _, frame in tables], ignore_index=True)
-    return Table(
-        frame.loc[:, ["ablated", "draw", "kind", "metric", "value", "low", "high", "n"]],
-        replace(tables[0][0].provenance, verb="localize"),
+    cells = [[Ablate(heads, how="mean", reference=reference)] if heads else [] for _, _, heads in sets]
+    predicted, ran = predict_each(model, prompts, cells, **options)
+    parts = []
+    for (name, draw, _), predictions in zip(sets, predicted, strict=True):
+        keys, means, weights = predictions.measured()
+        wanted = (keys["predictor"] == "model") & (keys["metric"] == "accuracy") & (keys["offset"] == ALL_OFFSETS)
+        keys = keys.loc[wanted, ["kind", "metric"]]
+        keys.insert(0, "ablated", name)
+        keys.insert(1, "draw", draw)
+        parts.append((keys, means[wanted], weights[wanted]))
+    keys, means, weights = zip(*parts, strict=True)
+    provenance = Provenance(
+        "localize",
+        model=model_provenance(model),
+        data={"task": dict(prompts.task), "digest": prompts.digest},
+        engine=ran,
     )
+    return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)
 
 
 def _as_many(found: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:

@@ -7,18 +7,15 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.ablation import NO_HEAD, all_heads, change, effects_table
-from align_circuits.engine import capture, choose
-from align_circuits.evaluate import predict
+from align_circuits.evaluate import predict_each
 from align_circuits.hooks.edits import Head, Patch, layers_of
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
 from align_circuits.tables import Provenance, Table
 
 EVERYWHERE = "all"
 """The `positions` of a patch of every token."""
-
-_KEPT = 2**28
 
 
 def patch_heads(
@@ -47,9 +44,9 @@ def patch_heads(
         clean: Prompts with targets.
         corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
         direction: Which run is patched.
-        sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"pattern"`), or of each layer (`"resid_pre"`,
-            `"resid_post"`, `"mlp_out"`), whose rows have head = -1. Under grouped-query attention the heads that share
-            a key head are patched together at `"k"` and `"v"`, and have equal rows.
+        sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"rot_q"`, `"rot_k"`, `"pattern"`), or of each
+            layer (`"resid_pre"`, `"resid_post"`, `"mlp_out"`), whose rows have head = -1. Under grouped-query attention
+            the heads that share a key head are patched together at `"k"`, `"rot_k"` and `"v"`, and have equal rows.
         heads: Which heads, or the layers of which heads; all by default.
         positions: At which tokens: masks by name, each patched on its own; `"groups"` for `position_groups(clean)`; by
             default all tokens at once.
@@ -72,25 +69,24 @@ def patch_heads(
     masks = position_groups(clean) if positions == "groups" else dict(positions or {EVERYWHERE: clean.mask})
     if chosen:
         layers_of(model.cfg, "z", chosen)
-    layers = sorted({layer for layer, _ in chosen})
-    ran = choose(model, engine, [name_of(site, layer) for site in sites for layer in layers])  # the same for all runs
-    options: dict[str, Any] = {"engine": ran, "batch_size": batch_size}
     run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    before, _ = predict(model, run, **options)
-    changes = {}
+    keys: list[tuple[Site, list[Head], str]] = []
+    cells: list[list[Patch]] = [[]]  # the first is the run before
     for site in sites:
-        step = _layers_at_once(model.cfg, source, site)
-        for some in (layers[start : start + step] for start in range(0, len(layers), step)):
-            values = capture(model, source, [name_of(site, layer) for layer in some], **options)
-            for together in (group for layer in some for group in _together(model.cfg, site, layer, chosen)):
-                layer = together[0][0]
-                place: dict[str, Any] = {"heads": together} if site in HEAD_SITES else {"layers": [layer]}
+        for layer in sorted({layer for layer, _ in chosen}):
+            for together in _together(model.cfg, site, layer, chosen):
+                place: dict[str, Any] = {"layers": [layer]} if site in LAYER_SITES else {"heads": together}
                 for name, mask in masks.items():
                     everywhere = name == EVERYWHERE and bool((mask == clean.mask).all())
-                    patch = Patch(**place, site=site, positions=None if everywhere else mask, values=values)
-                    after, _ = predict(model, run, edits=[patch], **options)
-                    for _, head in together:
-                        changes[site, layer, head, name] = change(before, after)
+                    cells.append([Patch(**place, site=site, positions=None if everywhere else mask)])
+                    keys.append((site, together, name))
+    (before, *after), ran = predict_each(model, run, cells, source=source, engine=engine, batch_size=batch_size)
+    changes = {
+        (site, *head, name): difference
+        for (site, together, name), found in zip(keys, after, strict=True)
+        for difference in [change(before, found)]
+        for head in together
+    }
     provenance = Provenance(
         "patch_heads",
         settings={"direction": direction, "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest},
@@ -127,16 +123,12 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
         )
 
 
-def _layers_at_once(cfg: Any, prompts: Prompts, site: Site) -> int:
-    """How many layers of a site are kept together: one pass for all, unless they take much memory."""
-    a_token = cfg.n_heads * prompts.mask.shape[1] if site == "pattern" else cfg.d_model
-    return max(1, _KEPT // max(1, a_token * prompts.mask.numel()))
-
-
 def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[list[Head]]:
     """The heads of a layer that are patched at once: those that share a key head, or a whole layer."""
     if site in LAYER_SITES:
         return [[(layer, NO_HEAD)]]
-    shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
+    shared = (
+        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
+    )
     firsts = sorted({head // shared * shared for where, head in chosen if where == layer})
     return [[(layer, first + place) for place in range(shared)] for first in firsts]

@@ -34,7 +34,7 @@ class Provenance:
     data: Mapping[str, Any] = field(default_factory=dict)
     """The task and its seed, and a hash of the tokens."""
     engine: str = ""
-    """What ran: `"fast"` or `"reference"`."""
+    """What ran: `"cone"` (a sweep, only what each edit changes), `"fast"` or `"reference"`."""
     versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
 
     def to_json(self) -> str:

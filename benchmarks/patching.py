@@ -1,83 +1,157 @@
 """What patching all heads costs: `patch_heads` beside TransformerLens's own `patching`.
 
-A random Llama of 4 layers, width 128, 4 heads (2 key heads), 8 prompts of about 150 tokens, float32 on the CPU. Both
-patch z of every head at all positions from the clean prompts into the corrupted ones and measure the mean
-log-probability of the gold tokens; both make their own clean activations. `patch_heads` also measures accuracy and
-computes intervals. The contestants take turns on one thread, and processor time is counted, so that a busy machine
-disturbs little; the ratio is the median over rounds of the ratio within a round.
+Random Llamas, float32 on the CPU, four prompts of 448 tokens. Both patch z of every head from the clean prompt into the
+corrupted one and measure the mean log-probability of the gold tokens; both make their own clean activations.
+TransformerLens gets them through a names filter, and its best batch size, found by timing. `patch_heads` also measures
+accuracy and computes intervals. Three sweeps: the last 28 tokens edited, in 8 and in 16 layers of 8 heads; and all 448
+tokens edited, in prompts that differ from the first example on. Every patched run of TransformerLens costs the
+same, so with `--sample` it patches evenly spread heads only, and the time of that part is scaled up.
 
-    python benchmarks/patching.py [--rounds 5]
+The contestants take turns on one thread, and processor time is counted, so that a busy machine disturbs little; the
+ratio is the median over rounds of the ratio within a round.
+
+    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 4] [--sample 0] [--out FOLDER]
 """
 
 import argparse
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import pandas as pd
 import torch
 from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.tables import Provenance, Table
 
-TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
+TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
+EDITED, HEADS = 28, 8
+
+Metric = Callable[[torch.Tensor], torch.Tensor]
+Row = tuple[str, str, str, float, float, float, int]
+"""Sweep, contestant, measure; median, least and most of the rounds, and their number."""
 
 
-def network() -> LlamaForCausalLM:
+def network(layers: int, width: int) -> LlamaForCausalLM:
     """Returns the random Llama, its weights large enough that heads differ."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=256, initializer_range=0.1,
+        hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2, vocab_size=64, max_position_embeddings=512, initializer_range=width**-0.5,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
-def compare(rounds: int) -> None:
-    """Prints what each contestant costs, and how far their results lie apart."""
-    model = ac.load(network(), tokenizer=char_tokenizer())
-    clean = TASK.sample(8, model.tokenizer, references=False)
-    corrupted = TASK.corrupt(clean, "query")
-    targets, gold = (clean.column("prompt"), clean.column("query_pos")), clean.column("token")[:, None]
+def processor() -> str:
+    """Returns what the machine calls its processor."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
 
-    def metric(logits: torch.Tensor) -> torch.Tensor:
-        return logits[targets].log_softmax(-1).gather(1, gold).mean()
 
-    def theirs() -> torch.Tensor:
-        _, cache = model.run_with_cache(clean.tokens, names_filter=lambda name: name.endswith("hook_z"))
-        before = metric(model(corrupted.tokens))
-        return patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens, cache, metric) - before
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns the processor time of a call, and what it returned."""
+    started = time.process_time()
+    result = run()
+    return time.process_time() - started, result
 
-    def mine(engine: str) -> torch.Tensor:
-        frame = ac.patch_heads(model, clean=clean, corrupted=corrupted, engine=engine).frame
-        values = frame[(frame["kind"] == "all") & (frame["metric"] == "log_prob")].sort_values(["layer", "head"])
-        return torch.tensor(values["value"].to_numpy()).view(4, 4)
 
-    contestants: dict[str, Callable[[], torch.Tensor]] = {
-        "TransformerLens, all heads out": theirs,
-        "patch_heads, auto": lambda: mine("auto"),
-        "patch_heads, reference engine": lambda: mine("reference"),
-    }
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    results: dict[str, torch.Tensor] = {}
+def compare(name: str, layers: int, width: int, count: int, rounds: int, sample: int, *, whole: bool) -> list[Row]:
+    """Prints what each contestant costs and how far their results lie apart, and returns it."""
+    model = ac.load(network(layers, width), tokenizer=char_tokenizer())
+    clean = TASK.sample(count, model.tokenizer, references=False)
+    corrupted = TASK.corrupt(clean, "labels" if whole else "query")
+    gold = clean.column("token")
+    edited = torch.arange(clean.mask.shape[1]) >= (0 if whole else clean.mask.shape[1] - EDITED)
+    masks = {"edited": edited.expand_as(clean.mask)}
+
+    def metric_of(first: int, size: int) -> Metric:
+        mine = (clean.column("prompt") >= first) & (clean.column("prompt") < first + size)
+        rows, queries = clean.column("prompt")[mine] - first, clean.column("query_pos")[mine]
+        return lambda logits: logits[rows, queries].log_softmax(-1).gather(1, gold[mine, None]).sum() / len(gold)
+
+    every = [(layer, head) for layer in range(layers) for head in range(HEADS)]
+    some = every[:: max(1, len(every) // sample)] if sample else every
+    index = pd.DataFrame(some, columns=["layer", "head"])
+
+    def theirs(size: int) -> tuple[float, torch.Tensor]:
+        spent, total = 0.0, torch.zeros(len(some))
+        for first in range(0, count, size):
+            tokens, other = clean.tokens[first : first + size], corrupted.tokens[first : first + size]
+            metric = metric_of(first, size)
+
+            def before(tokens: torch.Tensor = tokens, other: torch.Tensor = other, metric: Metric = metric) -> Any:
+                _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))
+                return cache, metric(model(other))
+
+            seconds, (cache, unpatched) = timed(before)
+            spent += seconds
+            options: Any = {"index_axis_names": None, "index_df": index}
+            seconds, patched = timed(
+                lambda other=other, cache=cache, metric=metric, options=options: (
+                    patching.get_act_patch_attn_head_out_all_pos(model, other, cache, metric, **options)
+                )
+            )
+            spent += seconds * len(every) / len(some)
+            total += patched - unpatched
+        return spent, total
+
+    def mine() -> torch.Tensor:
+        table = ac.patch_heads(model, clean=clean, corrupted=corrupted, positions=masks)
+        if table.provenance.engine != "cone":
+            raise RuntimeError(f"the {table.provenance.engine} engine ran, not the cone")
+        values = table.where(kind="all", metric="log_prob").frame.sort_values(["layer", "head"])["value"]
+        return torch.tensor(values.to_numpy())[[every.index(head) for head in some]]
+
     with torch.no_grad():
-        for _ in range(rounds + 1):  # the first warms up
-            for name, run in contestants.items():
-                started = time.process_time()
-                results[name] = run().double()
-                times[name].append(time.process_time() - started)
-    first = next(iter(contestants))
-    print(f"8 prompts of {clean.tokens.shape[1]} tokens, 16 heads, one thread, median of {rounds} rounds")
-    for name, seconds in times.items():
-        ratio = median(own / base for own, base in zip(seconds[1:], times[first][1:], strict=True))
-        apart = float((results[name] - results[first]).abs().max())
-        print(f"  {name:32s} {1000 * median(seconds[1:]):8.0f} ms   {ratio:5.2f}x   apart {apart:.0e}")
+        sizes = [size for size in (1, 2, 4, 8) if count % size == 0]
+        cost = {size: min(timed(lambda size=size: model(corrupted.tokens[:size]))[0] for _ in range(3)) / size
+                for size in sizes}  # fmt: skip
+        best = min(sizes, key=cost.__getitem__)
+        mine()
+        rows = [(theirs(best), timed(mine)) for _ in range(rounds)]
+    apart = max(float((theirs[1].double() - own[1].double()).abs().max()) for theirs, own in rows)
+    patched = f"TransformerLens ({len(some)} of {len(every)} heads)" if sample else "TransformerLens"
+    measured = {
+        (patched, "seconds"): [theirs[0] for theirs, _ in rows],
+        ("patch_heads", "seconds"): [own[0] for _, own in rows],
+        ("patch_heads", "times as fast"): [theirs[0] / own[0] for theirs, own in rows],
+        ("patch_heads", "furthest apart, nats"): [apart],
+    }
+    found = [(name, *key, median(v), min(v), max(v), len(v)) for key, v in measured.items()]
+    for row in found:
+        print("{:38s} {:36s} {:22s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
+    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
+    parser.add_argument("--cases", default="8,16,whole")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    compare(arguments.rounds)
+    cases = {
+        "8": ("8 layers, the last 28 of 448 tokens", 8, False),
+        "16": ("16 layers, the last 28 of 448 tokens", 16, False),
+        "whole": ("8 layers, all 448 tokens", 8, True),
+    }
+    lines: list[Row] = []
+    for case in arguments.cases.split(","):
+        title, depth, everything = cases[case]
+        lines += compare(
+            title, depth, arguments.width, arguments.prompts, arguments.rounds, arguments.sample, whole=everything
+        )
+        if arguments.out:
+            columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
+            settings = {**vars(arguments), "processor": processor(), "threads": 1, "time": "of the processor"}
+            Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)

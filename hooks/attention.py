@@ -1,6 +1,6 @@
 """The fast path: Hugging Face's own attention on the same bridge, with exact rows of the pattern on the side."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+
+from align_circuits.hooks.names import Site, name_of
+from align_circuits.hooks.probes import Change
 
 ATTENTION = "align_circuits_probe"
 """The name under which our attention function is registered with transformers, on first use."""
@@ -69,6 +72,32 @@ class Probe:
         return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=wide)
 
 
+Inside = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], Tensor]
+"""(attention module, query `[prompt head pos d_head]`, key and value `[prompt key_head pos d_head]`, after rotation,
+scaling, sliding window) -> z `[prompt pos head d_head]`."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """Functions that attention hands its parts to, which read them or replace them; `attention_within` of a model.
+
+    It reaches the attention function of every layer, whatever hook points the architecture has.
+    """
+
+    changes: Mapping[str, Change]
+    """By hook point of an `INSIDE_SITES` site."""
+
+    def met(self, site: Site, module: nn.Module, part: Tensor) -> Tensor:
+        """Returns what becomes of a part."""
+        change = self.changes.get(name_of(site, int(module.layer_idx)))  # pyright: ignore[reportArgumentType]
+        new = None if change is None else change(part)
+        return part if new is None else new
+
+    def asks(self, site: Site, module: nn.Module) -> bool:
+        """Whether a part is asked for."""
+        return name_of(site, int(module.layer_idx)) in self.changes  # pyright: ignore[reportArgumentType]
+
+
 def probe_attention(
     module: nn.Module,
     query: Tensor,
@@ -76,15 +105,49 @@ def probe_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     attention_probe: Probe | None = None,
+    attention_inside: Inside | None = None,
+    attention_within: Within | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer."""
-    output, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer.
+
+    `attention_within` meets its parts on the way; with `attention_inside` it is computed there.
+    """
+    if attention_inside is not None:
+        return attention_inside(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
+    if attention_within is not None:
+        query, key = (attention_within.met(site, module, x) for site, x in (("rot_q", query), ("rot_k", key)))
+        value = attention_within.met("v", module, value.transpose(1, 2)).transpose(1, 2)
+    pattern = None
+    if attention_within is not None and attention_within.asks("pattern", module):
+        pattern = attention_within.met("pattern", module, pattern_of(query, key, attention_mask, kwargs["scaling"]))
+        shared = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        output = (pattern.to(value.dtype) @ shared).transpose(1, 2).contiguous()
+    else:
+        output, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, attention_mask, **kwargs)
     if attention_probe is not None:
         attention_probe.seen += 1
-        rows = attention_probe.rows(query, key, attention_mask, kwargs["scaling"])
+        if pattern is None:
+            rows = attention_probe.rows(query, key, attention_mask, kwargs["scaling"])
+        else:
+            rows = pattern[attention_probe.prompt, :, attention_probe.query]
         attention_probe.reduce(int(module.layer_idx), rows)  # pyright: ignore[reportArgumentType]
-    return output, None
+    return output if attention_within is None else attention_within.met("z", module, output), None
+
+
+def pattern_of(
+    query: Float[Tensor, "prompt head pos d_head"],
+    key: Float[Tensor, "prompt key_head pos d_head"],
+    mask: Bool[Tensor, "#prompt #head pos pos"] | None,
+    scaling: float,
+) -> Float[Tensor, "prompt head pos pos"]:
+    """Returns softmax(q k^T scaling + mask), in float32 at least inside; no mask means causal."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scaling
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    least = torch.finfo(scores.dtype).min  # not -inf: a row of padding sees nothing, and would be NaN
+    return scores.masked_fill(~mask, least).softmax(-1, dtype=wide).to(query.dtype)
 
 
 def why_not_fast(model: Any) -> str | None:
@@ -109,8 +172,8 @@ def why_not_fast(model: Any) -> str | None:
 def raw_attention(bridge: Any) -> Iterator[None]:
     """Runs a bridge with Hugging Face's own attention for the length of a `with`: same weights, adapters included.
 
-    Inside, `hook_pattern` does not fire. On leaving, also by an exception, the bridge is what it was: its logits are
-    bit-identical.
+    Inside, `hook_pattern` does not fire: hand what should meet it to the model as `attention_within`. On leaving, also
+    by an exception, the bridge is what it was: its logits are bit-identical.
 
     Raises:
         ValueError: The fast path does not apply to this model.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, name_of
 from align_circuits.hooks.probes import Change, Probes, tried
 from align_circuits.prompts import Prompts
 
@@ -25,6 +25,11 @@ class Running:
     prompts: Prompts
     rows: Int[Tensor, " prompt"]
     """Which of them are in the batch, in order."""
+    span: slice | None = None
+    """Which of their columns run; None for all, but for columns of padding left out on the left."""
+    source: Mapping[str, Float[Tensor, "batch ..."]] = field(default_factory=dict)
+    """By hook point, the activations of another run of the batch, at the columns of `span`: what a `Patch` without
+    values of its own puts in."""
 
     @classmethod
     def all_of(cls, prompts: Prompts) -> "Running":
@@ -39,7 +44,11 @@ class Running:
         """
         mask = self.prompts.mask[self.rows]
         left_out = mask.shape[1] - length
-        if batch != len(mask) or left_out < 0 or bool(mask[:, :left_out].any()):
+        if self.span is not None:
+            fits = length == self.span.stop - self.span.start
+        else:
+            fits = left_out >= 0 and not bool(mask[:, :left_out].any())
+        if batch != len(mask) or not fits:
             raise ValueError(
                 f"at {name!r} the model runs on {batch} prompts of {length} tokens, but the edit was made for "
                 f"{len(mask)} of {mask.shape[1]}: run it on those, all at once, or hand the edit over as `edits=`"
@@ -72,6 +81,10 @@ class Edit(ABC):
     def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
         """Returns what happens to each activation, by the name of its hook point."""
 
+    def start(self, running: Running) -> int:  # noqa: ARG002 - what an edit does not know of itself
+        """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
+        return 0
+
 
 def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> dict[str, Change]:
     """Returns the changes of several edits, applied in order where they meet."""
@@ -79,7 +92,7 @@ def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> di
     for edit in edits:
         for name, change in edit.changes(model.cfg, running).items():
             together.setdefault(name, []).append(change)
-    return {name: _in_order(changes) for name, changes in together.items()}
+    return {name: in_order(changes) for name, changes in together.items()}
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
@@ -113,7 +126,7 @@ class _Spot:
     columns: Int[Tensor, " column"] | None
     """The heads, or key heads, that it was taken from; None for all there is."""
     dim: int
-    """The dimension of heads: 1 in a pattern, else 2."""
+    """The dimension of heads: 1 in a pattern and in rotated queries and keys, else 2."""
     running: Running | None
 
     @property
@@ -121,20 +134,36 @@ class _Spot:
         """The number of tokens."""
         return self.old.shape[3 - self.dim]
 
+    @property
+    def columns_run(self) -> slice:
+        """Which columns of the prompts these tokens are."""
+        given = None if self.running is None else self.running.span
+        return slice(-self.length, None) if given is None else given
+
     def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
         """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
         self._check(values.shape[0], values.shape[1])
         values = values if self.running is None else values[self.running.rows]
-        return values[:, -self.length :].to(self.old.device)
+        return values[:, self.columns_run].to(self.old.device)
 
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
         self._check(values.shape[0], values.shape[3 - self.dim])
         if rows is None and self.running is not None:
             rows = self.running.rows
-        values = (values if rows is None else values[rows]).to(self.old.device)
-        values = values if self.columns is None else values.index_select(self.dim, self.columns)
-        return values[:, :, -self.length :, -self.length :] if self.dim == 1 else values[:, -self.length :]
+        values = values if rows is None else values[rows]
+        run = self.columns_run
+        if self.dim == 1:
+            values = values[:, :, run, run] if self.name.endswith("hook_pattern") else values[:, :, run]
+        else:
+            values = values[:, run]
+        values = values.to(self.old.device)
+        return values if self.columns is None else values.index_select(self.dim, self.columns)
+
+    def of_source(self) -> Tensor | None:
+        """Returns the same part of the run that `running` holds beside, if it does."""
+        values = None if self.running is None else self.running.source.get(self.name)
+        return values if values is None or self.columns is None else values.index_select(self.dim, self.columns)
 
     def _check(self, prompts: int, tokens: int) -> None:
         """Raises unless what an edit holds, for so many prompts and tokens, is for this run."""
@@ -174,8 +203,15 @@ class _AtSite(Edit):
             for layer, columns in where.items()
         }
 
+    def start(self, running: Running) -> int:
+        """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
+        if self.positions is None:
+            return 0
+        columns = self.positions[running.rows].any(0).nonzero()
+        return int(columns[0]) if len(columns) else self.positions.shape[1]
+
     def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
-        dim = 1 if self.site == "pattern" else 2
+        dim = 1 if self.site in ("pattern", *ROTATED_SITES) else 2
         columns = None if columns is None else columns.to(activation.device)
         old = activation if columns is None else activation.index_select(dim, columns)
         spot = _Spot(name, old, columns, dim, running)
@@ -194,9 +230,10 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
         ValueError: An unknown site, a head or layer that the model does not have, heads where layers should be named,
             or some but not all heads that share a key head.
     """
-    if site not in HEAD_SITES + LAYER_SITES:
-        raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
-    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: 1 if site in HEAD_SITES else -1]
+    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
+    if site not in known:
+        raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
+    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: -1 if site in LAYER_SITES else 1]
     if not len(named) or len(others):
         raise ValueError(f"an edit of {site!r} takes place at {kind}: name at least one, and no {other}")
     if site in LAYER_SITES:
@@ -208,7 +245,9 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
             f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
             f"{cfg.n_heads - 1}"
         )
-    shared = cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v") else 1
+    shared = (
+        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
+    )
     columns: dict[int, Tensor | None] = {}
     for layer in sorted({layer for layer, _ in heads}):
         mine = {head for where, head in heads if where == layer}
@@ -231,10 +270,13 @@ class Patch(_AtSite):
     """
 
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
-    """By hook point, the activations of the other run, all heads of them (`engine.capture`)."""
+    """By hook point, the activations of the other run, all heads of them (`engine.capture`). Leave them out where
+    `sweep.sweep` is given the other prompts."""
 
     def value(self, spot: _Spot) -> Tensor:
         """The other run's activation."""
+        if not self.values and (beside := spot.of_source()) is not None:
+            return beside
         if spot.name not in self.values:
             raise ValueError(f"no values for {spot.name!r}: this patch holds {', '.join(self.values) or 'none'}")
         return spot.of_run(self.values[spot.name])
@@ -311,8 +353,7 @@ class Ablate(_AtSite):
 class Clamp(Edit):
     """Makes heads attend where a relation says: equally to all its keys, at the positions that ask.
 
-    What it does to the output is what the attention alone explains. It works through `pattern`, so with the reference
-    engine.
+    What it does to the output is what the attention alone explains.
     """
 
     heads: Sequence[Head]
@@ -376,7 +417,9 @@ class Steer(_AtSite):
         return spot.old + self.scale * self.vector.to(spot.old)
 
 
-def _in_order(changes: Sequence[Change]) -> Change:
+def in_order(changes: Sequence[Change]) -> Change:
+    """Returns one change that makes several, each on what the last one left."""
+
     def all_of_them(activation: Tensor) -> Tensor:
         for change in changes:
             new = change(activation)

@@ -1,21 +1,38 @@
 """The names of hook points, as TransformerLens spells them."""
 
-from typing import Literal, get_args
+import re
+from typing import Literal, cast, get_args
 
 HeadSite = Literal["z", "q", "k", "v", "pattern"]
 """What each head has of its own. `z`: what it read, before the output matrix; `q`, `k`, `v`: before rotation, all of
 them `[prompt pos head d_head]`, with fewer heads in `k` and `v` under grouped-query attention; `pattern`: attention
 after the softmax, `[prompt head query key]`."""
 
+RotatedSite = Literal["rot_q", "rot_k"]
+"""`q` and `k` after rotation, as attention meets them: `[prompt head pos d_head]`, with fewer heads in `rot_k` under
+grouped-query attention. TransformerLens names them wherever there is a rotation, but its GPT-NeoX never reaches them;
+the fast engine does."""
+
 LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
 """What a layer has once, `[prompt pos d_model]`: the residual stream before and after it, the output of its MLP."""
 
-Site = HeadSite | LayerSite
+Site = HeadSite | RotatedSite | LayerSite
 
 HEAD_SITES: tuple[HeadSite, ...] = get_args(HeadSite)
+ROTATED_SITES: tuple[RotatedSite, ...] = get_args(RotatedSite)
+INSIDE_SITES: tuple[Site, ...] = (*ROTATED_SITES, "v", "pattern", "z")
+"""What an attention function sees, in the order in which it meets it."""
 LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
 
 
 def name_of(site: Site, layer: int) -> str:
     """Returns the hook point of a site in a layer."""
-    return f"blocks.{layer}.attn.hook_{site}" if site in HEAD_SITES else f"blocks.{layer}.hook_{site}"
+    return f"blocks.{layer}.hook_{site}" if site in LAYER_SITES else f"blocks.{layer}.attn.hook_{site}"
+
+
+def site_of(name: str) -> tuple[int, Site] | None:
+    """Returns layer and site of a hook point, or None for one that is no site."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(attn\.)?hook_(\w+)", name)
+    if match is None or match[3] not in (HEAD_SITES + ROTATED_SITES if match[2] else LAYER_SITES):
+        return None
+    return int(match[1]), cast(Site, match[3])

@@ -343,7 +343,43 @@ class TestEngines:
             assert_equal(fast[0], reference[0])
             assert logits_of(model, PADDED, edits=edits)[1] == "fast", "auto"
 
-    @pytest.mark.parametrize(("name", "site"), [("gpt2", "z"), ("gpt2", "v"), ("gpt_neox", "q"), ("llama", "pattern")])
+    @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])
+    def test_edits_in_the_attention_function_equal_the_hooks(self, models, name):
+        model, other = models(name), random_prompts((9, 6, 10), seed=7)
+        whole: dict[str, Any] = {"heads": [(0, 0), (0, 1), (1, 2), (1, 3)]}
+        rotated = [] if name == "gpt2" else [("rot_q", "q"), ("rot_k", "k")]
+        pairs: Any = [("z", "z"), ("v", "v"), ("pattern", "pattern"), *rotated]
+        for site, plain in pairs:
+            if name == "gpt_neox" and site.startswith("rot"):  # whose queries TransformerLens cannot patch
+                fast, reference = (logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s)], engine=e)
+                                   for s, e in ((site, "fast"), (plain, "reference")))  # fmt: skip
+            else:
+                names = [[name_of(which, layer) for layer in LAYERS] for which in (site, plain)]
+                values = [capture(model, other, names[0], engine="fast")]
+                values.append(capture(model, other, names[1], engine="reference"))
+                fast, reference = (
+                    logits_of(model, PADDED, edits=[ac.Patch(**whole, site=s, values=v)], engine=e)
+                    for s, v, e in zip((site, plain), values, ("fast", "reference"), strict=True)
+                )
+                if site == plain:
+                    for one in names[0]:
+                        torch.testing.assert_close(values[0][one], values[1][one], atol=1e-5, rtol=0)
+            assert (fast[1], reference[1]) == ("fast", "reference")
+            assert_equal(fast[0], reference[0])
+            assert (fast[0] - logits_of(model, PADDED)[0]).abs().max() > 1e-2
+
+    def test_rows_of_attention_come_after_an_edit_of_the_pattern(self, models):
+        edit = ac.Ablate(HEADS, site="pattern")
+        rows: dict[str, Any] = {"prompt": torch.tensor([0, 1]), "query": torch.tensor([9, 9])}
+        found: dict[Any, Tensor] = {}
+        for engine in ("fast", "reference"):
+            forward(models("llama"), PADDED, **rows, edits=[edit], engine=engine,
+                    on_pattern=lambda rows, layer, x, engine=engine: found.update({(engine, layer): x.clone()}))  # noqa: ARG005  # fmt: skip
+        for layer in LAYERS:
+            torch.testing.assert_close(found["fast", layer], found["reference", layer], atol=1e-5, rtol=0)
+        assert bool((found["fast", HEADS[0][0]][:, HEADS[0][1]] == 0).all())
+
+    @pytest.mark.parametrize(("name", "site"), [("gpt2", "q"), ("gpt_neox", "q")])
     def test_silent_sites_go_to_the_reference(self, models, name, site):
         model, edit = models(name), ac.Ablate(HEADS, site=site)
         assert logits_of(model, EQUAL)[1] == "fast"
@@ -470,7 +506,7 @@ class TestRefusals:
 
     def test_unknown_names(self, models):
         model, wrong = models("llama"), {"site": "attn"}
-        with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, resid_pre"):
+        with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
             unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
         with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
             ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])

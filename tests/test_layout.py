@@ -24,6 +24,7 @@ ORDER = [
     "tasks",
     "models",
     "engine",
+    "sweep",
     "metrics",
     "scoring",
     "nulls",
