@@ -1,6 +1,6 @@
 """Attribution patching: what patching each head or edge would do, from gradients, at the price of a few passes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from align_circuits.ablation import NO_HEAD, all_heads
 from align_circuits.decomposition import wired
-from align_circuits.engine import OnActivation, choose, forward
+from align_circuits.engine import OnActivation, cannot, choose, forward
 from align_circuits.graph import Graph, Reading
 from align_circuits.hooks.edits import Edit, Patch, layers_of
 from align_circuits.hooks.gradients import gradients
@@ -108,7 +108,7 @@ def attribute_heads(
     fixed = [place for place in places if method == "atp_star" and place[0] in ("q", "k")]
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
     asked = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
-    ran = choose(model, engine, [*asked, *(name for layer in layers if graddrop for name in _without(layer))])
+    ran = _choose(model, engine, [*asked, *(name for layer in layers if graddrop for name in _without(layer))])
     scores = {place: torch.zeros(len(clean), cfg.n_heads, dtype=torch.float64) for place in places}
     for part, rows in pair.batches(batch_size):
         held = part.held(model, asked, ran, device)
@@ -199,7 +199,7 @@ def attribute_edges(
     patterns = [name_of("pattern", layer) for layer in range(graph.n_layers)] if method == "atp_star" else []
     ends = {place for site in sites for place in (reads_from(graph, *site), lands_at(graph, *site))}
     asked = [*sorted({*ends, *speaking}), *patterns]
-    ran = choose(model, engine, asked)
+    ran = _choose(model, engine, asked)
     scores = torch.zeros(len(graph.receivers), len(graph.senders), len(clean), dtype=torch.float64)
     for part, rows in pair.batches(batch_size):
         held = part.held(model, speaking, ran, device)
@@ -255,6 +255,15 @@ def _by_head(product: Tensor, name: str, site: str, cfg: Any) -> Float[Tensor, "
         score = product.sum((2, 3))
         return score.unflatten(1, (Graph.of(cfg).n_key_heads, -1)).sum(2) if site == "k" else score
     return product.sum((1, 3)) if product.ndim == 4 else product.sum((1, 2))[:, None]
+
+
+def _choose(model: Any, engine: str, asked: Collection[str]) -> Literal["fast", "reference"]:
+    """The engine: gradients are read by plain hooks, which under the fast engine meet no patterns."""
+    if any(name.endswith("hook_pattern") for name in asked):
+        if engine == "fast":
+            raise cannot("gradients of attention patterns need TransformerLens's own attention")
+        engine = "reference"
+    return choose(model, engine, asked)
 
 
 def _pattern(

@@ -205,5 +205,5 @@ def test_refusals(model, pair):
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(verb)(model, **{**pair, **wrong})  # annotations unchecked
-    with pytest.raises(ValueError, match="hook_pattern"):
+    with pytest.raises(ValueError, match="gradients of attention patterns"):
         attribute_heads(model, **pair, sites=["q"], method="atp_star", engine="fast")

@@ -593,4 +593,4 @@ def test_provenance_tells_edits_apart(models):
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
     assert ac.Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
-    assert predict(model, EQUAL, edits=edits)[1] == "reference", "a clamp needs the pattern"
+    assert predict(model, EQUAL, edits=edits)[1] == "fast", "the pattern is clamped inside the attention function"
