@@ -19,18 +19,11 @@ from align_circuits.tasks.streams import Streams
 MOST_SYMBOLS = 10
 """Automata drawn for each document; a kind uses the first few."""
 
-MOST_RUN = 6
-"""Phrases after one symbol, at most."""
-
 QUIET = 0.1
 """The loss weight of separators: worth knowing, soon known."""
 
-UNCERTAIN = 0.4
-"""The loss weight of letters of which little can be known: those of symbols that have been are out."""
-
-Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
-"""Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
-must tell in its place, `PAD` for none."""
+Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
+"""Token ids, at least as many as were asked for, and the weight of each in the loss."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +52,15 @@ class Source:
         """How many lines of `width` tokens fill the document."""
         return -(-self.length // width)
 
-    def phrase_len(self, least: int = 1, most: int = 4) -> int:
-        """Draws the letters in a phrase."""
-        return int(self.rng.integers(least, most + 1))
+    def phrase_len(self) -> int:
+        """Draws the letters in a phrase: 1 to 4."""
+        return int(self.rng.integers(1, 5))
 
 
 def pre_aligned(source: Source) -> Document:
     """Pre-aligned prompts of 2 symbols or more: half monotonic, the rest permuted for the prompt or for each line."""
     rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len(most=8 if rng.random() < 0.2 else 4)
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
     n = source.lines(m + 2 + m * (c + 1))
     order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
     draw = rng.random()
@@ -85,32 +78,6 @@ def pre_aligned(source: Source) -> Document:
     # Symbols are not predicted: after a phrase, the next one would be an alignment learned before anybody asked for it.
     weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
     return _flat(ids, np.tile(weight, (n, 1)))
-
-
-def echoes(source: Source) -> Document:
-    """`!` and a monotonic prompt in whose phrases some letters are replaced by the symbol that they belong to.
-
-    In one of four documents without `!`: phrases follow in an unknown order, and any symbols replace their letters.
-    """
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    told = rng.random() < 0.75
-    n = source.lines(m + 2 + told + m * c)
-    order = np.argsort(rng.random((n, m)), 1)
-    names = source.names(m)
-    heard = rng.random((n, m, c)) < rng.uniform(0.2, 0.8)
-    heard[np.arange(n), rng.integers(0, m, n), rng.integers(0, c, n)] = True
-    own = np.broadcast_to(names[order][..., None], (n, m, c))
-    phrases = source.phrases(order if told else np.argsort(rng.random((n, m)), 1), c)
-    body = np.where(heard, own if told else rng.choice(SYMBOLS, (n, m, c)), phrases)
-    early = np.where(told, own, body)
-    bang, colon, newline = (
-        np.full((n, width), token) for width, token in ((int(told), BANG), (1, COLON), (1, NEWLINE))
-    )
-    ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
-    asked = np.concatenate([np.full((n, m + told + 1), PAD), early.reshape(n, -1), np.full((n, 1), PAD)], 1)
-    weight = [0.0] * (m + told) + [QUIET] + [1.0 if told else UNCERTAIN] * (m * c) + [QUIET]
-    return ids.ravel(), np.tile(weight, n), asked.ravel()
 
 
 def single(source: Source) -> Document:
@@ -164,52 +131,16 @@ def outputs(source: Source) -> Document:
     Half of the documents begin their lines with a symbol and a colon that say nothing about the letters.
     """
     rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len(least=2)
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
     labelled = rng.random() < 0.5
     n = source.lines(m * c + 1 + 2 * labelled)
     which = np.argsort(rng.random((n, m)), 1)
     body = [source.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)]
-    weight = ([UNCERTAIN] + [1.0] * (c - 1)) * m + [QUIET]
+    weight = ([QUIET] + [1.0] * (c - 1)) * m + [QUIET]
     if labelled:
         body = [rng.choice(source.names(m), (n, 1)), np.full((n, 1), COLON), *body]
         weight = [0.0, QUIET, *weight]
     return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
-
-
-def runs(source: Source) -> Document:
-    """Lines of one symbol, a colon and several of its phrases, the symbols in random order."""
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(c + 3)
-    which = rng.integers(0, m, n)
-    line = np.concatenate(
-        [
-            source.names(m)[which][:, None],
-            np.full((n, 1), COLON),
-            source.phrases(which[:, None].repeat(MOST_RUN, 1), c).reshape(n, -1),
-            np.full((n, 1), NEWLINE),
-        ],
-        1,
-    )
-    phrases = rng.integers(1, MOST_RUN + 1, n)[:, None]
-    place = np.arange(line.shape[1])
-    keep = (place < 2 + phrases * c) | (place == line.shape[1] - 1)
-    weight = np.tile([0.0, QUIET] + [1.0] * (MOST_RUN * c) + [QUIET], (n, 1))
-    return _flat(line[keep], weight[keep])
-
-
-def columns(source: Source) -> Document:
-    """Lines of phrases whose automata change from column to column; a line has the first few columns or all."""
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(c + 1)
-    line = source.phrases(np.tile(np.arange(m), (n, 1)), c).reshape(n, -1)
-    line = np.concatenate([line, np.full((n, 1), NEWLINE)], 1)
-    columns = np.where(rng.random(n) < 0.5, m, rng.integers(1, m + 1, n))[:, None]
-    place = np.arange(line.shape[1])
-    keep = (place < columns * c) | (place == m * c)
-    weight = np.tile([1.0] * (m * c) + [QUIET], (n, 1))
-    return _flat(line[keep], weight[keep])
 
 
 def copies(source: Source) -> Document:
@@ -239,8 +170,8 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "echoes": echoes, "single": single, "pairs": pairs,
-    "phrases": phrases, "strings": strings, "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
+    "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
+    "outputs": outputs, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 
@@ -267,9 +198,7 @@ class Mixture:
                 f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
             )
 
-    def sample(
-        self, n: int, length: int, seed: int
-    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Int[Tensor, "row pos"]]:
+    def sample(self, n: int, length: int, seed: int) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"]]:
         """Draws documents, each after a BOS token and cut to `length`.
 
         Args:
@@ -278,8 +207,7 @@ class Mixture:
             seed: Which.
 
         Returns:
-            Token ids; the weight in the loss of predicting each, that of the first is 0; and what the lower layers must
-            tell in its place, `PAD` for nothing.
+            Token ids, and the weight in the loss of predicting each; that of the first is 0.
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
@@ -288,19 +216,16 @@ class Mixture:
         shares = np.array(list(self.shares.values()), dtype=float)
         kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
-        early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
             own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
-            if kind != "single" and rng.random() < self.swapped:
-                text, asked = SWAPPED[text], SWAPPED[asked]
+            text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
+            text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
             ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
-            early[row, 1:] = asked[: length - 1]
-        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
+        return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
-    return ids.ravel(), weight.ravel(), np.full(ids.size, PAD)
+    return ids.ravel(), weight.ravel()
 
 
 def _ids(characters: str) -> Int[ndarray, " token"]:
@@ -309,8 +234,7 @@ def _ids(characters: str) -> Int[ndarray, " token"]:
 
 _TOKENIZER: Any = char_tokenizer()
 SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
-PAD, BOS = int(_TOKENIZER.pad_token_id), int(_TOKENIZER.bos_token_id)
-NEWLINE, COLON, SEMICOLON, BANG = map(int, _ids("\n:;!"))
+BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
 EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])
 SWAPPED = np.arange(len(_TOKENIZER))
 SWAPPED[SYMBOLS], SWAPPED[LETTERS] = LETTERS, SYMBOLS
