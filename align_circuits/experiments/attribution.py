@@ -24,7 +24,7 @@ from align_circuits.paths import patch_edges
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
-METHODS: tuple[str, ...] = get_args(EdgeMethod)
+METHODS: tuple[EdgeMethod, ...] = get_args(EdgeMethod)
 SHUFFLED = "shuffled"
 """The control: the scores of `eap_ig_inputs`, each given to another edge."""
 

@@ -76,7 +76,7 @@ def _run_pairs(config: Pairs, *, models: Sequence[str], jobs: int, folder: Path)
         mine = prompts[torch.arange(config.n) % config.k == place]
         for name, head in heads.items():
             frames.append(_map(model, mine, head).assign(part=f"x = x{place + 1}", metric=name, of=describe([head])))
-    frame = pd.concat(frames, ignore_index=True)
+    frame: Any = pd.concat(frames, ignore_index=True)
     frame[["query", "key"]] = frame[["query", "key"]].fillna(-1).astype(int)
     columns = ["part", "metric", "of", "query", "key", *VALUES]
     return Table(frame[columns], Provenance("measure", {"prompts": config.n}, model=model_provenance(model)))
@@ -166,8 +166,8 @@ def _run_maps(config: Heatmaps, *, models: Sequence[str], jobs: int, folder: Pat
 
 def _maps(arm: Arm, n: int, model: str, **common: Any) -> Table:
     """The scores of all seeds, and the maps of the first."""
-    frame, about = measure_tuned("attention", model, [arm], prompts=n, **common)
-    frame = frame[(frame["metric"] == "score") | (frame["seed"] == arm.seeds[0])]
+    measured, about = measure_tuned("attention", model, [arm], prompts=n, **common)
+    frame: Any = measured[(measured["metric"] == "score") | (measured["seed"] == arm.seeds[0])]
     columns = ["arm", "part", "seed", "what", "of", "metric", "query", "key", *VALUES]
     return Table(frame[columns].reset_index(drop=True), Provenance("measure", {"prompts": n}, model=about))
 
@@ -271,7 +271,7 @@ def _run_circuit(config: Circuit, *, models: Sequence[str], jobs: int, folder: P
             for seed in config.seeds:
                 about = {"part": f"{alignment}, strength {strength:g}", "seed": seed}
                 frames += [rows.assign(**about) for rows in _measured(config, alignment, strength, seed)]
-    frame = pd.concat(frames, ignore_index=True)
+    frame: Any = pd.concat(frames, ignore_index=True)
     frame[["query", "key"]] = frame[["query", "key"]].fillna(-1).astype(int)
     frame["token"] = frame["token"].fillna("-")
     columns = ["part", "seed", "metric", "kind", "query", "key", "token", *VALUES]

@@ -174,9 +174,8 @@ def _run(config: Causal, *, models: Sequence[str], jobs: int, folder: Path) -> T
     two, _ = measure_tuned("twofold", models[0], [config.twofold], **common)
     two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
     columns = ["arm", "seed", "done", "metric", "heads", *VALUES]
-    return Table(
-        pd.concat([done[columns], two[columns]], ignore_index=True), Provenance("measure", {"n": config.n}, model=about)
-    )
+    frame: Any = pd.concat([done[columns], two[columns]], ignore_index=True)
+    return Table(frame, Provenance("measure", {"n": config.n}, model=about))
 
 
 def _share(there: Any) -> Measured:

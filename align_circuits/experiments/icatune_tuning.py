@@ -56,7 +56,7 @@ def run_courses(config: Courses, *, models: Sequence[str], jobs: int, folder: Pa
     parts = [courses(probes, config.every), emerged(probes)]
     if config.n:
         parts.append(ended(measure_tuned("ends", models[0], config.arms, prompts=config.n, **common)[0]))
-    frame = pd.concat([part[[*KEYS, *VALUES]] for part in parts], ignore_index=True)
+    frame: Any = pd.concat([part[[*KEYS, *VALUES]] for part in parts], ignore_index=True)
     settings = {"arms": [arm.name for arm in config.arms], "prompts": config.n}
     return Table(frame, Provenance("measure", settings, model=about))
 

@@ -118,7 +118,7 @@ def _check_methods(table: Table) -> list[Check]:
 
 def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
     sizes = _numbers(table)
-    right = pd.concat(
+    right: Any = pd.concat(
         [
             _final(table, method, n, condition).frame.assign(N=n, method=method, condition=condition)
             for condition in SHOWN for method in ("ICA-Tune", "standard") for n in sizes
@@ -190,7 +190,8 @@ def _run_decays(config: Decays, *, models: Sequence[str], jobs: int, folder: Pat
     probes, about = measure_tuned("course", models[0], config.arms, jobs=jobs, folder=folder)
     course = courses(probes, 2)
     first = probes[(probes["metric"] == "accuracy") & (probes["kind"] == "first") & ~probes["ood"]]
-    mean: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]].mean().reset_index()
+    runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
+    mean = runs.mean().reset_index()
     about_mean = {"part": "mean", "condition": "in distribution", "step": -1, "layer": -1, "of": "model"}
     area = over_seeds(mean.assign(n=1, metric="accuracy", kind="first"), ["arm", "metric", "kind"])
     parts = [course[course["of"] == "model"], area.assign(**about_mean, seed=ALL_SEEDS)]
@@ -293,7 +294,7 @@ def _check_layers(table: Table) -> list[Check]:
     def of(arms: Sequence[str]) -> Table:
         return first_token(table, "after").where(arm=list(arms))
 
-    only = Table(table.frame[table.frame["arm"] == best].reset_index(drop=True), table.provenance)
+    only = table.where(arm=best)
     return [
         Check(
             claim="Tuning queries and keys of one layer suffices (first token, the best layer)",
@@ -317,7 +318,7 @@ def _check_layers(table: Table) -> list[Check]:
 
 def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
     course = table.where(part="course")
-    rows = course.where(metric="accuracy", kind="first", of="model").frame
+    rows: Any = course.where(metric="accuracy", kind="first", of="model").frame
     panels = {condition: rows[rows["condition"] == condition] for condition in SHOWN}
     layers: Any = course.where(of="best head").frame
     best = str(layers["arm"].iloc[0])
