@@ -31,6 +31,8 @@ ORDER = [
     "patching",
     "checkpoints",
     "training",
+    "progress",
+    "ensembles",
     "pretraining",
     "cells",
     "widgets",
