@@ -63,8 +63,8 @@ def measure(
 ) -> dict[str, Float[Tensor, " member"]]:
     """Measures every member on fresh sequences: accuracies, the loss in context, and the progress measures.
 
-    `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the more frequent half of the classes and of
-    the other. NaN where no target was of that half.
+    `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
+    the less frequent half. NaN where there was no such target.
 
     Args:
         net: An `ExemplarNet` or `InductionHead`.
@@ -90,8 +90,8 @@ def measure(
             first, second = (pattern.unflatten(0, (len(net), n))[:, :, 0] for pattern in patterns)
             found |= progress(first, second[:, :, -1], logits, batch)
         if kind == "iwl":
-            half = torch.tensor([task.n_classes // 2 for task in worlds.tasks], device=right.device)[:, None]
-            for name, group in (("iwl_common", batch.rank < half), ("iwl_rare", batch.rank >= half)):
+            size = torch.tensor([task.n_classes for task in worlds.tasks], device=right.device)[:, None]
+            for name, group in (("iwl_common", 8 * batch.rank < size), ("iwl_rare", 2 * batch.rank >= size)):
                 found[name] = (right * group).sum(-1) / group.sum(-1)
     return {name: found[name] for name in MEASURES}
 

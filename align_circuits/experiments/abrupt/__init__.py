@@ -1,0 +1,1 @@
+"""The mechanistic basis of data dependence and abrupt learning (Reddy, 2024): its figures."""
