@@ -31,7 +31,7 @@ def _cell(row: Any) -> dict[str, Any]:
 
 
 def _base(table: Table) -> dict[str, Any]:
-    """What a number is where it is not varied. K is that of the cells with another noise, which is varied nowhere else."""
+    """What a number is where it is not varied; K is that of the cells with another noise."""
     cells = table.frame[_KEYS].drop_duplicates()
     noise = cells["noise"].mode()[0]
     return {
