@@ -338,7 +338,7 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
     steps = [sorted(frame["step"].unique().tolist()) for frame in maps.values()]
     if any(other != steps[0] for other in steps):
         raise ValueError(f"maps read at different steps: {steps}; give each at every step")
-    heights = [frame["query"].nunique() for frame in maps.values()]
+    heights = [len(np.unique(frame["query"].to_numpy())) for frame in maps.values()]
 
     def drawn(step: int) -> list[go.Heatmap]:
         grids = (

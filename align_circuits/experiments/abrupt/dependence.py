@@ -1,5 +1,6 @@
 """Abrupt learning (Reddy, 2024): which data bring which learning, Figs. 2 and A.3."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,17 @@ from numpy import ndarray
 
 from align_circuits import plots
 from align_circuits.experiments.abrupt.network import SOURCE, controlled, measured, on
-from align_circuits.experiments.abrupt.sweeps import CPU, PAPER, SMOKE, Size, Sweep, at_end, curves_only, over_seeds
+from align_circuits.experiments.abrupt.sweeps import (
+    CPU,
+    PAPER,
+    SMOKE,
+    Size,
+    Sweep,
+    at_end,
+    cells_of,
+    curves_only,
+    over_seeds,
+)
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.tables import Table
 
@@ -32,19 +43,16 @@ def _cell(row: Any) -> dict[str, Any]:
 
 def _base(table: Table) -> dict[str, Any]:
     """What a number is where it is not varied; K is that of the cells with another noise."""
-    cells = table.frame[_KEYS].drop_duplicates()
+    cells: Any = cells_of(table, _KEYS)
     noise = cells["noise"].mode()[0]
-    return {
-        "noise": noise,
-        "zipf": 0.0,
-        "burst": 1,
-        "n_classes": cells.loc[cells["noise"] != noise, "n_classes"].iloc[0],
-    }
+    n_classes = cells.loc[cells["noise"] != noise, "n_classes"].iloc[0]
+    return {"n_classes": n_classes, "burst": 1, "noise": noise, "zipf": 0.0}
 
 
 def _varied(table: Table, *names: str) -> pd.DataFrame:
     """The cells in which nothing but some numbers differs from the base."""
-    cells, base = table.frame[_KEYS].drop_duplicates(), _base(table)
+    cells: Any = cells_of(table, _KEYS)
+    base = _base(table)
     others = [name for name in _KEYS if name not in names]
     if names == ("zipf",):
         base["n_classes"] = cells.loc[cells["zipf"] > 0, "n_classes"].iloc[0]
@@ -74,11 +82,11 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 def _check(table: Table) -> list[Check]:
-    grid, noise, zipf = (_varied(table, *names) for names in (("n_classes", "burst"), ("noise",), ("zipf",)))
-    few, many = (int(value) for value in (grid["n_classes"].min(), grid["n_classes"].max()))
-    low, high = float(noise["noise"].min()), float(noise["noise"].max())
-    skewed = int(zipf["n_classes"].iloc[0])
-    steep = float(zipf["zipf"].max())
+    grid: Any = _varied(table, "n_classes", "burst")
+    noise, zipf = (np.sort(_varied(table, name)[name].to_numpy(float)) for name in ("noise", "zipf"))
+    few, many = int(grid["n_classes"].min()), int(grid["n_classes"].max())
+    low, high, steep = noise[0], noise[-1], zipf[-1]
+    skewed = int(_varied(table, "zipf")["n_classes"].to_numpy()[0])
     base = _base(table)
 
     def end(measure: str, **changes: float) -> Float[ndarray, " seed"]:
@@ -177,8 +185,8 @@ FIG2 = Experiment(
     title="Learning in weights and in context against the data",
     source=f"{SOURCE}, Fig. 2",
     scales=_scales(
-        on(Size(**(vars(CPU) | {"steps": 4000, "log_every": 400})), n_classes=128, noise=0.1),
-        Size(**(vars(PAPER) | {"log_every": 15_000})),
+        on(replace(CPU, steps=4000, log_every=400), n_classes=128, noise=0.1),
+        replace(PAPER, log_every=15_000),
     ),
     run=curves_only, draw=_draw, check=_check, makes_models=True,
     published="K, B and ε raise learning in context and lower it in weights; α = 1 brings both, not of rare classes.",
@@ -189,8 +197,8 @@ FIGA3 = Experiment(
     title="The same of the two-parameter induction head",
     source=f"{SOURCE}, Fig. A.3",
     scales=_scales(
-        on(Size(**(vars(CPU) | {"steps": 4000, "log_every": 400})), n_classes=128, noise=0.1),
-        on(Size(**(vars(PAPER) | {"log_every": 15_000})), n_classes=512, d_content=64),
+        on(replace(CPU, steps=4000, log_every=400), n_classes=128, noise=0.1),
+        on(replace(PAPER, log_every=15_000), n_classes=512, d_content=64),
         model="two",
     ),
     run=curves_only, draw=_draw, check=_check, makes_models=True,

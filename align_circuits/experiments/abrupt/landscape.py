@@ -82,9 +82,8 @@ def exact(value: float) -> Measured:
 
 
 def _sizes(table: Table) -> tuple[int, int, int]:
-    frame = table.frame
-    drawn = int(frame.loc[frame["measure"] == "landscape", "n_labels"].iloc[0])
-    return drawn, int(frame["n_labels"].max()), int(frame["n_pairs"].iloc[0])
+    drawn = table.where(measure="landscape").frame["n_labels"].to_numpy(int)
+    return int(drawn[0]), int(table.frame["n_labels"].to_numpy().max()), int(table.frame["n_pairs"].to_numpy()[0])
 
 
 def draw_landscape(table: Table, window: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:

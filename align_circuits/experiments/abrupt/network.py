@@ -24,6 +24,7 @@ from align_circuits.experiments.abrupt.sweeps import (
     aligned_curves,
     at_end,
     by_seed,
+    cells_of,
     curves_only,
     half_rises,
     mean_curves,
@@ -60,6 +61,10 @@ def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
 def first_probe(table: Table, measure: str, **where: Any) -> Float[ndarray, " seed"]:
     """The untrained network's value."""
     return by_seed(table, measure, **where).iloc[0].to_numpy()
+
+
+def _cells(table: Table, *columns: str) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in cells_of(table, columns).itertuples(index=False)]
 
 
 def on(size: Size, **changes: Any) -> Size:
@@ -298,7 +303,7 @@ FIG4 = Experiment(
 
 
 def _draw_a1(table: Table) -> dict[str, go.Figure]:
-    cells = table.frame[["p_burst", "p_context"]].drop_duplicates().to_dict("records")
+    cells = _cells(table, "p_burst", "p_context")
     panels: Mapping[str, pd.DataFrame] = {
         f"p_B {cell['p_burst']:g}, p_C {cell['p_context']:g}": mean_curves(table, BOTH, **cell) for cell in cells
     }
@@ -306,7 +311,7 @@ def _draw_a1(table: Table) -> dict[str, go.Figure]:
 
 
 def _check_a1(table: Table) -> list[Check]:
-    cells = [dict(cell) for cell in table.frame[["p_burst", "p_context"]].drop_duplicates().to_dict("records")]
+    cells = _cells(table, "p_burst", "p_context")
     both = [cell for cell in cells if cell["p_context"] > 0]
     weights = next(cell for cell in cells if cell["p_context"] == 0)
 
@@ -349,8 +354,8 @@ FIGA1 = Experiment(
 
 def _draw_a5(table: Table) -> dict[str, go.Figure]:
     panels: dict[str, pd.DataFrame] = {}
-    for cell in table.frame[["n_labels", "n_pairs"]].drop_duplicates().to_dict("records"):
-        curves = by_seed(table, "icl", **{str(key): value for key, value in cell.items()})
+    for cell in _cells(table, "n_labels", "n_pairs"):
+        curves = by_seed(table, "icl", **cell)
         long = curves.reset_index().melt("step", var_name="seed").assign(low=np.nan, high=np.nan)
         panels[f"L {cell['n_labels']}, N {cell['n_pairs']}"] = long
     return {"figA5": plots.curves(panels, x="step", by="seed", label="step", value="IC accuracy")}
@@ -362,7 +367,7 @@ def stalled(table: Table, **where: Any) -> Float[ndarray, " seed"]:
 
 
 def _check_a5(table: Table) -> list[Check]:
-    cells = [dict(cell) for cell in table.frame[["n_labels", "n_pairs"]].drop_duplicates().to_dict("records")]
+    cells = _cells(table, "n_labels", "n_pairs")
     more = np.concatenate([stalled(table, **cell) for cell in cells if cell["n_labels"] > cell["n_pairs"]])
     equal = np.concatenate([stalled(table, **cell) for cell in cells if cell["n_labels"] == cell["n_pairs"]])
     return [

@@ -1,5 +1,6 @@
 """Abrupt learning (Reddy, 2024): the induction head with three and two parameters, Figs. 6 and A.2."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from align_circuits.tables import Table
 
 def _labels(table: Table) -> tuple[int, int]:
     """The larger and the smaller number of labels: L > N and L = N."""
-    counts = table.frame["n_labels"]
+    counts = table.frame["n_labels"].to_numpy(int)
     return int(counts.max()), int(counts.min())
 
 
@@ -87,7 +88,7 @@ def _check_fig6(table: Table) -> list[Check]:
 
 
 def _named(check: Check, model: str) -> Check:
-    return Check(**(vars(check) | {"claim": f"{model}: {check.claim}"}))
+    return replace(check, claim=f"{model}: {check.claim}")
 
 
 def _fig6(size: Size, n_classes: int, n_labels: int) -> Sweep:

@@ -165,13 +165,18 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
     return Table(pd.concat(frames, ignore_index=True), Provenance("train_sweep", settings)), trained
 
 
-def curves_only(sweep: Sweep, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
+def curves_only(config: Sweep, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     """The `run` of figures that need nothing but the curves."""
-    return train_sweep(sweep, folder)[0]
+    return train_sweep(config, folder)[0]
 
 
 def _value(sweep: Sweep, cell: Mapping[str, Any], column: str) -> Any:
     return cell.get(column, DEFAULTS[column] if column in DEFAULTS else getattr(sweep.size.task, column))
+
+
+def cells_of(table: Table, columns: Sequence[str]) -> pd.DataFrame:
+    """Returns the cells of a table, one row each: the values of some of its columns."""
+    return pd.DataFrame(table.frame[list(columns)]).drop_duplicates(ignore_index=True)
 
 
 def by_seed(table: Table, measure: str, **where: Any) -> pd.DataFrame:
