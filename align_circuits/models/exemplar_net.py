@@ -72,10 +72,9 @@ class Ensemble(HookedRootModule):
 
     def member(self, index: int) -> "Ensemble":
         """Returns one member, with weights of its own, as an ensemble of one."""
-        alone = type(self)(self.cfg, [self.seeds[index]])
-        state = {name: tensor[index : index + 1] for name, tensor in self.state_dict().items()}
-        alone.load_state_dict(state)
-        return alone.to(next(self.parameters()))
+        alone = type(self)(self.cfg, [self.seeds[index]]).to(next(self.parameters()))
+        alone.load_state_dict({name: tensor[index : index + 1] for name, tensor in self.state_dict().items()})
+        return alone
 
     def by_member(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
         """Returns the inputs with the dimension of members.

@@ -8,6 +8,8 @@ from numpy import ndarray
 from scipy.integrate import solve_ivp
 from scipy.special import expit
 
+Numbers = Float[ndarray, "..."] | float
+
 PARAMETERS = ("xi", "alpha", "beta_1")
 """In the order of every vector of parameters."""
 
@@ -42,12 +44,12 @@ class NestedLogits:
                 f"n_pairs is {self.n_pairs}, n_labels {self.n_labels}: give at least 2 pairs and as many labels"
             )
 
-    def __call__(self, parameters: Float[ndarray, "... 3"]) -> Float[ndarray, "..."]:
+    def __call__(self, parameters: Float[ndarray, "... 3"]) -> Numbers:
         """Returns the loss at (ξ, α, β_1)."""
         xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
         return self.at(xi, alpha * self._looks_back(beta_1))
 
-    def at(self, xi: Float[ndarray, "..."], y: Float[ndarray, "..."]) -> Float[ndarray, "..."]:
+    def at(self, xi: Numbers, y: Numbers) -> Numbers:
         """Returns the loss at (ξ, y), the only two numbers through which it depends on the three."""
         terms = self._terms(xi, y)[0]
         return np.logaddexp.reduce(terms, axis=0)
@@ -89,11 +91,11 @@ class NestedLogits:
             raise RuntimeError(f"the flow could not be followed: {path.message}")
         return path.y.T
 
-    def _looks_back(self, beta_1: Float[ndarray, "..."]) -> Float[ndarray, "..."]:
+    def _looks_back(self, beta_1: Numbers) -> Numbers:
         """The attention of a label to the item before it, e^β_1 / (e^β_1 + N)."""
         return expit(beta_1 - np.log(self.n_pairs))
 
-    def _terms(self, xi: Float[ndarray, "..."], y: Float[ndarray, "..."]) -> tuple[ndarray, ...]:
+    def _terms(self, xi: Numbers, y: Numbers) -> tuple[Numbers, ...]:
         """The logarithms of the three terms of the loss; z/ξ and z'/ξ; their derivatives by y."""
         odds = np.log(2 * self.n_pairs)
         far = expit(y - odds)  # e^y / (e^y + 2N)

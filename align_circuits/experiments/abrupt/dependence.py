@@ -89,7 +89,7 @@ def _check(table: Table) -> list[Check]:
     skewed = int(_varied(table, "zipf")["n_classes"].to_numpy()[0])
     base = _base(table)
 
-    def end(measure: str, **changes: float) -> Float[ndarray, " seed"]:
+    def end(measure: str, **changes: Any) -> Float[ndarray, " seed"]:
         return at_end(table, measure, **(base | changes))
 
     def over_k(measure: str, burst: int) -> Float[ndarray, " seed"]:
