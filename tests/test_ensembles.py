@@ -58,6 +58,7 @@ class Plain(nn.Module):
     def forward(self, stream):
         hidden = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool).triu(1)
         for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
             q, k, v = (layer[name](stream) for name in ("W_Q", "W_K", "W_V"))
             stream = stream + (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
         return self.classifier(stream[:, -1])
@@ -86,11 +87,7 @@ def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
             torch.testing.assert_close(one, other, atol=near, rtol=0)
         for one, other in zip(plain_of(together.member(index)).parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, atol=near, rtol=0)
-        moved = max(
-            float((one - two).detach().abs().max())
-            for one, two in zip(start.parameters(), alone.parameters(), strict=True)
-        )
-        assert moved > 0.01
+        assert not torch.allclose(start.blocks[0].attn.W_Q, alone.blocks[0].attn.W_Q, atol=1e-3)
 
 
 def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -176,7 +173,7 @@ def test_clamps_hold_what_they_say_while_training():
     torch.testing.assert_close(pattern[:, 1::2].sum(-1), torch.full((8,), 3 / 7))
     torch.testing.assert_close(pattern.sum(-1), torch.ones(8))
     held = trained([TASK], [0], torch.float32, replace(CONFIG, steps=5), hooks=clamped_to_previous(net))
-    assert (held.table.where(measure="ila1").frame["value"] == 1).all()
+    np.testing.assert_array_equal(held.table.where(measure="ila1").frame["value"].to_numpy(), 1)
     with pytest.raises(ValueError, match="tokens='some': choose 'all', 'labels' or 'items'"):
         clamped_to_previous(net, "some")
 

@@ -1,5 +1,7 @@
 """The networks for exemplars beside slow loops over their equations."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -57,7 +59,7 @@ def attention_layer(net, layer, member, stream):
 def test_the_network_is_its_equations():
     net, inputs = net_of(), tokens_of(TASK)
     patterns = {}
-    hooks = [(name_of("pattern", layer), lambda p, hook: patterns.__setitem__(hook.name, p)) for layer in (0, 1)]
+    hooks: Any = [(name_of("pattern", layer), lambda p, hook: patterns.__setitem__(hook.name, p)) for layer in (0, 1)]
     with torch.no_grad():
         logits = net.run_with_hooks(inputs, fwd_hooks=hooks)
         for member in range(2):
@@ -77,7 +79,7 @@ def test_the_short_way_gives_the_same_logits_gradients_and_patterns():
     found = {}
     for way in ("forward", "logits"):
         net, inputs, patterns = net_of(), tokens_of(TASK), {}
-        hooks = [
+        hooks: Any = [
             (name_of("pattern", layer), lambda p, hook, kept=patterns: kept.__setitem__(hook.name, p))
             for layer in (0, 1)
         ]
@@ -144,9 +146,9 @@ def test_the_induction_head_is_its_equations():
                 buffers = []
                 for i in range(7):
                     weights = torch.tensor([np.exp(beta_1 * (j == i - 1)) for j in range(i + 1)], dtype=torch.float64)
-                    buffers.append(sum(w * c[j] for j, w in enumerate(weights / weights.sum())))
+                    buffers.append(torch.stack([w * c[j] for j, w in enumerate(weights / weights.sum())]).sum(0))
                 scores = [np.exp(alpha * float(buffers[j] @ c[-1]) + beta_2 * ((6 - j) % 2)) for j in range(7)]
-                read = sum(score / sum(scores) * c[j] for j, score in enumerate(scores))
+                read = torch.stack([score / sum(scores) * c[j] for j, score in enumerate(scores)]).sum(0)
                 expected = classified(net, member, torch.cat([c[-1], read]))
                 torch.testing.assert_close(logits[member, prompt], expected, atol=1e-10, rtol=0)
 
@@ -187,7 +189,8 @@ def test_the_nested_loss_is_a_softmax_over_labels(n_labels, n_pairs):
     loss = NestedLogits(n_labels, n_pairs)
     for parameters in np.random.default_rng(0).normal(0, 2, (20, 3)):
         assert loss(parameters) == pytest.approx(nested_by_hand(n_labels, n_pairs, *parameters), abs=1e-12)
-        numeric = [(loss(parameters + step) - loss(parameters - step)) / 2e-5 for step in 1e-5 * np.eye(3)]
+        steps = 1e-5 * np.eye(3)
+        numeric = np.array([loss(parameters + step) - loss(parameters - step) for step in steps]) / 2e-5
         np.testing.assert_allclose(loss.gradient(parameters), numeric, atol=1e-7)
 
 
@@ -209,7 +212,7 @@ def test_the_flow_is_the_limit_of_gradient_descent():
 
 def test_the_slow_valley_keeps_falling():
     loss = NestedLogits(8, 8)
-    path = loss(loss.gradient_flow(np.array([0.0, 1e3, 3e3, 1e5]), np.full(3, -0.1)))
+    path: Any = loss(loss.gradient_flow(np.array([0.0, 1e3, 3e3, 1e5]), np.full(3, -0.1)))
     np.testing.assert_allclose(path[1:], [0.94, 0.15, 0.0026], rtol=0.01)
 
 
