@@ -151,9 +151,9 @@ class ExemplarNet(Ensemble):
         mixed = torch.bmm(pattern[:, -1:], flat).view(members, n, width)
         v_last = tokens[:, :, -1] + mixed @ w_v[0]
         g = v_last @ w_q[1] @ w_k[1].mT
-        both = torch.stack([g, g @ w_v[0].mT], -1).view(members * n, width, 2)
-        direct, through = torch.bmm(flat, both).split(1, dim=-1)
-        scores = (direct + torch.bmm(pattern, through)).mT
+        both = torch.stack([g, g @ w_v[0].mT], 2).view(members * n, 2, width)
+        direct, through = torch.bmm(both, flat.mT).split(1, dim=1)
+        scores = direct + torch.bmm(through, pattern.mT)
         looked = second.hook_pattern(scores.softmax(-1)[:, None])[:, 0]
         read = torch.bmm(torch.cat([looked, torch.bmm(looked, pattern)], 1), flat).view(members, n, 2, width)
         w_last = v_last + (read[:, :, 0] + read[:, :, 1] @ w_v[0]) @ w_v[1]

@@ -297,26 +297,25 @@ class Worlds:
             chosen = (chosen + 1) % n_labels
         same = torch.where(bursty, slot == 0, known[..., :-1] == known[..., -1:])
 
-        content = self._means[known + self._first]
-        if novel is not None:
-            made = novel.gather(2, slot[..., None].expand(-1, -1, -1, width))
-            content = torch.where(context[..., None], torch.cat([made, made[:, :, :1]], 2), content)
-        if noise is not None:
-            epsilon = of_task("noise", self._dtype)[..., None]
-            content = (content + epsilon * noise) / (1 + epsilon**2).sqrt()
         shuffled = u_order.argsort(-1)
         same, named = same.gather(2, shuffled), chosen[..., :-1].gather(2, shuffled)
-        items = content[:, :, :-1].gather(2, shuffled[..., None].expand(-1, -1, -1, width))
+        with_target = torch.cat([shuffled, torch.full_like(shuffled[..., :1], pairs)], -1)
+        content = self._means[known.gather(2, with_target) + self._first]
+        if novel is not None:
+            slots = torch.cat([slot.gather(2, shuffled), torch.zeros_like(slot[..., :1])], -1)
+            made = novel.gather(2, slots[..., None].expand(-1, -1, -1, width))
+            content = torch.where(context[..., None], made, content)
+        if noise is not None:
+            epsilon = of_task("noise", self._dtype)[..., None]
+            content = content.addcmul(noise, epsilon).mul_((1 + epsilon**2).rsqrt())
         members = torch.arange(len(self), device=self._device)[:, None, None]
-        tokens = content.new_empty(len(self), n, shape.length, shape.d_in)
-        tokens[:, :, :-1:2, shape.n_positions :] = items
+        tokens = content.new_zeros(len(self), n, shape.length, shape.d_in)
+        tokens[:, :, ::2, shape.n_positions :] = content
         tokens[:, :, 1::2, shape.n_positions :] = self._labels[members, named]
-        tokens[:, :, -1, shape.n_positions :] = content[:, :, -1]
         if shape.n_positions:
             offset = (u_offset * (shape.n_positions - shape.length + 1)).long()
             at = offset + torch.arange(shape.length, device=self._device)
-            eye = torch.eye(shape.n_positions, device=self._device, dtype=self._dtype)
-            tokens[..., : shape.n_positions] = eye[at]
+            tokens.scatter_(-1, at[..., None], 1.0)
         rank = self._ranks.gather(1, known[..., -1])
         return Exemplars(tokens, chosen[..., -1], named, same, torch.where(context[..., 0], -1, rank))
 
