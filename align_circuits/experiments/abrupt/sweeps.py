@@ -1,7 +1,5 @@
 """What most figures of abrupt learning share: sweeps trained as ensembles, and statistics over seeds."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,16 +142,15 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
     if device == "cpu":
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     frames, trained = [], []
-    for cells in sweep.ensembles():
+    for group, cells in enumerate(sweep.ensembles()):
         members = [(cell, seed) for cell in cells for seed in range(sweep.size.seeds)]
         seeds = [seed for _, seed in members]
         worlds = Worlds([sweep.task(cell) for cell, _ in members], seeds, device)
         kind = {name: cells[0].get(name, value) for name, value in DEFAULTS.items()}
         net = network(sweep.size, worlds.shape, kind["model"], seeds).to(device)
-        name = hashlib.sha256(json.dumps([sweep.size.steps, *cells], sort_keys=True).encode()).hexdigest()[:12]
         run = train_ensemble(
             net, worlds, sweep.size.train, batch_size=sweep.size.batch_size, probe=sweep.size.probe,
-            hooks=CLAMPS[kind["clamp"]](net), out=folder / "training" / name, recipe=kind,
+            hooks=CLAMPS[kind["clamp"]](net), out=folder / "training" / str(group), recipe=kind,
         )  # fmt: skip
         keys = pd.DataFrame([{column: _value(sweep, cell, column) for column in sweep.columns} for cell, _ in members])
         frame = run.table.frame
