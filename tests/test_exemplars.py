@@ -134,6 +134,7 @@ def test_prompts_know_their_gold(tmp_path):
     again = Prompts.load(tmp_path / "prompts")
     assert torch.equal(again.inputs, prompts.inputs)
     assert again[3:5].relations["correct_label"].keys_of(0) == relations["correct_label"].keys_of(3)
+    assert prompts._repr_html_() == repr(prompts)
     with pytest.raises(ValueError, match="these prompts are vectors"):
         _ = prompts.tokens
 

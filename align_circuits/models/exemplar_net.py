@@ -106,7 +106,7 @@ class ExemplarNet(Ensemble):
     the classifier is three ReLU layers and L logits. `forward` computes all of it and fires TransformerLens's hook
     points; `logits`, what training runs, computes only what the last token needs (see there).
 
-    Source: Reddy (2024), §2. Initial values are not given there: N(0, `init`²) for Q, K, V, and for the classifier
+    Source: Reddy (2024), §2. Initial values are not given there: N(0, init²) for Q, K, V, and for the classifier
     N(0, 2/fan_in) (He et al., 2015) with zero biases.
     """
 

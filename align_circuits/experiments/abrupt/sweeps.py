@@ -52,6 +52,8 @@ class Size:
     seeds: int = 6
     batch_size: int = 128
     lr: float = 0.01
+    weight_decay: float = 0.0
+    """Times the learning rate a step; the paper's text has none."""
     d_head: int = 128
     d_hidden: int = 128
     log_every: int = 1000
@@ -61,8 +63,8 @@ class Size:
     def train(self) -> TrainConfig:
         """Plain SGD, as in the paper."""
         return TrainConfig(
-            self.steps, lr=self.lr, optimizer="sgd", clip=None, log_every=self.log_every,
-            checkpoint_every=max(1, self.log_every // 2),
+            self.steps, lr=self.lr, weight_decay=self.weight_decay, optimizer="sgd", clip=None,
+            log_every=self.log_every, checkpoint_every=max(1, self.log_every // 2),
         )  # fmt: skip
 
 
