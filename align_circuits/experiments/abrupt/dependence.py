@@ -173,7 +173,7 @@ def _scales(cpu: Size, paper: Size, model: str = "network") -> dict[Any, Sweep]:
     alphas = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
     return {
         "smoke": _sweep(smoke, (8, 16), (0, 1, 2), (0.1, 1.0), (0.0, 1.0, 1.5), 16, model),
-        "cpu": _sweep(cpu, (32, 128, 512), (0, 1, 2, 4), (0.1, 0.4, 0.8, 1.6), (0.0, 0.5, 1.0, 1.5), 512, model),
+        "cpu": _sweep(cpu, (32, 128, 512), (0, 1, 2), (0.1, 0.4, 0.8, 1.6), (0.0, 0.5, 1.0, 1.5), 512, model),
         "paper": _sweep(
             paper, doubled, (0, 1, 2, 4), (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4), alphas, paper.task.n_classes, model
         ),
@@ -185,7 +185,7 @@ FIG2 = Experiment(
     title="Learning in weights and in context against the data",
     source=f"{SOURCE}, Fig. 2",
     scales=_scales(
-        on(replace(CPU, steps=4000, log_every=400), n_classes=128, noise=0.1),
+        on(replace(CPU, seeds=3, log_every=300), n_classes=128, noise=0.1),
         replace(PAPER, log_every=15_000),
     ),
     run=curves_only, draw=_draw, check=_check, makes_models=True,
@@ -197,7 +197,7 @@ FIGA3 = Experiment(
     title="The same of the two-parameter induction head",
     source=f"{SOURCE}, Fig. A.3",
     scales=_scales(
-        on(replace(CPU, steps=4000, log_every=400), n_classes=128, noise=0.1),
+        on(replace(CPU, seeds=3, log_every=300), n_classes=128, noise=0.1),
         on(replace(PAPER, log_every=15_000), n_classes=512, d_content=64),
         model="two",
     ),
