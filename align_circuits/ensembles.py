@@ -25,8 +25,8 @@ class EnsembleRun:
     net: Any
     """The ensemble that was given, trained."""
     table: Table
-    """Keyed by member, seed, step and measure (`progress.MEASURES`, and `loss`, the mean since the row before it of
-    all members); low and high are NaN: an interval is over seeds, and these are single ones."""
+    """Keyed by member, seed, step and measure (`progress.MEASURES`), n the sequences. Low and high are NaN: an interval
+    is over seeds, and these are single ones."""
 
 
 def train_ensemble(
@@ -100,10 +100,16 @@ def train_ensemble(
 def _table(log: pd.DataFrame, worlds: Worlds, settings: dict[str, Any]) -> Table:
     rows = [
         pd.DataFrame(
-            {"member": member, "seed": seed, "step": log["step"], "measure": name, "value": log[f"{name}/{member}"]}
+            {
+                "member": member,
+                "seed": seed,
+                "step": log["step"],
+                "measure": name,
+                "value": log[f"{name}/{member}"].round(6),
+            }
         )
         for member, seed in enumerate(worlds.seeds)
         for name in MEASURES
     ]
-    frame = pd.concat(rows, ignore_index=True).assign(low=np.nan, high=np.nan, n=1)
+    frame = pd.concat(rows, ignore_index=True).assign(low=np.nan, high=np.nan, n=settings["probe"])
     return Table(frame, Provenance("train_ensemble", settings))

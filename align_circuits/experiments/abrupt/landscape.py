@@ -29,10 +29,10 @@ class Flow:
     """Where each path begins, (ξ, α, β_1), by name."""
     until: float
     """The time of the end; learning rate times steps."""
-    probes: int = 400
+    probes: int = 250
     xi: tuple[float, float] = (-4.0, 14.0)
     y: tuple[float, float] = (-2.0, 9.0)
-    grid: int = 61
+    grid: int = 41
 
 
 def _run(config: Flow, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
@@ -55,8 +55,8 @@ def _run(config: Flow, *, models: Sequence[str], jobs: int, folder: Path) -> Tab
     rows.append(
         pd.DataFrame({"measure": "landscape", "value": height, "xi": across, "y": up, "n_labels": config.n_labels})
     )
-    frame = pd.concat(rows, ignore_index=True)
-    frame = frame.assign(n_pairs=config.n_pairs, low=frame["value"], high=frame["value"], n=1)
+    frame = pd.concat(rows, ignore_index=True).round({"time": 4, "xi": 4, "y": 4})
+    frame = frame.assign(value=frame["value"].round(6), n_pairs=config.n_pairs, low=np.nan, high=np.nan, n=1)
     return Table(frame, Provenance("gradient_flow", {"starts": {k: list(v) for k, v in config.starts.items()}}))
 
 

@@ -159,7 +159,7 @@ def _maps(net: Any, worlds: Worlds, step: int) -> list[pd.DataFrame]:
     for layer, queries in ((0, range(length)), (1, [length - 1])):
         pattern: Tensor = cache[name_of("pattern", layer)][0, 0]
         rows = [
-            {"query": query, "key": key, "value": pattern[query, key].item()}
+            {"query": query, "key": key, "value": round(pattern[query, key].item(), 6)}
             for query in queries
             for key in range(query + 1)
         ]
