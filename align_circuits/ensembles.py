@@ -100,16 +100,10 @@ def train_ensemble(
 def _table(log: pd.DataFrame, worlds: Worlds, settings: dict[str, Any]) -> Table:
     rows = [
         pd.DataFrame(
-            {
-                "member": member,
-                "seed": seed,
-                "step": log["step"],
-                "measure": name,
-                "value": log[f"{name}/{member}"].round(6),
-            }
+            {"member": member, "seed": seed, "step": log["step"], "measure": name, "value": log[f"{name}/{member}"]}
         )
         for member, seed in enumerate(worlds.seeds)
         for name in MEASURES
     ]
-    frame = pd.concat(rows, ignore_index=True).assign(low=np.nan, high=np.nan, n=settings["probe"])
+    frame = pd.concat(rows, ignore_index=True).round({"value": 6}).assign(low=np.nan, high=np.nan, n=settings["probe"])
     return Table(frame, Provenance("train_ensemble", settings))
