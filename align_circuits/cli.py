@@ -253,7 +253,8 @@ class Reproduce:
     jobs: int = 1
     """Local processes."""
     out: Path | None = None
-    """The folder for the results; runs/NAME/SCALE by default."""
+    """The folder for the results and what they were made from; by default runs/NAME/SCALE, and runs for the latter,
+    so that experiments share the models that they tune."""
 
     def __call__(self) -> None:
         """Runs the verb."""
@@ -272,7 +273,8 @@ class Reproduce:
             raise ValueError(f"{self.name} makes its own models and takes none: leave out --model")
         models = () if experiment.makes_models else self.model
         out = writable_folder(self.out or Path("runs") / self.name / self.scale)
-        table = experiment.run(experiment.scales[self.scale], models=models, jobs=self.jobs, folder=out)
+        shared = self.out or Path("runs")
+        table = experiment.run(experiment.scales[self.scale], models=models, jobs=self.jobs, folder=shared)
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")

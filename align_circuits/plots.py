@@ -44,6 +44,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond")
 _GREY = "#808080"  # the one text colour with contrast on white and on black
 _RING = "#D55E00"  # stands out from every colour of both scales
+_MOST_NUMBERS = 100
 _COLUMNS = 3
 _ABLATED = {
     "nothing": "nothing ablated",
@@ -231,26 +232,32 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
     return styled(figure, title, height=400)
 
 
-def accuracy_grids(panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "") -> go.Figure:
-    """Returns grids of accuracies side by side, on one scale from 0 to 1, with the number in each cell.
+def accuracy_grids(
+    panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "", *, value: str = "accuracy"
+) -> go.Figure:
+    """Returns grids of accuracies or other shares side by side, on one scale from 0 to 1, with the number in each cell.
+
+    Grids of more than 100 cells show numbers only under the mouse.
 
     Args:
         panels: A frame for each panel by its caption: columns along x, index along y.
         x: What the columns are.
         y: What the rows are.
         title: Above the panels.
+        value: What the numbers are.
     """
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
             z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
-            texttemplate="%{z:.2f}", hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
+            texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
+            hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
         )  # fmt: skip
         figure.add_trace(heat, row=1, col=place)
     figure.update_xaxes(title=x, dtick=1, showgrid=False)
     figure.update_yaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title=y, col=1)
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "accuracy"}})
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
     return styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
 
 

@@ -123,7 +123,7 @@ def test_a_cliff_is_narrow_and_a_decline_is_wide():
 
 
 def test_a_course_of_attention_has_a_frame_a_step():
-    first = pd.DataFrame(
+    first: Any = pd.DataFrame(
         [{"step": step, "query": q, "key": k, "value": 0.5} for step in (0, 7) for q in (0, 1) for k in range(q + 1)]
     )
     second = first[first["query"] == 1]

@@ -16,7 +16,7 @@ from align_circuits.pretraining.recipe import RECIPES, pretrain
 
 def texts(kind: str, n: int = 60, length: int = 120, **options: Any) -> list[str]:
     tokenizer = char_tokenizer()
-    ids, _ = Mixture({kind: 1.0}, swapped=0.0, **options).sample(n, length, seed=0)
+    ids, _, _ = Mixture({kind: 1.0}, swapped=0.0, **options).sample(n, length, seed=0)
     return ["".join(tokenizer.convert_ids_to_tokens(row[1:].tolist())) for row in ids]
 
 
@@ -31,8 +31,7 @@ def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
     ("kind", "form"),
     [
         ("pre-aligned", r"([A-Z]{2,8}[:;!]([A-Z][a-z]{1,8}){2,8}\n)*"),
-        ("gapped", r"([A-Z]{2,8}:(?=[^\n]*[A-Z])([A-Z!][a-z]{1,4}){2,8}\n)*"),
-        ("places", r"([A-Z]{2,8}![a-z]{0,21}[A-Z]\n)*"),
+        ("echoes", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("runs", r"([A-Z]:[a-z]{1,24}\n)*"),
         ("columns", r"([a-z]{1,32}\n)*"),
         ("single", r"([A-Z]:[a-z]{1,4}\n)*"),
@@ -48,11 +47,19 @@ def test_documents_have_the_form_of_their_kind(kind, form):
         assert re.fullmatch(form, whole), text
 
 
-def test_places_ask_for_the_symbol_that_the_letters_count_to():
-    for text in texts("places"):
-        for symbols, letters, answer in re.findall(r"([A-Z]+)!([a-z]*)([A-Z])\n", text):
-            groups = symbols.index(answer)
-            assert len(letters) % groups == 0 if groups else not letters
+def test_echoes_are_of_the_symbol_whose_turn_it_is_and_the_lower_layers_are_asked_for_it():
+    tokenizer = char_tokenizer()
+    ids, _, early = Mixture({"echoes": 1.0}, swapped=0.0).sample(60, 120, seed=0)
+    told = 0
+    for row, asked in zip(ids, early, strict=True):
+        tokens, wanted = (tokenizer.convert_ids_to_tokens(each[1:].tolist()) for each in (row, asked))
+        for line in re.finditer(r"!([A-Z]+):(\w+)\n", "".join(tokens)):
+            symbols, body = line.groups()
+            own = np.repeat([*symbols], len(body) // len(symbols)).tolist()
+            assert all(letter in (symbol, letter.lower()) for symbol, letter in zip(own, body, strict=True))
+            assert wanted[line.start(2) : line.end(2)] == own
+            told += 1
+    assert told > 100
 
 
 def test_copies_repeat():
@@ -63,7 +70,7 @@ def test_copies_repeat():
 
 
 def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
-    ids, weights = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
+    ids, weights, _ = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
     tokenizer = char_tokenizer()
     pieces = np.array(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))[ids.numpy()]
     upper = np.vectorize(str.isupper)(pieces)
@@ -76,7 +83,7 @@ def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
 def test_a_seed_fixes_the_documents_and_the_global_state_stays():
     mixture = Mixture({"pre-aligned": 0.5, "copies": 0.5})
     before: Any = np.random.get_state()  # noqa: NPY002 - it must not move
-    (one, _), (same, _), (other, _) = (mixture.sample(8, 64, seed) for seed in (0, 0, 1))
+    (one, *_), (same, *_), (other, *_) = (mixture.sample(8, 64, seed) for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     after: Any = np.random.get_state()  # noqa: NPY002

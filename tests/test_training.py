@@ -210,6 +210,7 @@ STEPS = 500
 def life(folder, steps, config, moment=None):
     """One life of a run, in its own process: notes each step that is begun (b) and each update that is made (u)."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background was told to ignore it
     notes = os.open(Path(folder) / "notes", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     at = [0]
 

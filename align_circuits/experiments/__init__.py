@@ -1,19 +1,20 @@
 """The papers' figures and tables, each reproducible by name."""
 
-from align_circuits.experiments.abrupt.dependence import FIG2, FIGA3
-from align_circuits.experiments.abrupt.landscape import FIG7, FIGA4
-from align_circuits.experiments.abrupt.network import FIG1, FIG3, FIG4, FIGA1, FIGA5
-from align_circuits.experiments.abrupt.operations import CLAMPED, FIG5
-from align_circuits.experiments.abrupt.reduced import FIG6, FIGA2
+from align_circuits.experiments.abrupt import ABRUPT
+from align_circuits.experiments.conjecture import CONJECTURE
 from align_circuits.experiments.experiment import Experiment
 from align_circuits.experiments.ground_truth import GROUND_TRUTH
-from align_circuits.experiments.icatune import FIG3 as ICATUNE_FIG3
-from align_circuits.experiments.icatune import FIG9, TABLE1
+from align_circuits.experiments.icatune import FIG3, FIG9, TABLE1
+from align_circuits.experiments.icatune_attention import FIG1, FIG5, FIG8, FIG11
+from align_circuits.experiments.icatune_causal import CAUSAL
+from align_circuits.experiments.icatune_data import APPF, FIG2, PRIOR
+from align_circuits.experiments.icatune_tuning import FIG4
+from align_circuits.experiments.icatune_variants import FIG6, FIG7, FIG10
 from align_circuits.experiments.toy_llama import CRITERIA
 
-ABRUPT = (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIGA1, FIGA2, FIGA3, FIGA4, FIGA5, CLAMPED)
+_PAPER_1 = (TABLE1, FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, FIG9, FIG10, FIG11, PRIOR, APPF, CAUSAL, CONJECTURE)
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (CRITERIA, GROUND_TRUTH, ICATUNE_FIG3, FIG9, TABLE1, *ABRUPT)
+    experiment.name: experiment for experiment in (CRITERIA, GROUND_TRUTH, *_PAPER_1, *ABRUPT)
 }
 """Every experiment by its name, such as `"icatune/fig3"`."""

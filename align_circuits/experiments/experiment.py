@@ -101,7 +101,7 @@ class Experiment:
     compares_models: bool = False
     """Whether it takes several models; the others measure one."""
     makes_models: bool = False
-    """Whether it makes the models that it measures, and takes none."""
+    """Whether it makes the models that it measures, or measures none: it takes no model."""
 
 
 def checks_html(checks: Sequence[Check]) -> str:

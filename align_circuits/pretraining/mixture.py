@@ -28,8 +28,9 @@ QUIET = 0.1
 UNCERTAIN = 0.4
 """The loss weight of letters of which little can be known: those of symbols that have been are out."""
 
-Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
-"""Token ids, at least as many as were asked for, and the weight of each in the loss."""
+Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
+"""Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
+must tell in its place, `PAD` for none."""
 
 
 @dataclass(frozen=True)
@@ -86,45 +87,30 @@ def pre_aligned(source: Source) -> Document:
     return _flat(ids, np.tile(weight, (n, 1)))
 
 
-def gapped(source: Source) -> Document:
-    """Pre-aligned prompts in which `!` stands for some of the copied symbols, never for all of a line.
+def echoes(source: Source) -> Document:
+    """`!` and a monotonic prompt in whose phrases some letters are replaced by the symbol that they belong to.
 
-    Whose phrase follows must then be told from the copies that are left and from the order: monotonic in two of three
-    documents, permuted for the prompt in the others.
+    In one of four documents without `!`: phrases follow in an unknown order, and any symbols replace their letters.
     """
     rng = source.rng
     m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(m + 2 + m * (c + 1))
-    order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
-    which = order[:, np.arange(m) if rng.random() < 2 / 3 else rng.permutation(m)]
-    gaps = rng.random((n, m)) < rng.uniform(0.2, 0.9)
-    gaps[np.arange(n), rng.integers(0, m, n)] = False
-    names = source.names(m)
-    copies = np.where(gaps, BANG, names[which])
-    body = np.concatenate([copies[..., None], source.phrases(which, c)], 2)
-    ids = np.concatenate([names[order], np.full((n, 1), COLON), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
-    weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
-    return _flat(ids, np.tile(weight, (n, 1)))
-
-
-def places(source: Source) -> Document:
-    """Symbols, `!`, groups of random letters, and then the symbol whose place is the number of groups so far.
-
-    Letters say nothing but how many they are; nothing is translated.
-    """
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), int(rng.integers(1, 4))
-    n = source.lines(m + 3)
+    told = rng.random() < 0.75
+    n = source.lines(m + 2 + told + m * c)
     order = np.argsort(rng.random((n, m)), 1)
-    names = source.names(m)[order]
-    groups = rng.integers(0, m, n)
-    answer = names[np.arange(n), groups][:, None]
-    filler = rng.choice(LETTERS, (n, (m - 1) * c))
-    line = np.concatenate([names, np.full((n, 1), BANG), filler, answer, np.full((n, 1), NEWLINE)], 1)
-    place = np.arange(line.shape[1])
-    keep = (place < m + 1 + groups[:, None] * c) | (place >= m + 1 + (m - 1) * c)
-    weight = np.tile([0.0] * (m + 1 + (m - 1) * c) + [1.0, QUIET], (n, 1))
-    return _flat(line[keep], weight[keep])
+    names = source.names(m)
+    heard = rng.random((n, m, c)) < rng.uniform(0.2, 0.8)
+    heard[np.arange(n), rng.integers(0, m, n), rng.integers(0, c, n)] = True
+    own = np.broadcast_to(names[order][..., None], (n, m, c))
+    phrases = source.phrases(order if told else np.argsort(rng.random((n, m)), 1), c)
+    body = np.where(heard, own if told else rng.choice(SYMBOLS, (n, m, c)), phrases)
+    early = np.where(told, own, body)
+    bang, colon, newline = (
+        np.full((n, width), token) for width, token in ((int(told), BANG), (1, COLON), (1, NEWLINE))
+    )
+    ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
+    asked = np.concatenate([np.full((n, m + told + 1), PAD), early.reshape(n, -1), np.full((n, 1), PAD)], 1)
+    weight = [0.0] * (m + told) + [QUIET] + [1.0 if told else UNCERTAIN] * (m * c) + [QUIET]
+    return ids.ravel(), np.tile(weight, n), asked.ravel()
 
 
 def single(source: Source) -> Document:
@@ -253,7 +239,7 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "gapped": gapped, "places": places, "single": single, "pairs": pairs,
+    "pre-aligned": pre_aligned, "echoes": echoes, "single": single, "pairs": pairs,
     "phrases": phrases, "strings": strings, "outputs": outputs, "runs": runs, "columns": columns, "copies": copies,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
@@ -281,7 +267,9 @@ class Mixture:
                 f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
             )
 
-    def sample(self, n: int, length: int, seed: int) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"]]:
+    def sample(
+        self, n: int, length: int, seed: int
+    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Int[Tensor, "row pos"]]:
         """Draws documents, each after a BOS token and cut to `length`.
 
         Args:
@@ -290,7 +278,8 @@ class Mixture:
             seed: Which.
 
         Returns:
-            Token ids, and the weight in the loss of predicting each; that of the first is 0.
+            Token ids; the weight in the loss of predicting each, that of the first is 0; and what the lower layers must
+            tell in its place, `PAD` for nothing.
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
@@ -299,16 +288,19 @@ class Mixture:
         shares = np.array(list(self.shares.values()), dtype=float)
         kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
+        early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
             own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
-            text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
+            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
+            if kind != "single" and rng.random() < self.swapped:
+                text, asked = SWAPPED[text], SWAPPED[asked]
             ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
-        return torch.from_numpy(ids), torch.from_numpy(weights)
+            early[row, 1:] = asked[: length - 1]
+        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
-    return ids.ravel(), weight.ravel()
+    return ids.ravel(), weight.ravel(), np.full(ids.size, PAD)
 
 
 def _ids(characters: str) -> Int[ndarray, " token"]:
@@ -317,7 +309,8 @@ def _ids(characters: str) -> Int[ndarray, " token"]:
 
 _TOKENIZER: Any = char_tokenizer()
 SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
-BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
+PAD, BOS = int(_TOKENIZER.pad_token_id), int(_TOKENIZER.bos_token_id)
+NEWLINE, COLON, SEMICOLON, BANG = map(int, _ids("\n:;!"))
 EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])
 SWAPPED = np.arange(len(_TOKENIZER))
 SWAPPED[SYMBOLS], SWAPPED[LETTERS] = LETTERS, SYMBOLS

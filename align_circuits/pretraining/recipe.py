@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,32 +17,29 @@ from align_circuits.evaluate import evaluate
 from align_circuits.files import replacing, writable_folder
 from align_circuits.models.load import load
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.pretraining.mixture import Mixture
+from align_circuits.pretraining.mixture import PAD, Mixture
 from align_circuits.prompts import Prompts
 from align_circuits.scoring import score_heads
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training import TrainConfig, TrainRun, train
 
-INDUCTION = {"copies": 0.4, "phrases": 0.3, "pairs": 0.1, "pre-aligned": 0.2}
+COUNTING = {"echoes": 0.8, "copies": 0.2}
+"""A mixture from which the lower layers learn to count."""
+
+INDUCTION = {"copies": 0.35, "phrases": 0.25, "pairs": 0.1, "pre-aligned": 0.2, "echoes": 0.1}
 """A mixture from which induction heads form soon: short documents, much that repeats."""
 
 LINES = {
-    "pre-aligned": 0.3, "outputs": 0.3, "copies": 0.08, "runs": 0.08, "columns": 0.06, "phrases": 0.06,
-    "pairs": 0.04, "single": 0.05, "strings": 0.03,
+    "echoes": 0.28, "pre-aligned": 0.25, "outputs": 0.2, "copies": 0.07, "runs": 0.05, "columns": 0.04,
+    "phrases": 0.03, "pairs": 0.02, "single": 0.04, "strings": 0.02,
 }  # fmt: skip
 """A mixture in which nearly everything is lines."""
 
 OUTPUTS = {
-    "pre-aligned": 0.2, "outputs": 0.5, "copies": 0.04, "runs": 0.08, "columns": 0.05, "phrases": 0.03,
-    "pairs": 0.03, "single": 0.04, "strings": 0.03,
+    "outputs": 0.36, "echoes": 0.28, "pre-aligned": 0.12, "runs": 0.05, "columns": 0.03, "copies": 0.05,
+    "phrases": 0.03, "pairs": 0.02, "single": 0.04, "strings": 0.02,
 }  # fmt: skip
 """The same, when pre-aligned prompts are known: mostly phrases that follow in an unknown order."""
-
-GAPS = {
-    "outputs": 0.36, "places": 0.18, "gapped": 0.14, "pre-aligned": 0.11, "runs": 0.06, "columns": 0.04,
-    "copies": 0.03, "phrases": 0.02, "pairs": 0.01, "single": 0.03, "strings": 0.02,
-}  # fmt: skip
-"""The same, with prompts that must be completed by their order."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,8 @@ class Recipe:
     tokens: int = 3264
     """Tokens in a batch."""
     n_layers: int = 6
+    early_layers: int | None = None
+    """After so many layers, the output matrix must tell what a document asks of the lower layers."""
     n_heads: int = 4
     d_model: int = 128
     d_mlp: int = 352
@@ -81,19 +81,18 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "toy-llama": Recipe(
         TrainConfig(
-            steps=4300, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
-            schedule="linear", warmup=100, decay=1500, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
+            steps=2700, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
+            schedule="linear", warmup=100, decay=1200, clip=None, precision="bf16", log_every=100, checkpoint_every=20,
         ),
         (
-            Stage(1, (64,), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
-            Stage(501, (64, 128), Mixture(LINES, most_edges=2)),
-            Stage(601, (128, 256), Mixture(LINES)),
-            Stage(801, (192, 256, 544), Mixture(LINES)),
-            Stage(1201, (192, 256, 544), Mixture(OUTPUTS)),
-            Stage(1241, (192, 256, 544), Mixture(GAPS)),
-            Stage(2801, (256, 544, 1088), Mixture(GAPS)),
+            Stage(1, (64, 128), Mixture(COUNTING)),
+            Stage(301, (64,), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
+            Stage(601, (64, 128), Mixture(LINES, most_edges=2)),
+            Stage(701, (128, 256), Mixture(LINES)),
+            Stage(901, (192, 256, 544), Mixture(OUTPUTS)),
+            Stage(1901, (256, 544, 1088), Mixture(OUTPUTS)),
         ),
-        n_heads=5, d_model=160, d_mlp=432,
+        n_layers=7, n_heads=5, d_model=160, d_mlp=432, early_layers=3,
     ),
     "smoke": Recipe(
         TrainConfig(steps=30, lr=0.012, rest_lr=0.002, optimizer="muon", schedule="linear", warmup=5, clip=None,
@@ -125,14 +124,15 @@ def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool =
     out = writable_folder(out)
     model = untrained(recipe, seed)
 
-    def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor]:
+    def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor, Tensor]:
         stage = recipe.stage(step)
         length = stage.lengths[batch_seed % len(stage.lengths)]
         return stage.mixture.sample(max(1, recipe.tokens // length), length, batch_seed)
 
     run = train(
-        model, sample, _loss, recipe.train, seed=seed, out=out / "training", progress=progress,
-        metrics=lambda network, _: probe(network, recipe.metrics_prompts), recipe=asdict(recipe),
+        model, sample, partial(_loss, early_layers=recipe.early_layers), recipe.train, seed=seed,
+        out=out / "training", progress=progress, recipe=asdict(recipe),
+        metrics=lambda network, _: probe(network, recipe.metrics_prompts),
     )  # fmt: skip
     save(model, out / "model")
     with replacing(out / "log.csv") as path:
@@ -201,9 +201,14 @@ def _best(scores: Any, metric: str) -> dict[str, float]:
     return {metric: float(row["value"]), f"{metric}_layer": float(row["layer"]), f"{metric}_head": float(row["head"])}
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
-    ids, weights = batch
-    logits = model(ids[:, :-1], use_cache=False).logits
-    each = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    weights = weights[:, 1:].flatten()
-    return (each * weights).sum() / weights.sum()
+def _loss(model: Any, batch: tuple[Tensor, Tensor, Tensor], early_layers: int | None) -> Float[Tensor, ""]:
+    ids, weights, early = batch
+    out = model.model(ids[:, :-1], use_cache=False, output_hidden_states=early_layers is not None)
+    each = F.cross_entropy(
+        model.lm_head(out.last_hidden_state).float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )
+    loss = (each * weights[:, 1:].flatten()).sum()
+    if early_layers is not None and (asked := early[:, 1:] != PAD).any():
+        logits = model.lm_head(model.model.norm(out.hidden_states[early_layers][asked]))
+        loss = loss + F.cross_entropy(logits.float(), early[:, 1:][asked], reduction="sum")
+    return loss / weights[:, 1:].sum()

@@ -1,5 +1,7 @@
 """What most figures of abrupt learning share: sweeps trained as ensembles, and statistics over seeds."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,15 +146,16 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
     if device == "cpu":
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     frames, trained = [], []
-    for group, cells in enumerate(sweep.ensembles()):
+    for cells in sweep.ensembles():
         members = [(cell, seed) for cell in cells for seed in range(sweep.size.seeds)]
         seeds = [seed for _, seed in members]
         worlds = Worlds([sweep.task(cell) for cell, _ in members], seeds, device)
         kind = {name: cells[0].get(name, value) for name, value in DEFAULTS.items()}
         net = network(sweep.size, worlds.shape, kind["model"], seeds).to(device)
+        out = folder / "training" / f"abrupt-{_hash(sweep.size, worlds, kind)}"
         run = train_ensemble(
             net, worlds, sweep.size.train, batch_size=sweep.size.batch_size, probe=sweep.size.probe,
-            hooks=CLAMPS[kind["clamp"]](net), out=folder / "training" / str(group), recipe=kind,
+            hooks=CLAMPS[kind["clamp"]](net), out=out, recipe=kind,
         )  # fmt: skip
         keys = pd.DataFrame([{column: _value(sweep, cell, column) for column in sweep.columns} for cell, _ in members])
         frame = run.table.frame
@@ -162,6 +165,12 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
         trained.append(Trained([cell for cell, _ in members], net, worlds))
     settings = {"size": asdict(sweep.size), "cells": [dict(cell) for cell in sweep.cells]}
     return Table(pd.concat(frames, ignore_index=True), Provenance("train_sweep", settings)), trained
+
+
+def _hash(size: Size, worlds: Worlds, kind: Mapping[str, str]) -> str:
+    """Tells trainings apart, so that figures that train the same ensemble share it."""
+    told = [asdict(size), [asdict(task) for task in worlds.tasks], list(worlds.seeds), dict(kind)]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def curves_only(config: Sweep, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's

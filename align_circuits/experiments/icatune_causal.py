@@ -1,0 +1,288 @@
+"""Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?
+
+The path from alignment through keys or through queries into lookup is not measured here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from scipy.stats import binomtest
+
+from align_circuits import plots
+from align_circuits.ablation import all_heads, reference_of
+from align_circuits.engine import capture
+from align_circuits.evaluate import ALL_OFFSETS, evaluate
+from align_circuits.experiments.accuracy import difference_of
+from align_circuits.experiments.experiment import Check, Experiment, Measured
+from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
+from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
+from align_circuits.hooks.edits import Ablate, Clamp, Edit, Head, Patch, describe
+from align_circuits.hooks.names import name_of
+from align_circuits.localize import localize
+from align_circuits.prompts import Prompts
+from align_circuits.scoring import score_heads
+from align_circuits.tables import VALUES, Provenance, Table
+from align_circuits.tasks.automaton import NONE
+from align_circuits.tasks.grammar import in_support
+
+ROLES = ("align_query", "align_key", "lookup")
+"""The roles that make the circuit of alignment and lookup."""
+
+FEWEST = 8
+"""The fewest prompts that `localize` takes."""
+
+DECIDED = 0.5
+"""By how much one of two alignments must be more accurate than the other."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Which tunings are taken apart."""
+
+    arm: Arm = ICA
+    twofold: Arm = field(default_factory=lambda: replace(ICA, name="m = 4", task={**ICA.task, "x_len": 4}))
+    """Tunings on inputs of length 4, where two alignments explain the examples equally well."""
+    n: int = 64
+
+
+def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
+    """Ablates, clamps and patches the heads that tuning made; the function of a cell.
+
+    The heads are those that `localize` names in the tuned model; of a role for which it names none, the head with the
+    highest score. Controls take as many other heads of the same layers, where there are any.
+
+    Args:
+        prompts: How many for each measurement.
+        **run: As for `tuned`.
+
+    Returns:
+        First-token accuracy by what was done (`done`), beside the history ceiling; and for each role the number of
+        heads that `localize` names before and after, with their names.
+    """
+    seed, generator = FRESH + run["seed"], np.random.default_rng(run["seed"])
+    before, after, task = loaded(run["model"]), tuned(**run).model, task_of(run["task"], run["seed"])
+    drawn = task.sample(prompts, after.tokenizer, seed)
+    heads: dict[str, Sequence[Head]] = {}
+    rows: list[dict[str, Any]] = []
+    for part, model in (("before", before), ("after", after)):
+        found = localize(model, task, max(prompts, FEWEST), seed=seed + 1, draws=0)
+        for role in ROLES:
+            heads[role] = found.heads(role)
+            count = len(heads[role])
+            said = {"done": part, "metric": f"named {role}", "heads": describe(heads[role]) or "nobody"}
+            rows.append({**said, "value": count, "low": count, "high": count, "n": prompts})
+    heads = {role: named or _best(after, drawn, role) for role, named in heads.items()}
+    aligners = sorted({*heads["align_query"], *heads["align_key"]})
+    both = sorted({*aligners, *heads["lookup"]})
+
+    def measure(done: str, model: Any, edits: Sequence[Edit] = (), some: Sequence[Head] = ()) -> None:
+        rows.append({"done": done, "metric": "first", "heads": describe(some) or "-", **_first(model, drawn, edits)})
+
+    measure("before", before)
+    measure("after", after)
+    rows.append({"done": "history ceiling", "metric": "first", "heads": "-",
+                 **_first(before, drawn, predictor="history")})  # fmt: skip
+    held = reference_of(after, drawn, "mean")
+    said = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
+    for control in (False, True):
+        others = {role: _others(after, some, generator) for role, some in heads.items()}
+        clamped = others if control else heads
+        for name, roles, some in (("aligners", ROLES[:2], aligners), ("aligners and lookup heads", ROLES, both)):
+            chosen = _others(after, some, generator) if control else some
+            what = f"{name}, control" if control else name
+            measure(f"ablated: {what}", after, [Ablate(chosen, how="mean", reference=held)], chosen)
+            measure(f"patched: {what}", before, [Patch(chosen, values=said)], chosen)
+            at = sorted({head for role in roles for head in clamped[role]})
+            measure(f"clamped: {what}", before, [Clamp(clamped[role], role) for role in roles], at)
+    return pd.DataFrame(rows)
+
+
+def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: str = "model") -> dict[str, float]:
+    """First-token accuracy, with its interval."""
+    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=ALL_OFFSETS)
+    row = table.where(predictor=predictor).frame.iloc[0]
+    return {name: float(row[name]) for name in VALUES}
+
+
+def _best(model: Any, prompts: Prompts, role: str) -> list[Head]:
+    best = score_heads(model, prompts, [role]).top(role, 1).frame.iloc[0]
+    return [(int(best["layer"]), int(best["head"]))]
+
+
+def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator) -> list[Head]:
+    """As many heads of each layer that are not among `heads`; where a layer has too few, from anywhere."""
+    rest = [head for head in all_heads(model.cfg) if head not in heads]
+    rest = [rest[at] for at in generator.permutation(len(rest))]
+    drawn: list[Head] = []
+    for layer, _ in heads:
+        free = [head for head in rest if head not in drawn]
+        drawn += ([head for head in free if head[0] == layer] or free)[:1]
+    return drawn
+
+
+def twofold(*, prompts: int, **run: Any) -> pd.DataFrame:
+    """Tells which of two alignments a model tuned at m = 4 learned; the function of a cell.
+
+    With parts of two symbols, the identity and the alignment that swaps neighbours, with the automata of the symbols of
+    a part swapped, explain all inputs of the grammar equally well. They part where the test input is no input of the
+    grammar: the letter that phrase p begins with is that of x_p, or that of the partner of p's neighbour in the input.
+
+    Args:
+        prompts: How many, all with test inputs out of the grammar.
+        **run: As for `tuned`.
+
+    Returns:
+        By `part` (before, after) and `alignment` (monotonic, swapped): first-token accuracy, and the best head's score.
+    """
+    after, task = tuned(**run).model, replace(task_of(run["task"], run["seed"]), ood=True)
+    drawn = task.sample(2 * prompts, after.tokenizer, FRESH + run["seed"])
+    drawn = drawn[~in_support(drawn.latent["order"][:, -1])]
+    frames = []
+    for part, model in (("before", loaded(run["model"])), ("after", after)):
+        for alignment, asked in (("monotonic", drawn), ("swapped", _swapped(drawn))):
+            about = {"part": part, "alignment": alignment}
+            frames.append(pd.DataFrame([{**about, "metric": "first", "layer": -1, **_first(model, asked)}]))
+            best: Any = score_heads(model, asked, ["align_query"]).top("align_query", 1).frame
+            frames.append(best.drop(columns="head").assign(**about))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _swapped(prompts: Prompts) -> Prompts:
+    """The same prompts with the gold of the other alignment, as far as first tokens go."""
+    order, first = prompts.latent["order"][:, -1], prompts.latent["letter"][:, :, 0].long()
+    partner = order[:, [1, 0, 3, 2]] ^ 1  # [prompt phrase]
+    letters = first.gather(1, partner[..., None].expand(-1, -1, first.shape[2]))
+    accepted = torch.zeros(*partner.shape, len(prompts.letters) + 1, dtype=torch.bool)
+    accepted = accepted.scatter_(2, letters.where(letters != NONE, accepted.shape[2] - 1), True)[..., :-1]
+    assert prompts.accepted is not None
+    whole = prompts.accepted.clone()
+    whole[prompts.column("offset") == 0] = accepted.flatten(0, 1)
+    gold = prompts.relations["align_query"]
+    relations = {**prompts.relations, "align_query": replace(gold, wants=gold.wants ^ 1)}
+    return replace(prompts, accepted=whole, relations=relations)
+
+
+def _run(config: Causal, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
+    common: dict[str, Any] = {"jobs": jobs, "folder": folder, "module": __name__, "prompts": config.n}
+    done, about = measure_tuned("causes", models[0], [config.arm], **common)
+    two, _ = measure_tuned("twofold", models[0], [config.twofold], **common)
+    two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
+    columns = ["arm", "seed", "done", "metric", "heads", *VALUES]
+    return Table(
+        pd.concat([done[columns], two[columns]], ignore_index=True), Provenance("measure", {"n": config.n}, model=about)
+    )
+
+
+def _share(there: Any) -> Measured:
+    """A share of seeds with its exact binomial interval."""
+    interval = binomtest(int(np.sum(there)), len(there)).proportion_ci(method="exact")
+    return Measured(float(np.mean(there)), float(interval.low), float(interval.high))
+
+
+def _check(table: Table) -> list[Check]:
+    def done(name: str) -> Table:
+        return table.where(done=name, metric="first")
+
+    def against(name: str, base: str) -> Measured:
+        return difference_of(done(name), done(base))
+
+    def named(part: str) -> Measured:
+        rows: Any = table.where(done=part, metric=["named align_query", "named align_key"]).frame
+        return _share((rows.groupby("seed")["value"].sum() > 0).to_numpy())
+
+    both = "aligners and lookup heads"
+    checks = [
+        Check(
+            claim="localize names an aligner (share of seeds)", measured=named("after"), relation=">=", threshold=0.8,
+            control=named("before"), control_is="before tuning",
+        ),
+        Check(
+            claim="Without its aligners the first token falls to the history ceiling (difference)",
+            measured=against("ablated: aligners", "history ceiling"), relation="<=", threshold=0.0,
+            control=against("ablated: aligners, control", "history ceiling"), control_is="as many other heads ablated",
+        ),
+        Check(
+            claim="What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)",
+            measured=against(f"patched: {both}", "before"), relation=">=", threshold=0.2,
+            control=against(f"patched: {both}, control", "before"), control_is="as many other heads patched",
+        ),
+        Check(
+            claim="Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)",
+            measured=against(f"clamped: {both}", "before"), relation=">=", threshold=0.2,
+            control=against(f"clamped: {both}, control", "before"), control_is="as many other heads clamped",
+        ),
+    ]  # fmt: skip
+    return [*checks, *_twofold_checks(table)]
+
+
+def _twofold_checks(table: Table) -> list[Check]:
+    def apart(part: str, metric: str) -> Any:
+        """By how much the monotonic alignment is ahead, seed by seed."""
+        monotonic, swapped = (
+            table.where(done=f"{part}: {name}", metric=metric).frame.set_index("seed")["value"]
+            for name in ("monotonic", "swapped")
+        )
+        return (monotonic - swapped).to_numpy()
+
+    def decided(part: str) -> Measured:
+        return _share(np.abs(apart(part, "first")) >= DECIDED)
+
+    def agree(part: str) -> Measured:
+        return _share(
+            (apart(part, "first") * apart(part, "align_query") > 0) & (np.abs(apart(part, "first")) >= DECIDED)
+        )
+
+    return [
+        Check(
+            claim=f"m = 4: each seed settles on one of two alignments (accuracies OOD at least {DECIDED:g} apart)",
+            measured=decided("after"), relation=">=", threshold=0.8, control=decided("before"),
+            control_is="before tuning",
+        ),
+        Check(
+            claim="m = 4: the heads tell which (share of seeds in which the better aligner agrees)",
+            measured=agree("after"), relation=">=", threshold=0.8, control=agree("before"), control_is="before tuning",
+        ),
+    ]  # fmt: skip
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    rows: Any = table.where(metric="first").frame
+    rows = rows.assign(seed="seed " + rows["seed"].astype(str))
+    two = rows["done"].str.endswith(("monotonic", "swapped"))
+    panels = {name: _by_place(rows[mask]) for name, mask in (("m = 5", ~two), ("m = 4, OOD", two))}
+    figures = {}
+    for name, (frame, labels) in panels.items():
+        drawn = plots.curves({"": frame}, x="place", by="seed", label="", value="first token").update_traces(
+            mode="markers"
+        )
+        figures[name] = drawn.update_xaxes(dtick=None, tickvals=list(range(len(labels))), ticktext=labels)
+    return figures
+
+
+def _by_place(rows: Any) -> tuple[pd.DataFrame, list[str]]:
+    labels = list(dict.fromkeys(rows["done"]))
+    return rows.assign(place=[labels.index(done) for done in rows["done"]]), labels
+
+
+CAUSAL = Experiment(
+    name="icatune/causal",
+    title="Are the heads that tuning makes the cause of what it does?",
+    source="beyond Agarwal and Sarawagi (2025)",
+    scales={
+        "smoke": Causal(
+            replace(SMOKE_ICA, seeds=(0,)),
+            replace(SMOKE_ICA, name="m = 4", task={**SMOKE_ICA.task, "x_len": 4}, seeds=(0,)), n=8,
+        ),
+        "cpu": Causal(),
+        "paper": Causal(PAPER_ICA, replace(PAPER_ICA, name="m = 4", task={**PAPER_ICA.task, "x_len": 4})),
+    },
+    run=_run,
+    draw=_draw,
+    check=_check,
+)  # fmt: skip
