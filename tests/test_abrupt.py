@@ -10,7 +10,8 @@ import pytest
 from align_circuits import plots
 from align_circuits.experiments.abrupt.dependence import FIG2, grid_of
 from align_circuits.experiments.abrupt.landscape import width_of_fall
-from align_circuits.experiments.abrupt.network import FIG4, FIGA5, check_alignment
+from align_circuits.experiments.abrupt.mixtures import FIGA5
+from align_circuits.experiments.abrupt.network import FIG4, check_alignment
 from align_circuits.experiments.abrupt.operations import CLAMPED
 from align_circuits.experiments.abrupt.sweeps import SMOKE, Sweep, network
 from align_circuits.progress import MEASURES

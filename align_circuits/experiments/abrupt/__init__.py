@@ -2,7 +2,8 @@
 
 from align_circuits.experiments.abrupt.dependence import FIG2, FIGA3
 from align_circuits.experiments.abrupt.landscape import FIG7, FIGA4
-from align_circuits.experiments.abrupt.network import FIG1, FIG3, FIG4, FIGA1, FIGA5
+from align_circuits.experiments.abrupt.mixtures import FIGA1, FIGA5
+from align_circuits.experiments.abrupt.network import FIG1, FIG3, FIG4
 from align_circuits.experiments.abrupt.operations import CLAMPED, FIG5
 from align_circuits.experiments.abrupt.reduced import FIG6, FIGA2
 

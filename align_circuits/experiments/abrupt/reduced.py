@@ -10,6 +10,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
+from align_circuits.experiments.abrupt.mixtures import stalled
 from align_circuits.experiments.abrupt.network import (
     BOTH,
     LEARNED,
@@ -19,7 +20,6 @@ from align_circuits.experiments.abrupt.network import (
     draw_measures,
     measured,
     on,
-    stalled,
 )  # fmt: skip
 from align_circuits.experiments.abrupt.sweeps import (
     CPU,
