@@ -18,6 +18,7 @@ from align_circuits.prompts import Prompts, Role
 from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.exemplars import ExemplarTask
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tuning import TuneConfig, TuneRun, tune
@@ -25,6 +26,7 @@ from align_circuits.tuning import TuneConfig, TuneRun, tune
 __all__ = [
     "Ablate",
     "Clamp",
+    "ExemplarTask",
     "Graph",
     "Localization",
     "Patch",

@@ -23,6 +23,7 @@ __all__ = [
     "accuracy",
     "accuracy_grids",
     "attention",
+    "attention_course",
     "attention_maps",
     "curves",
     "edge_map",
@@ -133,7 +134,7 @@ def head_maps(
     scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
     label = unit or ("change" if signed else "score")
     figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": label}})
-    drawn = _styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
+    drawn = styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
     return drawn if shape is None else drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)")  # behind what is blank
 
 
@@ -168,7 +169,7 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
         figure.add_trace(dots, row=place // columns + 1, col=place % columns + 1)
     figure.update_xaxes(range=[-0.04, 1.06], dtick=0.25)
     figure.update_yaxes(type="category")
-    return _styled(figure, title, height=(110 + 26 * n) * lines + 40)
+    return styled(figure, title, height=(110 + 26 * n) * lines + 40)
 
 
 def accuracy(table: Table, title: str = "") -> go.Figure:
@@ -191,7 +192,7 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(title="target tokens")
     figure.update_layout(scattermode="group", scattergap=0.6)
-    return _styled(figure, title, height=380)
+    return styled(figure, title, height=380)
 
 
 def ablation(verdict: Table, title: str = "") -> go.Figure:
@@ -230,7 +231,7 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
         title="target tokens", tickvals=list(range(len(kinds))), ticktext=kinds, range=[-0.5, len(kinds) - 0.5],
         showgrid=False,
     )  # fmt: skip
-    return _styled(figure, title, height=400)
+    return styled(figure, title, height=400)
 
 
 def accuracy_grids(
@@ -259,7 +260,7 @@ def accuracy_grids(
     figure.update_yaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title=y, col=1)
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
-    return _styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
+    return styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
 
 
 def curves(
@@ -291,7 +292,7 @@ def curves(
     figure.update_xaxes(title=label, dtick=1 if counts else None)
     figure.update_yaxes(range=[-0.04, 1.06] if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
     figure.update_yaxes(title=value, col=1)
-    return _styled(figure, title, height=380)
+    return styled(figure, title, height=380)
 
 
 def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
@@ -393,7 +394,52 @@ def attention_maps(attention: Attention, relation: str | None = None, title: str
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
     colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
-    return _styled(figure, title, height=(340 if columns == 3 else 460) * lines + 60)
+    return styled(figure, title, height=(340 if columns == 3 else 460) * lines + 60)
+
+
+def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Figure:
+    """Returns attention maps above each other with a slider over the steps at which they were read.
+
+    Args:
+        maps: By its caption, a frame for each map with the columns step, query, key and value; queries run down.
+        title: Above the maps.
+
+    Raises:
+        ValueError: The maps were not read at the same steps.
+    """
+    steps = [sorted(frame["step"].unique().tolist()) for frame in maps.values()]
+    if any(other != steps[0] for other in steps):
+        raise ValueError(f"maps read at different steps: {steps}; give each at every step")
+    heights = [len(np.unique(frame["query"].to_numpy())) for frame in maps.values()]
+
+    def drawn(step: int) -> list[go.Heatmap]:
+        grids = (
+            frame[frame["step"] == step].pivot(index="query", columns="key", values="value")
+            for frame in maps.values()
+        )  # fmt: skip
+        return [
+            go.Heatmap(
+                z=grid.to_numpy().round(3), x=list(grid.columns), y=[str(query) for query in grid.index],
+                coloraxis="coloraxis", hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
+            )
+            for grid in grids
+        ]  # fmt: skip
+
+    figure = make_subplots(
+        len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=0.12
+    )
+    for row, heat in enumerate(drawn(steps[0][0]), start=1):
+        figure.add_trace(heat, row=row, col=1)
+    figure.frames = [go.Frame(data=drawn(step), name=str(step)) for step in steps[0]]
+    shown = {"mode": "immediate", "frame": {"duration": 0}}
+    slider = [{"label": str(step), "method": "animate", "args": [[str(step)], shown]} for step in steps[0]]
+    figure.update_layout(
+        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}],
+        coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "attention"}},
+    )
+    figure.update_yaxes(autorange="reversed", title="from", showgrid=False)
+    figure.update_xaxes(title="to", row=len(maps), col=1, showgrid=False)
+    return styled(figure, title, height=220 + 30 * sum(heights))
 
 
 def save(figure: go.Figure | Attention, path: str | Path, *, width: int = 1000, scale: int = 2) -> Path:
@@ -438,7 +484,7 @@ def _error_bars(frame: Any) -> dict:
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
 
 
-def _styled(figure: go.Figure, title: str, height: int) -> go.Figure:
+def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Transparent and grey-lettered, so that light and dark pages both work; no template is registered."""
     figure.update_layout(
         title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},

@@ -110,6 +110,8 @@ class Prompts:
         return f"Prompts({shape}, targets={len(self.targets)}, relations={sorted(self.relations)})"
 
     def _repr_html_(self) -> str:
+        if self.inputs.is_floating_point():  # vectors have no text
+            return repr(self)
         shown = [self.drawing(index) for index in range(min(len(self), 3))]
         return "<hr>".join(shown) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 

@@ -68,9 +68,13 @@ class Probes:
 
 
 def tried(model: Any, names: Collection[str]) -> Probes:
-    """Returns probes that have met one run of two tokens, the least that has something to attend to: who is silent?"""
+    """Returns probes that have met one run of two tokens, the least that has something to attend to: who is silent?
+
+    A model that reads vectors says how long they are, `cfg.d_in`.
+    """
     probes = Probes(model, dict.fromkeys(names, lambda _: None))
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    first, d_in = next(model.parameters()), getattr(model.cfg, "d_in", None)
+    tokens = first.new_zeros(1, 2, dtype=torch.long) if d_in is None else first.new_zeros(1, 2, d_in)
     with torch.no_grad(), evaluating(model):
         model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks)
     return probes

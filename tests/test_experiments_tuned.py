@@ -185,7 +185,8 @@ def test_standard_tuning_reads_no_more_examples_than_there_are():
 @pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10])
 def test_scales_for_the_paper_are_valid(experiment):
     config: Any = experiment.scales["paper"]
-    for arm in config.arms(32) if callable(config.arms) else config.arms:
+    arms: Any = config.arms(32) if callable(config.arms) else config.arms
+    for arm in arms:
         TuneConfig(**arm.config)
         tuned.task_of(arm.task, 1)
 

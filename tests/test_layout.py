@@ -40,6 +40,8 @@ ORDER = [
     "contributions",
     "checkpoints",
     "training",
+    "progress",
+    "ensembles",
     "pretraining",
     "cells",
     "widgets",

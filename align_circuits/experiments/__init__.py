@@ -1,5 +1,6 @@
 """The papers' figures and tables, each reproducible by name."""
 
+from align_circuits.experiments.abrupt import ABRUPT
 from align_circuits.experiments.attribution import EXACT
 from align_circuits.experiments.conjecture import CONJECTURE
 from align_circuits.experiments.experiment import Experiment
@@ -15,6 +16,6 @@ from align_circuits.experiments.toy_llama import CRITERIA
 _PAPER_1 = (TABLE1, FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, FIG9, FIG10, FIG11, PRIOR, APPF, CAUSAL, CONJECTURE)
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (CRITERIA, GROUND_TRUTH, EXACT, *_PAPER_1)
+    experiment.name: experiment for experiment in (CRITERIA, GROUND_TRUTH, EXACT, *_PAPER_1, *ABRUPT)
 }
 """Every experiment by its name, such as `"icatune/fig3"`."""

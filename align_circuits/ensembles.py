@@ -1,0 +1,109 @@
+"""Many networks of one shape, trained as one: seeds, cells of a sweep, or both."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from align_circuits.progress import MEASURES, Hook, measure
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.exemplars import Worlds
+from align_circuits.training import TrainConfig, train
+
+
+@dataclass(frozen=True, eq=False)
+class EnsembleRun:
+    """A finished training of several members."""
+
+    net: Any
+    """The ensemble that was given, trained."""
+    table: Table
+    """Keyed by member, seed, step and measure (`progress.MEASURES`), n the sequences. Low and high are NaN: an interval
+    is over seeds, and these are single ones."""
+
+
+def train_ensemble(
+    net: Any,
+    worlds: Worlds,
+    config: TrainConfig,
+    *,
+    batch_size: int = 128,
+    probe: int = 1000,
+    hooks: Sequence[Hook] = (),
+    out: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> EnsembleRun:
+    """Trains all members at once, each as it would train alone with its own seed; with `out`, a killed run goes on.
+
+    The loss is the sum of the members' mean cross-entropies, so that no member's gradient knows of another. A member
+    alone and the same member among others see the same sequences and differ by rounding only.
+
+    Args:
+        net: An `ExemplarNet` or `InductionHead`; trained in place.
+        worlds: One for each member.
+        config: How; clipping and Muon would tie the members together and are refused.
+        batch_size: Sequences a step for each member.
+        probe: Sequences of each sort, at every row of the log.
+        hooks: Forward hooks under which the network trains and is measured.
+        out: The folder for checkpoints and log.
+        recipe: Whatever else defines the run, such as what `hooks` do.
+        progress: Whether to draw a progress bar.
+
+    Raises:
+        ValueError: Another number of worlds than of members, or a config that ties them together.
+    """
+    if len(net) != len(worlds):
+        raise ValueError(f"{len(net)} members, {len(worlds)} worlds: give one for each")
+    if config.clip is not None or config.optimizer == "muon":
+        raise ValueError(
+            f"clip={config.clip}, optimizer={config.optimizer!r}: a norm over all members and Muon's matrices would "
+            "tie them together; give clip=None, and 'sgd' or 'adamw'"
+        )
+
+    def sample(step: int, _: int) -> dict[str, Tensor]:
+        batch = worlds.batch(step, batch_size)
+        return {"inputs": batch.inputs, "label": batch.label}
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+        with net.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext():
+            logits = model.logits(batch["inputs"])
+        summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
+        return summed / batch_size
+
+    def metrics(model: Any, step: int) -> dict[str, float]:
+        found = measure(model, worlds, probe, step, hooks)
+        stacked = torch.stack(list(found.values())).double().tolist()
+        return {
+            f"{name}/{member}": value
+            for name, row in zip(found, stacked, strict=True)
+            for member, value in enumerate(row)
+        }
+
+    about = {
+        "tasks": [asdict(task) for task in worlds.tasks], "seeds": list(worlds.seeds), "net_seeds": list(net.seeds),
+        "batch_size": batch_size, "probe": probe,
+    }  # fmt: skip
+    run = train(
+        net, sample, loss, config, out=out, metrics=metrics, recipe=about | dict(recipe or {}), progress=progress
+    )
+    return EnsembleRun(net, _table(run.log, worlds, about | {"train": asdict(config)}))
+
+
+def _table(log: pd.DataFrame, worlds: Worlds, settings: dict[str, Any]) -> Table:
+    rows = [
+        pd.DataFrame(
+            {"member": member, "seed": seed, "step": log["step"], "measure": name, "value": log[f"{name}/{member}"]}
+        )
+        for member, seed in enumerate(worlds.seeds)
+        for name in MEASURES
+    ]
+    frame = pd.concat(rows, ignore_index=True).round({"value": 6}).assign(low=np.nan, high=np.nan, n=settings["probe"])
+    return Table(frame, Provenance("train_ensemble", settings))

@@ -1,0 +1,229 @@
+"""Two attention layers and a classifier for exemplars, many members at once, with TransformerLens's hooks."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+HIDDEN_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class ExemplarNetConfig:
+    """The shape of an `ExemplarNet`, in the field names of TransformerLens where it has them."""
+
+    n_labels: int
+    """L, the number of logits."""
+    d_in: int
+    """The dimensions of a token, P + D, which are those of the residual stream."""
+    d_head: int = 128
+    """The dimensions of queries and keys."""
+    d_hidden: int = 128
+    """The width of each of the classifier's three hidden layers."""
+    init: float = 63**-0.5
+    """The standard deviation of the attention weights at the start."""
+    n_layers: int = 2
+    n_heads: int = 1
+    model_name: str = "exemplar-net"
+    normalization_type: None = None
+    attn_only: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def d_model(self) -> int:
+        """The residual stream is as wide as a token."""
+        return self.d_in
+
+
+class Ensemble(HookedRootModule):
+    """Networks of one shape with weights of their own, each made from its own seed, that run as one.
+
+    Every parameter has the dimension `member` in front. Inputs are `[member prompt pos d_in]`, or `[prompt pos d_in]`
+    for an ensemble of one; hook points see members and prompts as one first dimension, members outside.
+    """
+
+    def __init__(self, cfg: Any, seeds: Sequence[int]):
+        super().__init__()
+        if not len(seeds):
+            raise ValueError("no seeds: give one for each member")
+        self.cfg, self.seeds = cfg, tuple(seeds)
+        self._generators = [_generator(seed) for seed in seeds]
+
+    def drawn(self, *shape: int, std: float) -> nn.Parameter:
+        """Returns a new parameter; each member's entries come from its own generator."""
+        return nn.Parameter(
+            torch.stack([std * torch.randn(*shape, generator=generator) for generator in self._generators])
+        )
+
+    def filled(self, *shape: int, value: float = 0.0) -> nn.Parameter:
+        """Returns a new parameter that is the same for all members."""
+        return nn.Parameter(torch.full((len(self.seeds), *shape), value))
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def member(self, index: int) -> "Ensemble":
+        """Returns one member, with weights of its own, as an ensemble of one."""
+        alone = type(self)(self.cfg, [self.seeds[index]]).to(next(self.parameters()))
+        alone.load_state_dict({name: tensor[index : index + 1] for name, tensor in self.state_dict().items()})
+        return alone
+
+    def by_member(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
+        """Returns the inputs with the dimension of members.
+
+        Raises:
+            ValueError: Inputs for another number of members, or tokens of another size.
+        """
+        inputs = inputs if inputs.ndim == 4 else inputs[None]
+        if len(inputs) != len(self) or inputs.shape[-1] != self.cfg.d_in:
+            raise ValueError(
+                f"inputs of shape {tuple(inputs.shape)} for {len(self)} members that read {self.cfg.d_in} dimensions: "
+                "give [member prompt pos d_in], or [prompt pos d_in] to one member"
+            )
+        return inputs
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Ensemble":
+        super()._apply(fn, recurse)
+        first = next(self.parameters())
+        self.cfg = replace(self.cfg, device=first.device, dtype=first.dtype)
+        return self
+
+
+class ExemplarNet(Ensemble):
+    """Two attention layers of one head each (Eqs. 2 and 3) and a classifier that reads the last token.
+
+        v_i = u_i + V_1 Σ_{j<=i} p1_ij u_j,   w_i = v_i + V_2 Σ_{j<=i} p2_ij v_j,   p_ij ∝ exp((K u_j)^T (Q u_i)),
+
+    the second layer's keys and queries reading v. No scaling of the scores, no output matrix, no LayerNorm, no biases;
+    the classifier is three ReLU layers and L logits. `forward` computes all of it and fires TransformerLens's hook
+    points; `logits`, what training runs, computes only what the last token needs (see there).
+
+    Source: Reddy (2024), §2. Initial values are not given there: N(0, init²) for Q, K, V, and for the classifier
+    N(0, 2/fan_in) (He et al., 2015) with zero biases.
+    """
+
+    blocks: Any
+    """A `Block` for each layer."""
+    classifier: "Classifier"
+
+    def __init__(self, cfg: ExemplarNetConfig, seeds: Sequence[int]):
+        super().__init__(cfg, seeds)
+        self.blocks = nn.ModuleList(Block(self) for _ in range(2))
+        self.classifier = Classifier(self, cfg.d_in, cfg.d_hidden, cfg.n_labels)
+        self.setup()
+
+    def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
+        """Returns the logits of the last token, with every hook point fired."""
+        tokens = self.by_member(inputs)
+        residual = tokens.flatten(0, 1)
+        for block in self.blocks:
+            residual = block(residual)
+        last = residual[:, -1].view(*tokens.shape[:2], -1)
+        return self.classifier(last).view(*inputs.shape[:-2], -1)
+
+    def logits(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
+        """Returns the same logits several times sooner, by products in another order.
+
+        Nothing but the last token's second layer reaches the classifier, so of that layer one query suffices, and every
+        other weight matrix meets a single vector a sequence instead of 2N + 1:
+
+            (K_2 v_j)^T (Q_2 v_n) = g^T u_j + Σ_k p1_jk (V_1^T g)^T u_k,   g = K_2^T Q_2 v_n,
+
+        and the first layer's scores are u_j^T (K_1^T Q_1) u_i. Of the hook points only the two `hook_pattern` fire: the
+        first whole, the second for the last query alone, `[prompt head 1 key]`.
+        """
+        tokens = self.by_member(inputs)
+        members, n, length, width = tokens.shape
+        flat = tokens.reshape(members * n, length, width)
+        first, second = (block.attn for block in self.blocks)
+        w_q, w_k, w_v = ([getattr(layer, name)[:, 0] for layer in (first, second)] for name in ("W_Q", "W_K", "W_V"))
+        asked = torch.bmm(tokens.reshape(members, n * length, width), w_q[0] @ w_k[0].mT)
+        scores = torch.bmm(asked.view_as(flat), flat.mT)
+        pattern = first.hook_pattern(causal(scores)[:, None])[:, 0]
+        mixed = torch.bmm(pattern[:, -1:], flat).view(members, n, width)
+        v_last = tokens[:, :, -1] + mixed @ w_v[0]
+        g = v_last @ w_q[1] @ w_k[1].mT
+        both = torch.stack([g, g @ w_v[0].mT], 2).view(members * n, 2, width)
+        direct, through = torch.bmm(both, flat.mT).split(1, dim=1)
+        scores = direct + torch.bmm(through, pattern.mT)
+        looked = second.hook_pattern(scores.softmax(-1)[:, None])[:, 0]
+        read = torch.bmm(torch.cat([looked, torch.bmm(looked, pattern)], 1), flat).view(members, n, 2, width)
+        w_last = v_last + (read[:, :, 0] + read[:, :, 1] @ w_v[0]) @ w_v[1]
+        return self.classifier(w_last).view(*inputs.shape[:-2], -1)
+
+
+def causal(scores: Float[Tensor, "prompt query key"]) -> Float[Tensor, "prompt query key"]:
+    """Returns the softmax over the keys that are not later than the query."""
+    length = scores.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+class Block(nn.Module):
+    """One layer: attention, added to the residual stream."""
+
+    def __init__(self, net: ExemplarNet):
+        super().__init__()
+        self.attn = Attention(net)
+        self.hook_resid_pre, self.hook_attn_out, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
+
+    def forward(self, residual: Float[Tensor, "prompt pos d_model"]) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns the residual stream after the layer."""
+        residual = self.hook_resid_pre(residual)
+        return self.hook_resid_post(residual + self.hook_attn_out(self.attn(residual)))
+
+
+class Attention(nn.Module):
+    """One head without scaling, whose values have the width of the residual stream."""
+
+    def __init__(self, net: ExemplarNet):
+        super().__init__()
+        cfg = net.cfg
+        self.W_Q, self.W_K = (net.drawn(1, cfg.d_in, cfg.d_head, std=cfg.init) for _ in range(2))
+        self.W_V = net.drawn(1, cfg.d_in, cfg.d_in, std=cfg.init)
+        self.hook_q, self.hook_k, self.hook_v, self.hook_z = (HookPoint() for _ in range(4))
+        self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()
+
+    def forward(self, residual: Float[Tensor, "prompt pos d_model"]) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns what the head reads."""
+        members = residual.view(len(self.W_Q), -1, *residual.shape[1:])
+        q, k, v = (
+            hook(torch.einsum("mnpd,mhde->mnphe", members, weight).flatten(0, 1))
+            for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
+        )
+        scores = self.hook_attn_scores(torch.einsum("nqhe,nkhe->nhqk", q, k))
+        pattern = self.hook_pattern(causal(scores[:, 0])[:, None])
+        return self.hook_z(torch.einsum("nhqk,nkhe->nqhe", pattern, v))[:, :, 0]
+
+
+class Classifier(nn.Module):
+    """Three ReLU layers and the logits of the labels."""
+
+    def __init__(self, net: Ensemble, d_in: int, d_hidden: int, n_labels: int):
+        super().__init__()
+        widths = [d_in, *[d_hidden] * HIDDEN_LAYERS, n_labels]
+        pairs = list(pairwise(widths))
+        self.weights = nn.ParameterList(net.drawn(i, o, std=(2 / i) ** 0.5) for i, o in pairs)
+        self.biases = nn.ParameterList(net.filled(1, o) for _, o in pairs)
+        self.hook_in = HookPoint()
+
+    def forward(self, read: Float[Tensor, "member prompt d_in"]) -> Float[Tensor, "member prompt label"]:
+        """Returns the logits."""
+        hidden = self.hook_in(read.flatten(0, 1)).view_as(read)
+        for place, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            hidden = torch.baddbmm(bias, hidden, weight)
+            hidden = hidden.relu() if place < HIDDEN_LAYERS else hidden
+        return hidden
+
+
+def _generator(seed: int) -> torch.Generator:
+    digest = hashlib.sha256(f"exemplar net/{seed}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

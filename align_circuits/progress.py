@@ -1,0 +1,169 @@
+"""Progress measures: how far an induction head has come, read by hooks while a network trains."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import Probes
+from align_circuits.models.exemplar_net import Ensemble
+from align_circuits.tasks.exemplars import Exemplars, Worlds
+
+ACCURACIES = ("icl", "iwl", "swap")
+"""Accuracy on the three sorts of evaluation sequences of `tasks.exemplars.Kind`."""
+
+PROGRESS = ("ila1", "tila2", "cla", "tla2")
+"""The four progress measures, by `progress`."""
+
+MEASURES = (*ACCURACIES, "iwl_common", "iwl_rare", "loss_icl", *PROGRESS)
+"""Whatever `measure` returns."""
+
+Hook = tuple[str, Callable[..., Any]]
+
+
+def progress(
+    pattern_1: Float[Tensor, "member prompt query key"],
+    pattern_2: Float[Tensor, "member prompt key"],
+    logits: Float[Tensor, "member prompt label"],
+    batch: Exemplars,
+) -> dict[str, Float[Tensor, " member"]]:
+    """Returns the four progress measures, each a mean over sequences, in [0, 1].
+
+    With p1 and p2 the attention of the layers, T = 2N + 1 tokens counted from 1, and π the predicted probabilities:
+
+    - `ila1`, item-label association: 1/(T-1) Σ_{i=2..T} p1_{i,i-1}, what a token pays to the one before it. At uniform
+      attention it is (1/(T-1)) Σ_{i=2..T} 1/i.
+    - `tila2`, target-item-label association: Σ p2_{T,j} over the labels j that follow an item of the target's class.
+    - `tla2`, target-labels association: Σ_{k=1..N} p2_{T,2k}, what the target pays to all labels.
+    - `cla`, context-label accuracy: Σ_l π_l over the labels l that stand in the context.
+
+    They say where attention goes and what is guessed, not that the one causes the other: the control is an
+    intervention on the attention while the network trains (`clamped_to_previous`).
+
+    Source: Reddy (2024), §3, in words; these formulas are ours.
+    """
+    labels = pattern_2[..., 1::2]
+    present = torch.zeros_like(logits).scatter(-1, batch.context, 1.0)
+    return {
+        "ila1": pattern_1.diagonal(-1, -2, -1).mean((1, 2)),
+        "tila2": (labels * batch.right).sum(-1).mean(-1),
+        "cla": (logits.softmax(-1) * present).sum(-1).mean(-1),
+        "tla2": labels.sum(-1).mean(-1),
+    }
+
+
+def measure(
+    net: Any, worlds: Worlds, n: int, step: int = 0, hooks: Sequence[Hook] = ()
+) -> dict[str, Float[Tensor, " member"]]:
+    """Measures every member on fresh sequences: accuracies, the loss in context, and the progress measures.
+
+    `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
+    the less frequent half. NaN where there was no such target.
+
+    Args:
+        net: An `ExemplarNet` or `InductionHead`.
+        worlds: The worlds of its members.
+        n: Sequences of each sort; the progress measures rest on those of novel classes.
+        step: Which sequences.
+        hooks: More forward hooks, such as those under which the network trains.
+    """
+    found: dict[str, Tensor] = {}
+    patterns: list[Tensor] = [torch.empty(0)] * 2
+    names = [name_of("pattern", layer) for layer in range(2)]
+    for kind in ACCURACIES:
+        batch = worlds.batch(step, n, kind)
+        probes = Probes(net, {name: partial(_keep, patterns, layer) for layer, name in enumerate(names)})
+        with torch.no_grad(), net.hooks(fwd_hooks=[*hooks, *(probes.fwd_hooks if kind == "icl" else [])]):
+            logits = net.logits(batch.inputs)
+        right = (logits.argmax(-1) == batch.label).float()
+        found[kind] = right.mean(-1)
+        if kind == "icl":
+            probes.check()
+            log_prob = logits.log_softmax(-1).gather(-1, batch.label[..., None])
+            found["loss_icl"] = -log_prob.mean((-1, -2))
+            first, second = (pattern.unflatten(0, (len(net), n))[:, :, 0] for pattern in patterns)
+            found |= progress(first, second[:, :, -1], logits, batch)
+        if kind == "iwl":
+            size = torch.tensor([task.n_classes for task in worlds.tasks], device=right.device)[:, None]
+            for name, group in (("iwl_common", 8 * batch.rank < size), ("iwl_rare", 2 * batch.rank >= size)):
+                found[name] = (right * group).sum(-1) / group.sum(-1)
+    return {name: found[name] for name in MEASURES}
+
+
+def _keep(patterns: list[Tensor], layer: int, pattern: Tensor) -> None:
+    patterns[layer] = pattern
+
+
+def clamped_to_previous(net: Ensemble, tokens: str = "all") -> list[Hook]:
+    """Returns hooks that make the first layer attend to the previous token: the first operation of an induction head.
+
+    Args:
+        net: Whose hook points.
+        tokens: `"all"`, `"labels"` (the items keep their own attention) or `"items"`, the control.
+
+    Raises:
+        ValueError: Another word for `tokens`.
+    """
+    if tokens not in ("all", "labels", "items"):
+        raise ValueError(f"tokens={tokens!r}: choose 'all', 'labels' or 'items'")
+
+    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
+        pos = torch.arange(pattern.shape[-1], device=pattern.device)
+        before = torch.eye(len(pos), device=pattern.device, dtype=pattern.dtype).roll(-1, 1).tril()
+        before[0, 0] = 1
+        chosen = {"all": pos >= 0, "labels": pos % 2 == 1, "items": pos % 2 == 0}[tokens]
+        return torch.where(chosen[:, None], before, pattern)
+
+    return [(_pattern_point(net, 0), clamp)]
+
+
+def without_labels(net: Ensemble) -> list[Hook]:
+    """Returns hooks that spread what the target pays to labels evenly over them and what it pays to items over those.
+
+    N + 1 of the T = 2N + 1 tokens are items: after the clamp the target pays N/T to labels in all, whatever it has
+    learned, while its preference among labels stays. So TLA2 cannot rise.
+    """
+
+    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
+        share = pattern.clone()
+        length = pattern.shape[-1]
+        for start, count in ((0, length // 2 + 1), (1, length // 2)):
+            part = pattern[..., -1, start::2]
+            share[..., -1, start::2] = part / part.sum(-1, keepdim=True) * (count / length)
+        return share
+
+    return [(_pattern_point(net, 1), clamp)]
+
+
+def _pattern_point(net: Ensemble, layer: int) -> str:
+    name = name_of("pattern", layer)
+    Probes(net, {name: lambda _: None})  # raises where there is no such point
+    return name
+
+
+def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
+    """Returns the step at which a curve crosses `level` for good, between probes by a straight line; NaN if never.
+
+    For good: at all later probes it stays at or above the level. A curve that is above it from the first probe on has
+    no crossing.
+
+    Raises:
+        ValueError: Not one value for each of ascending steps.
+
+    >>> crossing_step(np.array([0.0, 10, 20, 30]), np.array([0.1, 0.6, 0.4, 0.8]))
+    22.5
+    """
+    if len(steps) != len(values) or not len(steps) or (np.diff(steps) <= 0).any():
+        raise ValueError(f"{len(values)} values at {len(steps)} steps: give one value for each of ascending steps")
+    below = np.flatnonzero(~(values >= level))
+    if not len(below) or below[-1] == len(values) - 1:
+        return float("nan")
+    last = int(below[-1])
+    share = (level - values[last]) / (values[last + 1] - values[last])
+    return float(steps[last] + share * (steps[last + 1] - steps[last]))

@@ -1,0 +1,147 @@
+"""Six networks for exemplars at once beside six plain PyTorch loops one after another, and the price of probing.
+
+The plain loop is what one writes by hand: `nn.Linear`, both layers at all positions, `torch.optim.SGD`; no checkpoint,
+no log. Both sides read the same sequences from the same sampler, whose time counts on both, and end with the same
+weights but for rounding. Ours is `train_ensemble` with a checkpoint every 500 steps. Times are of the process (of the
+clock on a GPU); a round runs both, in alternating order; ratios are medians over rounds.
+
+Then the share of a training's time that goes to accuracies and progress measures on 1000 sequences of each sort, at a
+row every 1000 steps: the time of `measure` over that of 1000 steps and `measure`.
+
+    python benchmarks/ensembles.py [--size paper] [--members 6] [--steps 30] [--rounds 7] [--threads 1] [--device cuda]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from align_circuits.ensembles import train_ensemble
+from align_circuits.experiments.abrupt.sweeps import CPU, PAPER, Size, network
+from align_circuits.progress import measure
+from align_circuits.tasks.exemplars import Worlds
+
+
+class Plain(nn.Module):
+    """One network, written by hand, with the weights of a member."""
+
+    def __init__(self, member: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(linear(getattr(block.attn, name)[0, 0]) for name in ("W_Q", "W_K", "W_V"))
+            for block in member.blocks
+        )
+        pairs = zip(member.classifier.weights, member.classifier.biases, strict=True)
+        parts = [part for weight, bias in pairs for part in (linear(weight[0], bias[0, 0]), nn.ReLU())]
+        self.classifier = nn.Sequential(*parts[:-1])
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of the last token."""
+        later = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool, device=stream.device).triu(1)
+        for query, key, value in self.layers:
+            scores = query(stream) @ key(stream).mT
+            stream = stream + scores.masked_fill(later, -torch.inf).softmax(-1) @ value(stream)
+        return self.classifier(stream[:, -1])
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """Returns a layer with these weights."""
+    layer = nn.Linear(*weight.shape, bias=bias is not None, device=weight.device)
+    layer.weight.data = weight.detach().T.clone()
+    if bias is not None:
+        layer.bias.data = bias.detach().clone()
+    return layer
+
+
+def now(device: str) -> float:
+    """Returns seconds: of the process, or of the clock once a GPU is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def plain_loops(size: Size, members: int, steps: int, device: str) -> tuple[float, list[Plain]]:
+    """Trains the members one after another; returns the seconds and the networks."""
+    net = network(size, size.task, "network", range(members)).to(device)
+    models = [Plain(net.member(seed)) for seed in range(members)]
+    taken = 0.0
+    for seed, model in enumerate(models):
+        worlds = Worlds([size.task], [seed], device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=size.lr)
+        start = now(device)
+        for step in range(1, steps + 1):
+            batch = worlds.batch(step, size.batch_size)
+            loss = nn.functional.cross_entropy(model(batch.inputs[0]), batch.label[0])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        taken += now(device) - start
+    return taken, models
+
+
+def at_once(size: Size, members: int, steps: int, device: str) -> tuple[float, nn.Module]:
+    """Trains the members as one ensemble; returns the seconds, without its two probes, and the ensemble."""
+    net = network(size, size.task, "network", range(members)).to(device)
+    worlds = Worlds([size.task] * members, range(members), device)
+    config = replace(size.train, steps=steps, log_every=steps, checkpoint_every=500)
+    with tempfile.TemporaryDirectory() as folder:
+        start = now(device)
+        train_ensemble(net, worlds, config, batch_size=size.batch_size, probe=1, out=folder, progress=False)
+        return now(device) - start, net
+
+
+def probing(size: Size, members: int, device: str) -> float:
+    """Returns the seconds of one row of measures."""
+    net = network(size, size.task, "network", range(members)).to(device)
+    worlds = Worlds([size.task] * members, range(members), device)
+    start = now(device)
+    measure(net, worlds, 1000)
+    return now(device) - start
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("paper", "cpu"), default="paper")
+    parser.add_argument("--members", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    size = {"paper": PAPER, "cpu": CPU}[arguments.size]
+    how = (size, arguments.members, arguments.steps, arguments.device)
+
+    ratios, ours, plains, shares = [], [], [], []
+    for turn in range(arguments.rounds):
+        runs = [plain_loops, at_once]
+        found = {run: run(*how) for run in runs[:: 1 if turn % 2 else -1]}
+        (slow, models), (fast, net) = found[plain_loops], found[at_once]
+        for seed, model in enumerate(models):
+            for one, other in zip(Plain(net.member(seed)).parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)  # or the comparison means nothing
+        ratios.append(slow / fast)
+        ours.append(arguments.steps / fast)
+        plains.append(arguments.steps / slow)
+        price = probing(size, arguments.members, arguments.device)
+        shares.append(price / (price + 1000 * fast / arguments.steps))
+    about = (
+        f"{arguments.members} members of size {arguments.size!r}, batch {size.batch_size}, {arguments.threads} threads"
+    )
+    print(
+        f"{about}, {arguments.device}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
+    )
+    print(f"plain loops, one after another {statistics.median(plains):8.2f} steps/s of all members")
+    print(f"train_ensemble                 {statistics.median(ours):8.2f} steps/s of all members")
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"probing every 1000 steps takes {100 * statistics.median(shares):.2f}% of the time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The birth of an induction head
+#
+# An induction head appears abruptly while a network trains. After [Reddy (2024)](https://arxiv.org/abs/2312.03002) we watch it happen in a network of two attention layers, small
+# enough for a laptop, over several seeds at once, and then interfere.
+#
+# ## Sequences that know their gold
+#
+# Items and their labels stand in alternation; at the end an item is asked for its label. Here four of five sequences use classes that exist nowhere else, so that only the context
+# can tell.
+
+# %%
+import torch
+
+import align_circuits as ac
+from align_circuits.ensembles import train_ensemble
+from align_circuits.experiments.abrupt.sweeps import aligned_curves, mean_curves, over_seeds, transitions
+from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
+from align_circuits.progress import clamped_to_previous
+from align_circuits.tasks.exemplars import Worlds
+from align_circuits.training import TrainConfig
+
+torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
+task = ac.ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16, p_context=0.8, noise=0.0)
+prompts = task.sample(3, seed=0)
+for name, relation in prompts.relations.items():
+    print(f"{name:14} position {int(relation.query[0])} should look at {relation.keys_of(0)}")
+
+# %% [markdown]
+# ## Three seeds, trained as one
+#
+# Each member has its own world, weights and sequences, and ends as it would alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
+
+# %%
+seeds = [0, 1, 2]
+
+
+def trained(steps, seeds=seeds, hooks=None):
+    net = ExemplarNet(ExemplarNetConfig(16, task.d_in, d_head=32, d_hidden=64, init=32**-0.5), seeds)
+    config = TrainConfig(steps, lr=0.1, optimizer="sgd", clip=None, log_every=100)
+    worlds = Worlds([task] * len(seeds), seeds)
+    return train_ensemble(
+        net, worlds, config, batch_size=64, probe=250, hooks=hooks(net) if hooks else (), progress=False
+    )
+
+
+run = trained(2000)
+accuracies = mean_curves(run.table, {"icl": "in context", "iwl": "in weights", "swap": "labels swapped"})
+ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="Accuracy, mean of three seeds")
+
+# %% [markdown]
+# For long the network does no better than to guess one of the four labels that it sees: it has gone from 1/16 to 1/4. Then it learns in context at once, and swapping all labels does
+# not disturb it. The step where that happens, over seeds:
+
+# %%
+print(over_seeds(transitions(run.table)))
+
+# %% [markdown]
+# Aligned at that step, two measures rise with the accuracy (attention to the previous token in layer 1, attention of the target to its label in layer 2), and two before it (attention of the
+# target to labels at large, probability of labels in the context).
+
+# %%
+names = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
+ac.plots.curves({"": aligned_curves(run.table, names)}, x="step", by="measure", label="steps from the transition")
+
+# %% [markdown]
+# ## Attention through the transition
+#
+# Move the slider: layer 1 above, what the target looks at in layer 2 below, on one sequence.
+
+# %%
+import pandas as pd
+
+moment = int(transitions(run.table)[0])
+sequence = Worlds([task], [0]).batch(0, 1, "icl").inputs
+maps = {"layer 1": [], "layer 2, the target": []}
+for steps in (moment // 2, moment, 3 * moment // 2):
+    _, cache = trained(steps, [0]).net.run_with_cache(sequence)
+    for layer, (kept, queries) in enumerate(zip(maps.values(), (range(9), [8]), strict=True)):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, 0]
+        for query in queries:
+            kept += [
+                {"step": steps, "query": query, "key": key, "value": pattern[query, key].item()}
+                for key in range(query + 1)
+            ]
+ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items()})
+
+# %% [markdown]
+# ## Interfering
+#
+# Does attention to the previous token bring the rest about? We hold it in place from the first step on. With it given, the transition comes far sooner.
+
+# %%
+clamped = trained(1000, hooks=clamped_to_previous)
+print("free   ", over_seeds(transitions(run.table)))
+print("clamped", over_seeds(transitions(clamped.table)))
