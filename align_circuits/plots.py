@@ -324,7 +324,7 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     figure.update_layout(
         coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": {"title": unit}}
     )
-    return _styled(figure, title, height=140 + 18 * min(len(grid), 40))
+    return styled(figure, title, height=140 + 18 * min(len(grid), 40))
 
 
 def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
@@ -355,7 +355,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
         figure.add_hline(y=level, line={"dash": "dot", "color": _GREY, "width": 1})
     figure.update_xaxes(title="share of edges kept", type="log")
     figure.update_yaxes(title="faithfulness")
-    return _styled(figure, title, height=400)
+    return styled(figure, title, height=400)
 
 
 def attention_maps(attention: Attention, relation: str | None = None, title: str = "") -> go.Figure:
