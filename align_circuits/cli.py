@@ -224,8 +224,9 @@ class Tune(Job):
 class Pretrain:
     """Train a small Llama from scratch, by a recipe of the package; a killed run goes on where it was."""
 
-    recipe: Literal["toy-llama", "smoke"] = "toy-llama"
-    """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
+    recipe: Literal["toy-llama", "tunable", "smoke"] = "toy-llama"
+    """"toy-llama" made the bundled model; "tunable", to be tuned in context, is on trial; "smoke" takes seconds
+    and teaches nothing."""
     seed: int = 0
     """Of the weights and the documents."""
     out: Path = Path("runs/pretrain")

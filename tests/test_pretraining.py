@@ -16,7 +16,7 @@ from align_circuits.pretraining.recipe import RECIPES, pretrain
 
 def texts(kind: str, n: int = 60, length: int = 120, **options: Any) -> list[str]:
     tokenizer = char_tokenizer()
-    ids, _ = Mixture({kind: 1.0}, swapped=0.0, **options).sample(n, length, seed=0)
+    ids, *_ = Mixture({kind: 1.0}, swapped=0.0, **options).sample(n, length, seed=0)
     return ["".join(tokenizer.convert_ids_to_tokens(row[1:].tolist())) for row in ids]
 
 
@@ -35,6 +35,8 @@ def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
         ("pairs", r"([A-Z][:;]?[a-z]{1,4}\n)*"),
         ("phrases", r"([A-Z][a-z]{1,4})*[A-Z]?"),
         ("strings", r"([a-z]{3,12}\n)*"),
+        ("echoes", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
+        ("halves", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("outputs", r"(([A-Z]:)?[a-z]{2,32}\n)*"),
     ],
 )
@@ -42,6 +44,39 @@ def test_documents_have_the_form_of_their_kind(kind, form):
     for text in texts(kind):
         whole = text[: text.rfind("\n") + 1] if "\n" in text else text
         assert re.fullmatch(form, whole), text
+
+
+def test_echoes_are_of_the_symbol_whose_turn_it_is_and_the_lower_layers_are_asked_for_it():
+    tokenizer = char_tokenizer()
+    ids, _, early = Mixture({"echoes": 1.0}, swapped=0.0).sample(60, 120, seed=0)
+    told = 0
+    for row, asked in zip(ids, early, strict=True):
+        tokens, wanted = (tokenizer.convert_ids_to_tokens(each[1:].tolist()) for each in (row, asked))
+        for line in re.finditer(r"!([A-Z]+):(\w+)\n", "".join(tokens)):
+            symbols, body = line.groups()
+            own = np.repeat([*symbols], len(body) // len(symbols)).tolist()
+            assert all(letter in (symbol, letter.lower()) for symbol, letter in zip(own, body, strict=True))
+            assert wanted[line.start(2) : line.end(2)] == own
+            told += 1
+    assert told > 100
+
+
+def test_halves_complete_each_other():
+    """With one edge a state, a symbol has one phrase, in lines of either sort."""
+    both = 0
+    for text in texts("halves", most_symbols=3, most_edges=1):
+        phrase: dict[tuple[str, int], str] = {}
+        sorts = set()
+        for sign, symbols, body in re.findall(r"(!?)([A-Z]+):(\w+)\n", text):
+            sorts.add(sign)
+            group = len(body) // len(symbols)
+            for place, symbol in enumerate(symbols):
+                part = body[place * group : (place + 1) * group]
+                assert sign or part[0] == symbol
+                for offset, letter in enumerate(part if sign else part[1:]):
+                    assert letter == symbol or phrase.setdefault((symbol, offset), letter) == letter
+        both += len(sorts) == 2
+    assert both > 30
 
 
 def test_copies_repeat():
@@ -52,7 +87,7 @@ def test_copies_repeat():
 
 
 def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
-    ids, weights = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
+    ids, weights, _ = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
     tokenizer = char_tokenizer()
     pieces = np.array(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))[ids.numpy()]
     upper = np.vectorize(str.isupper)(pieces)
@@ -65,7 +100,7 @@ def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
 def test_a_seed_fixes_the_documents_and_the_global_state_stays():
     mixture = Mixture({"pre-aligned": 0.5, "copies": 0.5})
     before: Any = np.random.get_state()  # noqa: NPY002 - it must not move
-    (one, _), (same, _), (other, _) = (mixture.sample(8, 64, seed) for seed in (0, 0, 1))
+    (one, *_), (same, *_), (other, *_) = (mixture.sample(8, 64, seed) for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     after: Any = np.random.get_state()  # noqa: NPY002

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -22,8 +22,12 @@ MOST_SYMBOLS = 10
 QUIET = 0.1
 """The loss weight of separators: worth knowing, soon known."""
 
-Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"]]
-"""Token ids, at least as many as were asked for, and the weight of each in the loss."""
+UNCERTAIN = 0.4
+"""The loss weight of tokens of which little can be known."""
+
+Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
+"""Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
+must tell in its place, `PAD` for none."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Source:
     """The fewest tokens of the document."""
     most_symbols: int
     """The most symbols in the input of a pre-aligned prompt."""
+    heard: tuple[float, float]
+    """Of echoes: the least and the greatest share of letters that their symbol replaces."""
 
     def phrases(self, symbol: Int[ndarray, "line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
         """Writes a phrase for each symbol, as token ids."""
@@ -78,6 +84,58 @@ def pre_aligned(source: Source) -> Document:
     # Symbols are not predicted: after a phrase, the next one would be an alignment learned before anybody asked for it.
     weight = [0.0] * m + [QUIET] + ([0.0] + [1.0] * c) * m + [QUIET]
     return _flat(ids, np.tile(weight, (n, 1)))
+
+
+def echoes(source: Source) -> Document:
+    """`!` and a monotonic prompt in whose phrases some letters are replaced by the symbol that they belong to.
+
+    The lower layers are asked for that symbol everywhere. In one of four documents there is no `!`, phrases follow in
+    an unknown order, and any symbols replace their letters.
+    """
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    told = rng.random() < 0.75
+    n = source.lines(m + 2 + told + m * c)
+    order = np.argsort(rng.random((n, m)), 1)
+    names = source.names(m)
+    heard = _heard(rng, n, m, c, rng.uniform(*source.heard))
+    own = np.broadcast_to(names[order][..., None], (n, m, c))
+    phrases = source.phrases(order if told else np.argsort(rng.random((n, m)), 1), c)
+    body = np.where(heard, own if told else rng.choice(SYMBOLS, (n, m, c)), phrases)
+    asked = own if told else body
+    bang, colon, newline = (
+        np.full((n, width), token) for width, token in ((int(told), BANG), (1, COLON), (1, NEWLINE))
+    )
+    ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
+    early = np.concatenate([np.full((n, m + told + 1), PAD), asked.reshape(n, -1), np.full((n, 1), PAD)], 1)
+    weight = [0.0] * (m + told) + [QUIET] + [1.0 if told else UNCERTAIN] * (m * c) + [QUIET]
+    return ids.ravel(), np.tile(weight, n), early.ravel()
+
+
+def halves(source: Source) -> Document:
+    """Lines with `!` and an echo, and pre-aligned lines, of the same automata: each sort is known from the other.
+
+    To complete the one, the symbol must be found for the letters to come; to complete the other, for those that were;
+    in documents of lines with `!` alone, for both.
+    """
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), int(rng.integers(1, 4))
+    n = source.lines(m + 2 + m * c)
+    order = np.argsort(rng.random((n, m)), 1)
+    names, phrases = source.names(m)[order], source.phrases(order, c)
+    heard, told = _heard(rng, n, m, c, 0.05), rng.random(n) < rng.uniform(0.1, 1)
+    ids: list[Any] = []
+    weights: list[Any] = []
+    for line in range(n):
+        own = names[line, :, None]
+        if told[line]:
+            body, weight = np.where(heard[line], own, phrases[line]), np.where(heard[line], UNCERTAIN, 1.0)
+        else:
+            body, weight = np.concatenate([own, phrases[line]], 1), np.tile([0.0] + [1.0] * c, (m, 1))
+        sign = [BANG] if told[line] else []
+        ids += [*sign, *names[line], COLON, *body.ravel(), NEWLINE]
+        weights += [0.0] * (m + len(sign)) + [QUIET, *weight.ravel(), QUIET]
+    return _flat(np.array(ids), np.array(weights))
 
 
 def single(source: Source) -> Document:
@@ -171,7 +229,7 @@ def copies(source: Source) -> Document:
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
     "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "copies": copies,
+    "outputs": outputs, "copies": copies, "echoes": echoes, "halves": halves,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 
@@ -183,9 +241,11 @@ class Mixture:
     shares: Mapping[str, float]
     """The relative frequency of kinds of `KINDS`."""
     most_symbols: int = 8
-    """The most symbols in the input of a pre-aligned prompt."""
+    """The most symbols in the input of a prompt."""
     most_edges: int = 4
     """The most edges that leave a state of an automaton."""
+    heard: tuple[float, float] = (0.2, 0.8)
+    """Of echoes: the least and the greatest share of letters that their symbol replaces."""
     swapped: float = 0.1
     """The share of documents in which symbols and letters swap their case (not of kind "single")."""
 
@@ -198,7 +258,9 @@ class Mixture:
                 f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
             )
 
-    def sample(self, n: int, length: int, seed: int) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"]]:
+    def sample(
+        self, n: int, length: int, seed: int
+    ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row pos"], Int[Tensor, "row pos"]]:
         """Draws documents, each after a BOS token and cut to `length`.
 
         Args:
@@ -207,7 +269,8 @@ class Mixture:
             seed: Which.
 
         Returns:
-            Token ids, and the weight in the loss of predicting each; that of the first is 0.
+            Token ids; the weight in the loss of predicting each, that of the first is 0; and what the lower layers must
+            tell in its place, `PAD` for nothing.
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
@@ -216,16 +279,25 @@ class Mixture:
         shares = np.array(list(self.shares.values()), dtype=float)
         kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
+        early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
             own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight = KINDS[kind](Source(rng, own, length - 1, self.most_symbols))
-            text = SWAPPED[text] if kind != "single" and rng.random() < self.swapped else text
-            ids[row, 1:], weights[row, 1:] = text[: length - 1], weight[: length - 1]
-        return torch.from_numpy(ids), torch.from_numpy(weights)
+            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols, self.heard))
+            if kind != "single" and rng.random() < self.swapped:
+                text, asked = SWAPPED[text], SWAPPED[asked]
+            ids[row, 1:], weights[row, 1:], early[row, 1:] = (part[: length - 1] for part in (text, weight, asked))
+        return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:
-    return ids.ravel(), weight.ravel()
+    return ids.ravel(), weight.ravel(), np.full(ids.size, PAD)
+
+
+def _heard(rng: np.random.Generator, n: int, m: int, c: int, share: float) -> Bool[ndarray, "line phrase offset"]:
+    """Which letters a symbol replaces: at least one a line."""
+    heard = rng.random((n, m, c)) < share
+    heard[np.arange(n), rng.integers(0, m, n), rng.integers(0, c, n)] = True
+    return heard
 
 
 def _ids(characters: str) -> Int[ndarray, " token"]:
@@ -234,7 +306,8 @@ def _ids(characters: str) -> Int[ndarray, " token"]:
 
 _TOKENIZER: Any = char_tokenizer()
 SYMBOLS, LETTERS = _ids(string.ascii_uppercase), _ids(string.ascii_lowercase)
-BOS, NEWLINE, COLON, SEMICOLON, BANG = (int(_TOKENIZER.bos_token_id), *map(int, _ids("\n:;!")))
+PAD, BOS = int(_TOKENIZER.pad_token_id), int(_TOKENIZER.bos_token_id)
+NEWLINE, COLON, SEMICOLON, BANG = map(int, _ids("\n:;!"))
 EVERYTHING = np.concatenate([SYMBOLS, LETTERS, _ids("\n:;!")])
 SWAPPED = np.arange(len(_TOKENIZER))
 SWAPPED[SYMBOLS], SWAPPED[LETTERS] = LETTERS, SYMBOLS
