@@ -10,7 +10,7 @@ import pytest
 from align_circuits.cli import main
 from align_circuits.experiments import EXPERIMENTS
 from align_circuits.experiments import accuracy as accuracy_module
-from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure
+from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure, share_of, value_of
 from align_circuits.experiments.experiment import SCALES, Check, Measured
 from align_circuits.tables import Provenance, Table
 
@@ -75,6 +75,11 @@ def test_means_and_differences_carry_intervals_of_independent_rows():
     assert str(difference_of(table_of([0.9]), table_of([0.2]))) == "0.70 [0.56, 0.84]"
     assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=False).value == 0.1
     assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=True).value == 0.5
+
+
+def test_a_share_of_seeds_has_the_exact_interval_and_a_value_its_own():
+    assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
+    assert str(value_of(table_of([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
 
 
 def test_the_interval_of_a_difference_covers_as_often_as_it_says():

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from scipy.stats import binomtest
 
 from align_circuits import plots
-from align_circuits.experiments.accuracy import difference_of, extreme_of
+from align_circuits.experiments.accuracy import difference_of, extreme_of, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.tuned import (
     ALL_SEEDS,
@@ -75,9 +74,7 @@ def before_in(table: Table, first: str, second: str, **where: Any) -> Measured:
     """Returns in what share of seeds one metric emerged before another, or alone; the interval is exact binomial."""
     rows = table.where(part="emergence", **where).frame
     steps = rows.pivot(index=["arm", "seed"], columns="metric", values="value").reindex(columns=[first, second])
-    there = (steps[first] < steps[second].fillna(np.inf)).to_numpy()
-    interval = binomtest(int(there.sum()), len(there)).proportion_ci(method="exact")
-    return Measured(float(there.mean()), float(interval.low), float(interval.high))
+    return share_of((steps[first] < steps[second].fillna(np.inf)).to_numpy())
 
 
 def layers_apart(table: Table, part: str) -> Measured:
