@@ -1,6 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,20 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
     assert main(arguments) == 0
     assert {"table.csv", "report.html", "provenance.json", "cells"} == {path.name for path in tmp_path.iterdir()}
     assert "Accuracy drops with input length" in capsys.readouterr().out
-    assert replace(Table.load(tmp_path).provenance, versions={}).settings["scale"] == "smoke"
+    settings = Table.load(tmp_path).provenance.settings
+    config = EXPERIMENTS["icatune/fig3"].scales["smoke"]
+    asked = EXPERIMENTS["icatune/fig3"].run(config, models=[folder], jobs=1, folder=tmp_path).provenance
+    assert settings == {
+        "name": "icatune/fig3", "scale": "smoke", "models": [folder],
+        "config": json.loads(json.dumps(asdict(config))),
+        "measured": {"verb": asked.verb, "settings": asked.settings},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_config_can_be_written_into_a_provenance(name):
+    for config in EXPERIMENTS[name].scales.values():
+        assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
 
 
 def test_reproduce_lists_what_there_is(capsys):
