@@ -1,6 +1,7 @@
 """The training loop: what it computes, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
