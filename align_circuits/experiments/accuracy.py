@@ -74,12 +74,9 @@ def measure(
         for model, about in loaded.items()
         for task in tasks
     ]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        failed = sweep.failures[0]
-        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
-    arguments = pd.DataFrame(list(sweep.frame["task"]))
-    frame = pd.concat([arguments, sweep.frame.drop(columns=["task", "seed", "weights"])], axis=1)
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    arguments = pd.DataFrame(list(found["task"]))
+    frame = pd.concat([arguments, found.drop(columns=["task", "seed", "weights"])], axis=1)
     settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}
     return Table(frame, Provenance("measure", settings, model=loaded))
 

@@ -120,11 +120,7 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
         for strength, count in kinds
         for seed in range(count)
     ]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        failed = sweep.failures[0]
-        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
-    frame: Any = sweep.frame
+    frame: Any = run_cells(cells, folder / "cells", jobs=jobs).whole()
     frame["models"] = ["random Llama" if pd.isna(x) else f"planted, strength {x:g}" for x in frame["strength"]]
     wide = frame.pivot_table(index=["models", "method", "metric", "fraction"], columns="seed", values="value")
     keys = wide.index.to_frame(index=False)

@@ -112,13 +112,8 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
         for seed in range(config.random)
     ]
     rows: list[dict[str, Any]] = []
-    swept = [run_cells(cells, folder / "cells", jobs=jobs) for cells in (circuits, networks)]
-    if failures := [failure for sweep in swept for failure in sweep.failures]:
-        raise ValueError(
-            f"{len(failures)} cells failed, the first with {failures[0].cell.config}:\n{failures[0].error}"
-        )
-    known: Any = swept[0].frame
-    unknown: Any = swept[1].frame
+    known: Any = run_cells(circuits, folder / "cells", jobs=jobs).whole()
+    unknown: Any = run_cells(networks, folder / "cells", jobs=jobs).whole()
     for (strength, role), some in known.groupby(["strength", "role"]):
         sums = some[["true", "named", "both"]].sum()
         about = {"models": "planted", "role": role, "at": strength}

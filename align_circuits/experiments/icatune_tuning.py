@@ -160,14 +160,24 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
     right = right[right["metric"] != "oracle"]
     which = right["kind"].where(right["metric"] == "accuracy", "history ceiling, " + right["kind"])
     panels = {condition: right.assign(of=which)[right["condition"] == condition] for condition in SHOWN}
-    layers: Any = course.where(of="best head", condition="in distribution").frame
-    layers = layers.assign(layer="layer " + layers["layer"].astype(str))
-    heads = {metric: layers[layers["metric"] == metric] for metric in ("align_query", "align_key", "lookup")}
-    steps = {"x": "step", "label": "step"}
+    layers = course.where(of="best head", condition="in distribution")
     return {
-        "accuracy": plots.curves(panels, by="of", **steps).update_xaxes(dtick=None),
-        "layers": plots.curves(heads, by="layer", value="best head of the layer", **steps).update_xaxes(dtick=None),
+        "accuracy": plots.curves(panels, by="of", x="step", label="step").update_xaxes(dtick=None),
+        "layers": draw_layers(layers, {metric: metric for metric in ("align_query", "align_key", "lookup")}),
     }
+
+
+def draw_layers(course: Table, panels: Mapping[str, str]) -> go.Figure:
+    """Draws how the best head of each layer rose.
+
+    Args:
+        course: Rows of best heads by step, metric and layer.
+        panels: The metric of each panel, by its title.
+    """
+    rows: Any = course.frame.assign(layer="layer " + course.frame["layer"].astype(str))
+    heads = {title: rows[rows["metric"] == metric] for title, metric in panels.items()}
+    drawn = plots.curves(heads, by="layer", value="best head of the layer", x="step", label="step")
+    return drawn.update_xaxes(dtick=None)
 
 
 FIG4 = Experiment(
