@@ -71,12 +71,15 @@ def plain_of(member: ExemplarNet) -> Plain:
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
-    together = trained(TASKS, SEEDS, dtype).net
+    config = replace(CONFIG, weight_decay=0.05)  # of weights, not of biases
+    together = trained(TASKS, SEEDS, dtype, config).net
     for index, (task, seed) in enumerate(zip(TASKS, SEEDS, strict=True)):
-        alone = trained([task], [seed], dtype).net
+        alone = trained([task], [seed], dtype, config).net
         start = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), [seed]).to(dtype)
         plain, worlds = plain_of(start), Worlds([task], [seed], dtype=dtype)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        biases = [weight for weight in plain.parameters() if weight.ndim == 1]
+        weights = [weight for weight in plain.parameters() if weight.ndim == 2]
+        optimizer = torch.optim.SGD([{"params": weights, "weight_decay": 0.05}, {"params": biases}], lr=0.1)
         for step in range(1, 101):
             batch = worlds.batch(step, 16)
             loss = nn.functional.cross_entropy(plain(batch.inputs[0]), batch.label[0])

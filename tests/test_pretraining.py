@@ -139,6 +139,9 @@ def test_automata_stay_within_their_edges():
         ({"shares": {"poems": 1.0}}, "poems"),
         ({"shares": {}, "most_symbols": 1}, "most_symbols=1"),
         ({"shares": {}, "most_edges": 5}, "most_edges=5"),
+        ({"shares": {}, "heard": (0.8, 0.2)}, r"heard=\(0.8, 0.2\): give the least and the greatest share"),
+        ({"shares": {}, "heard": (-0.1, 0.2)}, r"heard=\(-0.1, 0.2\)"),
+        ({"shares": {}, "heard": (0.2, 1.1)}, r"heard=\(0.2, 1.1\)"),
     ],
 )
 def test_an_impossible_mixture_is_refused(options, said):

@@ -9,13 +9,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from scipy.stats import binomtest
 
 from align_circuits import plots
 from align_circuits.ablation import all_heads, reference_of
 from align_circuits.engine import capture
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
-from align_circuits.experiments.accuracy import difference_of, mean_of
+from align_circuits.experiments.accuracy import difference_of, mean_of, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
@@ -212,12 +211,6 @@ def _run(config: Causal, *, models: Sequence[str], jobs: int, folder: Path) -> T
     return Table(frame, Provenance("measure", {"n": config.n}, model=about))
 
 
-def _share(there: Any) -> Measured:
-    """A share of seeds with its exact binomial interval."""
-    interval = binomtest(int(np.sum(there)), len(there)).proportion_ci(method="exact")
-    return Measured(float(np.mean(there)), float(interval.low), float(interval.high))
-
-
 def _check(table: Table) -> list[Check]:
     def done(name: str) -> Table:
         return table.where(done=name, metric="first")
@@ -227,7 +220,7 @@ def _check(table: Table) -> list[Check]:
 
     def named(part: str) -> Measured:
         rows: Any = table.where(done=part, metric=["named align_query", "named align_key"]).frame
-        return _share((rows.groupby("seed")["value"].sum() > 0).to_numpy())
+        return share_of((rows.groupby("seed")["value"].sum() > 0).to_numpy())
 
     both = "aligners and lookup heads"
     checks = [
@@ -273,10 +266,10 @@ def _twofold_checks(table: Table) -> list[Check]:
         return (monotonic - swapped).to_numpy()
 
     def decided(part: str) -> Measured:
-        return _share(np.abs(apart(part, "first")) >= DECIDED)
+        return share_of(np.abs(apart(part, "first")) >= DECIDED)
 
     def agree(part: str) -> Measured:
-        return _share(
+        return share_of(
             (apart(part, "first") * apart(part, "align_query") > 0) & (np.abs(apart(part, "first")) >= DECIDED)
         )
 

@@ -67,6 +67,10 @@ class Ensemble(HookedRootModule):
         """Returns a new parameter that is the same for all members."""
         return nn.Parameter(torch.full((len(self.seeds), *shape), value))
 
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the biases: with the dimension of members they look like matrices to `train`."""
+        return {name for name, _ in self.named_parameters() if "biases" in name.split(".")}
+
     def __len__(self) -> int:
         return len(self.seeds)
 

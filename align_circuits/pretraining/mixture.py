@@ -273,6 +273,8 @@ class Mixture:
                 f"most_symbols={self.most_symbols}, most_edges={self.most_edges}: "
                 f"give 2 to {MOST_SYMBOLS} symbols and 1 to 4 edges"
             )
+        if len(self.heard) != 2 or not 0 <= self.heard[0] <= self.heard[1] <= 1:
+            raise ValueError(f"heard={self.heard}: give the least and the greatest share of letters, 0 to 1")
 
     def sample(
         self, n: int, length: int, seed: int
