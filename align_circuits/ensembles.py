@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from align_circuits.progress import MEASURES, Hook, measure
+from align_circuits.progress import MEASURES, Evaluation, Hook, measure
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import Worlds
 from align_circuits.training import TrainConfig, train
@@ -51,7 +51,7 @@ def train_ensemble(
         worlds: One for each member.
         config: How; clipping and Muon would tie the members together and are refused.
         batch_size: Sequences a step for each member.
-        probe: Sequences of each sort, at every row of the log.
+        probe: Sequences of each sort on which every row of the log rests, the same at all steps (`Evaluation`).
         hooks: Forward hooks under which the network trains and is measured.
         out: The folder for checkpoints and log.
         recipe: Whatever else defines the run, such as what `hooks` do.
@@ -78,8 +78,10 @@ def train_ensemble(
         summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
         return summed / batch_size
 
-    def metrics(model: Any, step: int) -> dict[str, float]:
-        found = measure(model, worlds, probe, step, hooks)
+    evaluation = Evaluation.of(worlds, probe)
+
+    def metrics(model: Any, _: int) -> dict[str, float]:
+        found = measure(model, evaluation, hooks)
         stacked = torch.stack(list(found.values())).double().tolist()
         return {
             f"{name}/{member}": value

@@ -1,12 +1,13 @@
 """Progress measures: how far an induction head has come, read by hooks while a network trains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
@@ -58,26 +59,45 @@ def progress(
     }
 
 
-def measure(
-    net: Any, worlds: Worlds, n: int, step: int = 0, hooks: Sequence[Hook] = ()
-) -> dict[str, Float[Tensor, " member"]]:
-    """Measures every member on fresh sequences: accuracies, the loss in context, and the progress measures.
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The sequences on which members are measured again and again.
+
+    Drawn once: a probe then costs a forward pass and no sampling, and two probes of a training differ by the network
+    alone. A member's sequences are a function of its world alone.
+    """
+
+    batches: Mapping[str, Exemplars]
+    """By sort (`ACCURACIES`); the progress measures rest on `"icl"`, sequences of novel classes."""
+    common: Bool[Tensor, "member prompt"]
+    """Which in-weights targets are of the most frequent eighth of the classes."""
+    rare: Bool[Tensor, "member prompt"]
+    """Which are of the less frequent half."""
+
+    @classmethod
+    def of(cls, worlds: Worlds, n: int) -> "Evaluation":
+        """Draws `n` sequences of each sort for each member."""
+        batches = {kind: worlds.batch(0, n, kind) for kind in ACCURACIES}
+        rank = batches["iwl"].rank
+        size = torch.tensor([task.n_classes for task in worlds.tasks], device=rank.device)[:, None]
+        return cls(batches, 8 * rank < size, 2 * rank >= size)
+
+
+def measure(net: Any, evaluation: Evaluation, hooks: Sequence[Hook] = ()) -> dict[str, Float[Tensor, " member"]]:
+    """Measures every member: accuracies, the loss in context, and the progress measures.
 
     `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
     the less frequent half. NaN where there was no such target.
 
     Args:
         net: An `ExemplarNet` or `InductionHead`.
-        worlds: The worlds of its members.
-        n: Sequences of each sort; the progress measures rest on those of novel classes.
-        step: Which sequences.
+        evaluation: The sequences, of the worlds of its members.
         hooks: More forward hooks, such as those under which the network trains.
     """
     found: dict[str, Tensor] = {}
     patterns: list[Tensor] = [torch.empty(0)] * 2
     names = [name_of("pattern", layer) for layer in range(2)]
-    for kind in ACCURACIES:
-        batch = worlds.batch(step, n, kind)
+    for kind, batch in evaluation.batches.items():
         probes = Probes(net, {name: partial(_keep, patterns, layer) for layer, name in enumerate(names)})
         with torch.no_grad(), net.hooks(fwd_hooks=[*hooks, *(probes.fwd_hooks if kind == "icl" else [])]):
             logits = net.logits(batch.inputs)
@@ -87,11 +107,10 @@ def measure(
             probes.check()
             log_prob = logits.log_softmax(-1).gather(-1, batch.label[..., None])
             found["loss_icl"] = -log_prob.mean((-1, -2))
-            first, second = (pattern.unflatten(0, (len(net), n))[:, :, 0] for pattern in patterns)
+            first, second = (pattern.unflatten(0, batch.label.shape)[:, :, 0] for pattern in patterns)
             found |= progress(first, second[:, :, -1], logits, batch)
         if kind == "iwl":
-            size = torch.tensor([task.n_classes for task in worlds.tasks], device=right.device)[:, None]
-            for name, group in (("iwl_common", 8 * batch.rank < size), ("iwl_rare", 2 * batch.rank >= size)):
+            for name, group in (("iwl_common", evaluation.common), ("iwl_rare", evaluation.rare)):
                 found[name] = (right * group).sum(-1) / group.sum(-1)
     return {name: found[name] for name in MEASURES}
 

@@ -13,6 +13,7 @@ from align_circuits.experiments.abrupt.sweeps import aligned_curves, at_end, hal
 from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
 from align_circuits.progress import (
     MEASURES,
+    Evaluation,
     clamped_to_previous,
     crossing_step,
     measure,
@@ -118,7 +119,7 @@ def test_the_table_has_every_measure_of_every_member():
     assert len(table) == 3 * 3 * len(MEASURES)
     row = table.where(member=1, step=4, measure="ila1").frame["value"].item()
     net = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2)).net
-    assert row == pytest.approx(float(measure(net, Worlds(TASKS, SEEDS), 40, 4)["ila1"][1]), abs=1e-6)
+    assert row == pytest.approx(float(measure(net, Evaluation.of(Worlds(TASKS, SEEDS), 40))["ila1"][1]), abs=1e-6)
 
 
 def test_progress_measures_beside_loops():
@@ -143,7 +144,7 @@ def test_progress_measures_beside_loops():
 
 def test_measures_of_an_untrained_network_are_at_chance():
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=1e-4), [0, 1])
-    found = measure(net, Worlds([TASK, TASK], [0, 1]), 400)
+    found = measure(net, Evaluation.of(Worlds([TASK, TASK], [0, 1]), 400))
     even = np.mean([1 / (i + 1) for i in range(1, 7)])
     assert found["ila1"].tolist() == pytest.approx([even] * 2, abs=1e-3)
     assert found["tla2"].tolist() == pytest.approx([3 / 7] * 2, abs=1e-3)

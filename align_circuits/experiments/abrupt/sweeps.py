@@ -59,7 +59,9 @@ class Size:
     d_head: int = 128
     d_hidden: int = 128
     log_every: int = 1000
+    """Steps between probes: at least ten before a transition, for less than 5% of the time."""
     probe: int = 1000
+    """Sequences of each sort in a probe."""
 
     @property
     def train(self) -> TrainConfig:
@@ -75,7 +77,7 @@ PAPER = Size(ExemplarTask(), steps=150_000)
 
 CPU = Size(
     ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16), steps=3000, batch_size=64, lr=0.1,
-    d_head=32, d_hidden=64, log_every=50, probe=500,
+    d_head=32, d_hidden=64, log_every=100, probe=300,
 )  # fmt: skip
 """The smallest tried: the induction head is born abruptly after a plateau at 1/N, within a minute on one core."""
 
