@@ -1,6 +1,6 @@
 """Progress measures: how far an induction head has come, read by hooks while a network trains."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.clamps import Hold
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.models.exemplar_net import Ensemble
 from align_circuits.tasks.exemplars import Exemplars, Worlds
 
 ACCURACIES = ("icl", "iwl", "swap")
@@ -24,8 +24,6 @@ PROGRESS = ("ila1", "tila2", "cla", "tla2")
 
 MEASURES = (*ACCURACIES, "iwl_common", "iwl_rare", "loss_icl", *PROGRESS)
 """Whatever `measure` returns."""
-
-Hook = tuple[str, Callable[..., Any]]
 
 
 def progress(
@@ -83,7 +81,7 @@ class Evaluation:
         return cls(batches, 8 * rank < size, 2 * rank >= size)
 
 
-def measure(net: Any, evaluation: Evaluation, hooks: Sequence[Hook] = ()) -> dict[str, Float[Tensor, " member"]]:
+def measure(net: Any, evaluation: Evaluation, hold: Hold | None = None) -> dict[str, Float[Tensor, " member"]]:
     """Measures every member: accuracies, the loss in context, and the progress measures.
 
     `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
@@ -92,14 +90,15 @@ def measure(net: Any, evaluation: Evaluation, hooks: Sequence[Hook] = ()) -> dic
     Args:
         net: An `ExemplarNet` or `InductionHead`.
         evaluation: The sequences, of the worlds of its members.
-        hooks: More forward hooks, such as those under which the network trains.
+        hold: What is held fixed meanwhile (`clamps`).
     """
     found: dict[str, Tensor] = {}
     patterns: list[Tensor] = [torch.empty(0)] * 2
     names = [name_of("pattern", layer) for layer in range(2)]
     for kind, batch in evaluation.batches.items():
         probes = Probes(net, {name: partial(_keep, patterns, layer) for layer, name in enumerate(names)})
-        with torch.no_grad(), net.hooks(fwd_hooks=[*hooks, *(probes.fwd_hooks if kind == "icl" else [])]):
+        hooks = [*(hold(batch) if hold else ()), *(probes.fwd_hooks if kind == "icl" else ())]
+        with torch.no_grad(), net.hooks(fwd_hooks=hooks):
             logits = net.logits(batch.inputs)
         right = (logits.argmax(-1) == batch.label).float()
         found[kind] = right.mean(-1)
@@ -117,53 +116,6 @@ def measure(net: Any, evaluation: Evaluation, hooks: Sequence[Hook] = ()) -> dic
 
 def _keep(patterns: list[Tensor], layer: int, pattern: Tensor) -> None:
     patterns[layer] = pattern
-
-
-def clamped_to_previous(net: Ensemble, tokens: str = "all") -> list[Hook]:
-    """Returns hooks that make the first layer attend to the previous token: the first operation of an induction head.
-
-    Args:
-        net: Whose hook points.
-        tokens: `"all"`, `"labels"` (the items keep their own attention) or `"items"`, the control.
-
-    Raises:
-        ValueError: Another word for `tokens`.
-    """
-    if tokens not in ("all", "labels", "items"):
-        raise ValueError(f"tokens={tokens!r}: choose 'all', 'labels' or 'items'")
-
-    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
-        pos = torch.arange(pattern.shape[-1], device=pattern.device)
-        before = torch.eye(len(pos), device=pattern.device, dtype=pattern.dtype).roll(-1, 1).tril()
-        before[0, 0] = 1
-        chosen = {"all": pos >= 0, "labels": pos % 2 == 1, "items": pos % 2 == 0}[tokens]
-        return torch.where(chosen[:, None], before, pattern)
-
-    return [(_pattern_point(net, 0), clamp)]
-
-
-def without_labels(net: Ensemble) -> list[Hook]:
-    """Returns hooks that spread what the target pays to labels evenly over them and what it pays to items over those.
-
-    N + 1 of the T = 2N + 1 tokens are items: after the clamp the target pays N/T to labels in all, whatever it has
-    learned, while its preference among labels stays. So TLA2 cannot rise.
-    """
-
-    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
-        share = pattern.clone()
-        length = pattern.shape[-1]
-        for start, count in ((0, length // 2 + 1), (1, length // 2)):
-            part = pattern[..., -1, start::2]
-            share[..., -1, start::2] = part / part.sum(-1, keepdim=True) * (count / length)
-        return share
-
-    return [(_pattern_point(net, 1), clamp)]
-
-
-def _pattern_point(net: Ensemble, layer: int) -> str:
-    name = name_of("pattern", layer)
-    Probes(net, {name: lambda _: None})  # raises where there is no such point
-    return name
 
 
 def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:

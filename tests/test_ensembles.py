@@ -14,11 +14,9 @@ from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
 from align_circuits.progress import (
     MEASURES,
     Evaluation,
-    clamped_to_previous,
     crossing_step,
     measure,
     progress,
-    without_labels,
 )
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask, Worlds
@@ -151,32 +149,6 @@ def test_measures_of_an_untrained_network_are_at_chance():
     assert found["tila2"].tolist() == pytest.approx([1 / 7] * 2, abs=1e-3)
     assert found["cla"].tolist() == pytest.approx([1 / 2] * 2, abs=0.1)
     assert found["icl"].mean().item() < 0.4
-
-
-def test_clamps_hold_what_they_say_while_training():
-    seen = []
-
-    def looked(pattern, hook):  # noqa: ARG001 - TransformerLens passes the hook point
-        seen.append(pattern.detach())
-
-    for tokens, rows in (("all", range(1, 7)), ("labels", (1, 3, 5)), ("items", (2, 4, 6))):
-        net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, init=0.1), [0, 1])
-        hooks = [*clamped_to_previous(net, tokens), ("blocks.0.attn.hook_pattern", looked)]
-        with net.hooks(fwd_hooks=hooks):
-            net.logits(Worlds([TASK, TASK], [0, 1]).batch(0, 4).inputs)
-        pattern = seen.pop()[:, 0]
-        assert (pattern.diagonal(-1, 1, 2)[:, [row - 1 for row in rows]] == 1).all()
-        others = [row for row in range(1, 7) if row not in rows]
-        assert (pattern.diagonal(-1, 1, 2)[:, [row - 1 for row in others]] < 0.999).all()
-    with net.hooks(fwd_hooks=[*without_labels(net), ("blocks.1.attn.hook_pattern", looked)]):
-        net.logits(Worlds([TASK, TASK], [0, 1]).batch(0, 4).inputs)
-    pattern = seen.pop()[:, 0, 0]
-    torch.testing.assert_close(pattern[:, 1::2].sum(-1), torch.full((8,), 3 / 7))
-    torch.testing.assert_close(pattern.sum(-1), torch.ones(8))
-    held = trained([TASK], [0], torch.float32, replace(CONFIG, steps=5), hooks=clamped_to_previous(net))
-    np.testing.assert_array_equal(held.table.where(measure="ila1").frame["value"].to_numpy(), 1)
-    with pytest.raises(ValueError, match="tokens='some': choose 'all', 'labels' or 'items'"):
-        clamped_to_previous(net, "some")
 
 
 def test_what_ties_members_together_is_refused():
