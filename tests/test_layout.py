@@ -40,6 +40,7 @@ ORDER = [
     "contributions",
     "checkpoints",
     "training",
+    "clamps",
     "progress",
     "ensembles",
     "pretraining",
