@@ -276,6 +276,8 @@ class Cone:
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
         """Attention to both, fused: a few cells at a time stand side by side behind one copy of their prompt's past."""
+        if query.device.type == "cpu":
+            return self._beside_past(some, layer, queries, query, key, value, scaling, window)
         start, cells, (key_heads, length, width) = some.start, len(some.running), key.shape[1:]
         few = max(1, round((start / length) ** 0.5))  # a copy costs start / few, what cells cannot see few * length
         few = max(size for size in range(1, few + 1) if cells % size == 0)
@@ -303,6 +305,39 @@ class Cone:
         z = z.view(split[0], prompts, key_heads, -1, few, asked, width).permute(0, 4, 1, 2, 3, 5, 6)
         return z.reshape(cells * prompts, -1, asked, width).transpose(1, 2)
 
+    def _beside_past(
+        self,
+        some: _Pass,
+        layer: int,
+        queries: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Float[Tensor, "row pos head d_head"]:
+        """Attention to the past, by all cells at once, and to themselves; weighed by what either softmax divides by."""
+        start, cells, (key_heads, _, width) = some.start, len(some.running), key.shape[1:]
+        shared, asked = query.shape[1] // key_heads, query.shape[2]
+        folded = query.reshape(cells, -1, key_heads, shared * asked, width)
+        seen = self._visible(start, window, queries).repeat(1, shared, 1)
+        all_seen = window is None and self.real is None
+        past = (part[:, :, :start] for part in self._past[layer])
+        before, weight = _attention(
+            folded.permute(1, 2, 0, 3, 4).flatten(2, 3), *past, scaling,
+            None if all_seen else seen[:, None, :, :start].repeat(1, 1, cells, 1),
+        )  # fmt: skip
+        own = seen[:, None, :, start:].repeat(1 if len(seen) == 1 else cells, 1, 1, 1)
+        after, other = _attention(folded.flatten(0, 1), key, value, scaling, own)
+        split = (-1, key_heads, cells, shared, asked)
+        before = before.reshape(*split, width).permute(2, 0, 4, 1, 3, 5)
+        weight = weight.reshape(split).permute(2, 0, 4, 1, 3)
+        split = (cells, -1, key_heads, shared, asked)
+        after = after.reshape(*split, width).permute(0, 1, 4, 2, 3, 5)
+        other = other.reshape(split).permute(0, 1, 4, 2, 3)
+        share = torch.sigmoid(weight - other)[..., None].to(after)
+        return torch.lerp(after, before, share).reshape(len(query), asked, -1, width)
+
     def _visible(self, start: int, window: int | None, queries: Tensor | None) -> Bool[Tensor, "#prompt query pos"]:
         """Which columns each query sees: earlier ones in its window that hold a token, and itself."""
         if (start, window) not in self._masks:
@@ -316,6 +351,21 @@ class Cone:
             self._masks[start, window] = seen
         seen = self._masks[start, window]
         return seen if queries is None else seen[:, queries]
+
+
+def _attention(
+    query: Float[Tensor, "row head query d_head"],
+    key: Float[Tensor, "row head pos d_head"],
+    value: Float[Tensor, "row head pos d_head"],
+    scaling: float,
+    seen: Bool[Tensor, "#row #head query pos"] | None,
+) -> tuple[Float[Tensor, "row head query d_head"], Float[Tensor, "row head query"]]:
+    """Attention, and the logarithm of what its softmax divides by."""
+    mask = None
+    if seen is not None:
+        mask = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, attn_mask=mask, scale=scaling)
 
 
 def _changed(cell: Cell, name: str, activation: Float[Tensor, "prompt pos ..."]) -> Tensor:
