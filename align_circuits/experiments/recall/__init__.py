@@ -1,0 +1,7 @@
+"""Understanding contextual recall in transformers (Vasudeva et al., 2026): its figures."""
+
+from align_circuits.experiments.recall.constructions import PROPOSITIONS
+from align_circuits.experiments.recall.theorem import LEMMAS, THEOREM
+
+RECALL = (PROPOSITIONS, THEOREM, LEMMAS)
+"""In the order of the paper."""
