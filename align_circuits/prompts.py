@@ -40,9 +40,9 @@ class Role(IntEnum):
     PAD = 0
     BOS = 1
     INPUT = 2
-    """A symbol of an input sequence x."""
+    """A symbol of an input sequence x; an item, a subject."""
     OUTPUT = 3
-    """A letter of an output sequence y."""
+    """A letter of an output sequence y; a label, an attribute."""
     COLON = 4
     """Between input and output."""
     SEPARATOR = 5
@@ -53,6 +53,8 @@ class Role(IntEnum):
     """An input symbol written before its phrase in the pre-aligned style."""
     TEXT = 8
     """Any other token."""
+    RELATION = 9
+    """A token that tells which type of attribute follows."""
 
 
 @dataclass(frozen=True, eq=False)
