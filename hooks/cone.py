@@ -281,9 +281,9 @@ class Cone:
         folded = query.reshape(cells, -1, key_heads, shared * asked, width)
         seen = self._visible(start, window, queries).repeat(1, shared, 1)
         all_seen = window is None and self.real is None
-        past = (part[:, :, :start] for part in self._past[layer])
+        keys, values = self._past[layer]
         before, weight = _attention(
-            folded.permute(1, 2, 0, 3, 4).flatten(2, 3), *past, scaling,
+            folded.permute(1, 2, 0, 3, 4).flatten(2, 3), keys[:, :, :start], values[:, :, :start], scaling,
             None if all_seen else seen[:, None, :, :start].repeat(1, 1, cells, 1),
         )  # fmt: skip
         own = seen[:, None, :, start:].repeat(1 if len(seen) == 1 else cells, 1, 1, 1)
