@@ -349,7 +349,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
     if len(sets):
         figure.add_scatter(
             x=sets["fraction"], y=sets["value"], error_y=_error_bars(sets), mode="markers+text", text=sets["circuit"],
-            textposition="top center", name="all edges among heads",
+            textposition="top center", cliponaxis=False, name="all edges among heads",
             marker={"size": 11, "symbol": "diamond-open", "color": _RING, "line": {"width": 2}},
         )  # fmt: skip
     for level in (0, 1):
