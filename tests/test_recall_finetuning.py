@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from align_circuits.models.recall_finetuning import Batches, Finetuning
+from align_circuits.models.recall_finetuning import Batches, Finetuning, Update
 from align_circuits.tasks.recall import RecallWorld
 
 TINY = RecallWorld(n_subjects=4, n_values=(2, 2), n_grammar=2, div=None, relation_tokens=True)
@@ -69,7 +69,7 @@ def test_corrected_closed_forms_meet_the_exact_expectation(n_slots):
     world = RecallWorld(n_subjects=8, n_values=(4, 4), n_grammar=4, div=None, relation_tokens=True)
     setting = Finetuning(world, tuple(range(8)), n_demos=2, n_slots=n_slots)
     (_, first), (_, second), (model, _) = [(model, updates) for model, updates in setting.steps(Batches(size=512))]
-    found = {**first, "relation KQ": second["relation KQ"]}
+    found: dict[Update, torch.Tensor] = {**first, "relation KQ": second["relation KQ"]}
     for name, update in found.items():
         assert cosine(update[0], setting.closed("corrected")[name]) > 0.999, name
     assert cosine(found["subject KQ"][0], setting.closed("printed")["subject KQ"]) == pytest.approx(
