@@ -300,8 +300,9 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 _CPU = Training(
-    n_subjects=64, n_values=8, n_types=4, n_grammar=10, n_slots=5, n_facts=4, n_demos=5, n_seen=32, d_head=64
-)
+    n_subjects=32, n_values=4, n_types=3, n_grammar=6, n_slots=4, n_facts=3, n_demos=5, n_seen=16, d_head=32,
+    pretraining=1500, finetuning=750,
+)  # fmt: skip
 _SMOKE = Training(
     n_subjects=8, n_values=4, n_types=2, n_grammar=4, n_slots=2, n_facts=2, n_demos=2, n_seen=4, d_head=8,
     pretraining=6, finetuning=3, batch_size=4, n=12,

@@ -233,7 +233,7 @@ def _theorem(n: int, tested: int, largest: Sequence[int]) -> dict[str, TheoremCe
         _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
         _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
         *(_of(options, f"M_ft = {n_seen}", n_seen, n_subjects=896, n_slots=15) for n_seen in largest[:-1]),
-        _of({**options, "n": 3 * n}, ENOUGH, largest[-1], n_subjects=896, n_slots=15),
+        _of({**options, "n": 4 * n}, ENOUGH, largest[-1], n_subjects=896, n_slots=15),
     )
 
 
@@ -243,7 +243,7 @@ THEOREM = Experiment(
     source=f"{SOURCE}, Theorems 1 and 2",
     scales={
         "smoke": _cells(_of(_SMALL, PAPER_SIZE, 6), _of(_SMALL, ENOUGH, 48)),
-        "cpu": _theorem(16384, 500, (128, 384, 768)),
+        "cpu": _theorem(8192, 500, (128, 384, 768)),
         "paper": _theorem(65536, 2000, (64, 128, 192, 256, 384, 512, 768)),
     },
     run=_run_theorem, draw=_draw_theorem, check=_check_theorem, makes_models=True,
