@@ -122,9 +122,7 @@ def main() -> None:
         "ICL, N = 16": Stage(DemonstrationsTask(world), FINETUNING),
         "ICL+Grm, S_ft = 1..5": Stage(DemonstrationsTask(world, grammar_lens=(1, 5)), FINETUNING),
     }
-    print(
-        f"{'64 sequences a batch':22} {'sampler, Mtokens/s':>18} {'plain, s/step':>14} {'ours, s/step':>13} {'ratio':>6}"
-    )
+    print("64 sequences a batch   sampler, Mtokens/s  plain, s/step  ours, s/step  ratio")
     for name, stage in stages.items():
         rate = tokens_a_second(stage.task, stage.batch_size, arguments.batches)
         plain, ours = compare(stage, arguments.steps)

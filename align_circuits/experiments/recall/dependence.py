@@ -138,7 +138,7 @@ FIG5 = Experiment(
     name="recall/fig5", title="Held-out accuracy against the subjects finetuned on", source=f"{SOURCE}, Fig. 5",
     scales={
         "smoke": Study(SMOKE, ("icl", "icl+grm"), _cells(n_seen=(4, 12))),
-        "cpu": Study(CPU, ("icl", "icl+grm"), _cells(n_seen=(4, 8, 16, 32, 48))),
+        "cpu": Study(CPU, ("icl", "icl+grm"), _cells(n_seen=(8, 32, 48))),
         "paper": Study(PAPER, ("icl", "icl+grm"), _cells(n_seen=(16, 32, 64, 128, 192))),
     },
     run=study, draw=_draw_seen, check=_check_seen, makes_models=True,

@@ -71,7 +71,11 @@ class Size:
     def probes(self, seed: int) -> dict[str, Prompts]:
         """What finetuning is measured by: `pt`; `icl` and `grm` (one grammar token), the query subject seen or not."""
         asked: dict[str, Any] = {"pt": self.facts(seed)}
-        for name, kind, changes in (("icl", "icl", {}), ("grm", "icl+grm", {"grammar_lens": (1, 1)})):
+        formats: dict[str, tuple[Finetuned, dict[str, Any]]] = {
+            "icl": ("icl", {}),
+            "grm": ("icl+grm", {"grammar_lens": (1, 1)}),
+        }
+        for name, (kind, changes) in formats.items():
             for held_out in (False, True):
                 task = self.demonstrations(seed, kind, held_out=held_out, **changes)
                 asked[f"{name}_{'held_out' if held_out else 'seen'}"] = task
@@ -107,11 +111,11 @@ SMOKE = Size(
 
 
 CPU = Size(
-    RecallWorld(n_subjects=64, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=16, n_demos=6,
+    RecallWorld(n_subjects=64, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=16, n_demos=8,
     grammar_lens=(1, 4), n_seen=32, d_model=64,
     pretraining=TrainConfig(1500, lr=0.02, optimizer="muon", rest_lr=3e-3, weight_decay=1e-3, warmup=100, log_every=50,
                             checkpoint_every=50),
-    finetuning=TrainConfig(400, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=20,
+    finetuning=TrainConfig(1000, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=50,
                            checkpoint_every=50),
     batch_size=24, seeds=3, probe=256,
 )  # fmt: skip
