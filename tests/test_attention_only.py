@@ -168,7 +168,7 @@ def wrong_places(weights, n_slots: int) -> set[str]:
     ("without", "wrong"), [(None, set()), ("values", {"attribute"}), ("owner", {"subject"}), ("slots", {"slot"})]
 )
 def test_each_correction_mends_what_it_says(without, wrong):
-    made = [name for name in CORRECTIONS if name != without]
+    made: Any = [name for name in CORRECTIONS if name != without]
     assert wrong_places(pretrained(WORLD, 18, 3, beta=60.0, corrections=made), 3) == wrong
 
 

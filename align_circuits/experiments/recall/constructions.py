@@ -15,7 +15,7 @@ from torch import Tensor
 from align_circuits import plots
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.models.attention_only import AttentionOnly
-from align_circuits.models.recall_planted import CORRECTIONS, HEADS, Correction, RecallWeights, finetuned, pretrained
+from align_circuits.models.recall_planted import CORRECTIONS, Correction, RecallWeights, finetuned, pretrained
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_slots import PLACES, allowed_after
@@ -143,7 +143,7 @@ def _grammar_output(config: Constructions, world: RecallWorld) -> list[dict[str,
     ids = {"grammar": world.grammar_ids[0], "relation": world.relation_ids[0], "separator": world.separator}
     for sequences, tokens, make, printed in makers:
         weights = make(world, tokens.shape[1], config.n_slots, corrections=())
-        alone = AttentionOnly.of_products(*(part[HEADS.index("grammar")][None] for part in (weights.kq, weights.ov)))
+        alone = weights.model(["grammar"])
         with torch.no_grad():
             output = alone.last(tokens)[0] * tokens.shape[1]
         found += [

@@ -195,7 +195,7 @@ def _check_theorem(table: Table) -> list[Check]:
 
 def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     cosines = table.where(metric="cosine").frame
-    accuracy = table.where(metric="accuracy", queries="held-out").frame
+    accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
     sweep = accuracy[accuracy["corrected_start"] & (accuracy["n_slots"] == accuracy["n_slots"].max())]
     drawn = {}
     figure = go.Figure()
