@@ -38,6 +38,7 @@ ORDER = [
     "paths",
     "faithfulness",
     "contributions",
+    "task_vectors",
     "checkpoints",
     "training",
     "clamps",

@@ -12,6 +12,7 @@ import align_circuits as ac
 from align_circuits.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.pretraining.recall import Stage, next_token_loss, probe, train_stage
+from align_circuits.task_vectors import representations, steer, task_vectors
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.training import TrainConfig
@@ -208,3 +209,59 @@ def test_the_verbs_work_on_padded_prompts():
     scores = ac.score_heads(model, prompts)
     assert set(scores.frame["metric"]) >= set(prompts.relations)
     assert len(ac.ablate_heads(model, prompts).frame)
+
+
+def learned():
+    """A network that has seen a few demonstrations, as a TransformerLens model, and prompts of each type."""
+    net = network()
+    train_stage(net, Stage(DemonstrationsTask(WORLD, 2), TrainConfig(30, lr=1e-2), 16), progress=False)
+    prompts = DemonstrationsTask(WORLD, 2).sample(60, seed=3)
+    type_ = prompts.latent["type"][:, -1]
+    return ac.load(net), prompts, [prompts[type_ == place] for place in range(3)], type_
+
+
+def test_steering_is_what_a_hook_by_hand_does():
+    model, prompts, groups, type_ = learned()
+    vectors = task_vectors(model, groups, 1)
+    other = (type_ + 1) % 3
+    answers = {"own": prompts.column("token"), "other": torch.arange(60) % WORLD.d_vocab}
+    table = steer(model, prompts, 1, vectors[type_], vectors[other], answers, betas=(0.0, 0.7))
+
+    means = []
+    for group in groups:
+        _, cache = model.run_with_cache(group.tokens)
+        means.append(cache["blocks.1.hook_attn_out"][:, -1].mean(0))
+    for beta in (-1.0, 0.0, 0.7):
+
+        def change(activation, hook, beta=beta):  # noqa: ARG001 - TransformerLens passes the hook point
+            for row in range(len(activation)):
+                one, two = means[type_[row]], means[other[row]]
+                activation[row, -1] = (1 - beta) * one + beta * two
+            return activation
+
+        hooks = [] if beta == -1.0 else [("blocks.1.hook_attn_out", change)]
+        with torch.no_grad():
+            logits = model.run_with_hooks(prompts.tokens, fwd_hooks=hooks)[:, -1]
+        for name, tokens in answers.items():
+            ranks = [int((row > row[token]).sum()) for row, token in zip(logits, tokens.tolist(), strict=True)]
+            found = table.where(beta=beta, answer=name, metric="rank").frame["value"].iloc[0]
+            assert found == pytest.approx(sum(ranks) / 60, abs=0.05)
+            log_probs = logits.log_softmax(-1).gather(1, tokens[:, None]).mean()
+            found = table.where(beta=beta, answer=name, metric="log_prob").frame["value"].iloc[0]
+            assert found == pytest.approx(float(log_probs), abs=1e-4)
+    unsteered = table.where(beta=-1.0, answer="own", metric="log_prob").frame["value"].iloc[0]
+    assert unsteered != pytest.approx(table.where(beta=0.0, answer="own", metric="log_prob").frame["value"].iloc[0])
+
+
+def test_representations_are_those_of_the_last_token():
+    model, prompts, _, _ = learned()
+    name = "blocks.0.hook_attn_out"
+    _, cache = model.run_with_cache(prompts.tokens)
+    assert torch.allclose(representations(model, prompts, [name])[name], cache[name][:, -1], atol=1e-5)
+
+
+def test_steering_without_answers_is_refused():
+    model, prompts, groups, type_ = learned()
+    vectors = task_vectors(model, groups, 1)[type_]
+    with pytest.raises(ValueError, match="60 prompts, 0 answers"):
+        steer(model, prompts, 1, vectors, vectors, {})

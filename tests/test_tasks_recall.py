@@ -1,11 +1,14 @@
 """The world of contextual recall and what is told of it, against a reader that goes token by token."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from align_circuits.prompts import Prompts, Role
 from align_circuits.tasks.recall import RecallWorld, distances
+from align_circuits.tasks.recall_posterior import type_ceiling, type_posterior
 from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask
 
 PLAIN = RecallWorld.small()
@@ -288,3 +291,26 @@ def test_prompts_survive_a_file(tmp_path):
 def test_impossible_tasks_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_posterior_of_the_type_is_bayes_rule():
+    prompts = FactsTask(PLAIN, 1, 4, p_grammar=0.0).sample(12)
+    grammar = prompts.tokens[:, 1:].numpy()
+    found = type_posterior(PLAIN, grammar)
+    for row, tokens in enumerate(grammar - PLAIN.grammar_ids.start):
+        likelihood = [1.0] * 3
+        for type_ in range(3):
+            for one, other in pairwise(tokens):
+                likelihood[type_] *= PLAIN.chains[type_, one, other]
+        assert found[row] == pytest.approx([value / sum(likelihood) for value in likelihood], abs=1e-9)
+    with pytest.raises(ValueError, match="not all tokens are grammar"):
+        type_posterior(PLAIN, prompts.tokens.numpy())
+
+
+def test_the_ceiling_is_what_the_best_guess_reaches():
+    task = FactsTask(PLAIN, 1, 8, p_grammar=0.0)
+    prompts = task.sample(3000, seed=1)
+    guessed = type_posterior(PLAIN, prompts.tokens[:, 1:].numpy()).argmax(1)
+    right = (guessed == prompts.latent["type"][:, 0].numpy()).mean()
+    assert type_ceiling(PLAIN, 8, 3000, seed=1).mean() == pytest.approx(right, abs=0.03)
+    assert type_ceiling(PLAIN, 1, 10) == pytest.approx(1 / 3)

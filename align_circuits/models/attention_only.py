@@ -62,6 +62,8 @@ class AttentionOnly(HookedRootModule):
     are added to: the keys, as the relative ones.
     """
 
+    blocks: Any
+    """The hook points of the one layer."""
     W_Q: nn.Parameter
     """`[head d_vocab d_head]`."""
     W_K: nn.Parameter

@@ -32,8 +32,8 @@ HEADS = ("relation", "subject")
 class Finetuning:
     """Finetuning on in-context sequences of M_ft seen subjects, from the pretraining construction with two heads.
 
-    The closed forms hold where every value is equally frequent among the seen subjects, all types have U values, and
-    M_ft is large; the measured updates need nothing.
+    The closed forms hold where all types have U values and M_ft is large, the printed ones where every value is equally
+    frequent among the seen subjects, too; the measured updates need nothing.
 
     Raises:
         ValueError: Types of different numbers of values, or no demonstration.
@@ -73,8 +73,11 @@ class Finetuning:
         return pretrained(self.world, self.length, self.n_slots, self.beta, self.corrections)
 
     def model(self) -> AttentionOnly:
-        """Returns the model before finetuning."""
-        return self.start.model(HEADS)
+        """Returns the model before finetuning; its keys and values are one-hot and stay so."""
+        model = self.start.model(HEADS)
+        for fixed in (model.W_K, model.W_V):
+            fixed.requires_grad_(False)
+        return model
 
     @cached_property
     def terms(self) -> Mapping[Update, Mapping[str, Tensor]]:
@@ -83,8 +86,9 @@ class Finetuning:
         seen = of.tokens(self.seen)
         own = torch.zeros(world.d_vocab, world.d_vocab)
         own[:, list(self.seen)] = of.facts[list(self.seen)].T
-        read = of.value * self._within("attribute") / of.value.sum()
+        read = self._frequencies.mean(0) * self._within("attribute")
         read += seen * (1 + self._within("context subject")) / len(self.seen)
+        often, even = self.n_values * self._frequencies, torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
         places = {f"{name} positions": of.back(*range(first, self.window, 3)) for name, first in _FIRST.items()}
         beyond = {
             f"{name} positions, beyond the window": of.back(*range(first + 3 * self._within(name), self.length, 3))
@@ -97,13 +101,16 @@ class Finetuning:
                 "seen subjects": of.key(seen),
             },
             "relation OV": {
-                "attributes to values of their type": torch.stack([torch.outer(v, v) for v in of.values]).sum(0),
+                "attributes to values of their type": even,
+                "attributes to values of their type, by frequency": often.T @ often - even,
                 "subjects to their attributes": own,
                 "subjects to all values": torch.outer(of.value, seen),
+                "subjects to all values, by frequency": torch.outer(often.sum(0) - of.value, seen),
                 "all tokens to what is predicted": -torch.outer(self._predicted(of), read),
             },
             "relation KQ": {
                 "attributes": of.key(of.value),
+                "attributes, by frequency": of.key(often.sum(0) - of.value),
                 "seen subjects": of.key(seen),
                 "held-out subjects": of.key(of.subjects - seen),
                 "separator": of.key(of.separator),
@@ -113,7 +120,8 @@ class Finetuning:
             },
         }
         return {
-            update: {name: term for name, term in some.items() if bool(term.any())} for update, some in terms.items()
+            update: {name: term for name, term in some.items() if term.abs().max() > 1e-5}
+            for update, some in terms.items()
         }
 
     def coefficients(self, form: Form) -> Mapping[Update, Mapping[str, float]]:
@@ -125,7 +133,8 @@ class Finetuning:
         `"printed"`: as in Theorem 2. `"corrected"`: C_y counts the query itself, E[C_y] = 1 + (m-1)/U; positions start
         at the true ones; the window w = min(T, S+2) stands for T; nothing of order U²/M_ft or U/M_ft is dropped, nor
         the separator, nor the softmax's own term in W_OV (whose entries sum to 1); means over seen subjects are taken
-        over M_ft, not M; and the last update keeps its factor 1/w.
+        over M_ft, not M; values count by their frequency among the seen subjects; and the last update keeps its factor
+        1/w.
         """
         return self._printed() if form == "printed" else self._corrected()
 
@@ -164,26 +173,32 @@ class Finetuning:
         n_types, n_values, m, seen, w = self.world.n_types, self.n_values, self.n_demos + 1, len(self.seen), self.window
         scale = 1 / (n_types * w * n_values**2)
         attributes, context, separators = (self._within(name) for name in _FIRST)
-        own, any_ = (
-            n_values**2 / seen,
-            context * n_values / seen,
-        )  # what a subject adds to y: if y is its own, and anyway
-        on_query, on_context = own + any_, own / n_values + any_
-        base = (attributes**2 + on_query + context * on_context) / w  # what a token adds on average
-        at = {"attribute": attributes - base, "context subject": on_context - base, "separator": -base}
+        alike = self._frequencies.square().sum(
+            1
+        )  # that two seen subjects share their value, by type; 1/U if all are even
+        gained = attributes * n_values**2 * alike.square().mean().item()
+        alike = alike.mean().item()
+        own, any_ = n_values**2 / seen, context * n_values**2 * alike / seen
+        # what a token adds to y: an attribute (above), the query subject, another one, any on average
+        on_query, on_context = own + any_, own * alike + any_
+        base = (attributes * gained + on_query + context * on_context) / w
+        at = {"attribute": gained - base, "context subject": on_context - base, "separator": -base}
         return {
             "subject KQ": {
-                "query position": (1 - 1 / n_values) * (1 - 1 / m) / m,
-                "context subject positions": -(1 - 1 / n_values) / m**2,
+                "query position": (1 - alike) * (1 - 1 / m) / m,
+                "context subject positions": -(1 - alike) / m**2,
             },
             "relation OV": {
                 "attributes to values of their type": scale * attributes,
+                "attributes to values of their type, by frequency": scale * attributes,
                 "subjects to their attributes": scale * own,
-                "subjects to all values": scale * any_,
+                "subjects to all values": scale * context * n_values / seen,
+                "subjects to all values, by frequency": scale * context * n_values / seen,
                 "all tokens to what is predicted": 1 / w,
             },
             "relation KQ": {
                 "attributes": at["attribute"] * attributes / (n_types * n_values * w),
+                "attributes, by frequency": at["attribute"] * attributes / (n_types * n_values * w),
                 "seen subjects": (on_query - base + context * at["context subject"]) / (seen * w),
                 "separator": at["separator"] * separators / w,
                 "query position": (on_query - base) / w,
@@ -196,21 +211,27 @@ class Finetuning:
         """U, the values of each type."""
         return self.world.n_values[0]
 
+    @cached_property
+    def _frequencies(self) -> Float[Tensor, "type d_vocab"]:
+        """The share of the seen subjects that have each value."""
+        of = Directions(self.world, self.length)
+        share = of.facts[list(self.seen)].mean(0)
+        return torch.stack([share * values for values in of.values])
+
     def _within(self, name: str) -> int:
         """How many attributes, context subjects or separators lie in the window."""
         return len(range(_FIRST[name], self.window, 3))
 
     def _predicted(self, of: Directions) -> Float[Tensor, " d_vocab"]:
-        """The prediction before finetuning, with the mean logit of all values, -(1 - 1/U) a counted owner."""
+        """The prediction before finetuning, with mean logits: that of a value is -(1 - its share), a counted owner."""
         owners = 1 if "values" in self.corrections else self.world.n_subjects / self.n_values
-        return torch.softmax(-owners * (1 - 1 / self.n_values) * of.value, 0)
+        return torch.softmax(-owners * (of.value - self._frequencies.sum(0)), 0)
 
-    def decomposed(self, update: Update, direction: Tensor) -> dict[str, float]:
-        """Returns the coefficients of `terms` that come nearest to a direction, by least squares."""
-        terms = self.terms[update]
-        basis = torch.stack([term.flatten() for term in terms.values()]).double()
-        found = torch.linalg.solve(basis @ basis.T, basis @ direction.flatten().double())
-        return dict(zip(terms, found.tolist(), strict=True))
+    def decomposed(self, update: Update, directions: Float[Tensor, "group ..."]) -> dict[str, Float[Tensor, " group"]]:
+        """Returns the coefficients of `terms` that come nearest to each direction, by least squares."""
+        basis = torch.stack([term.flatten() for term in self.terms[update].values()])
+        found = torch.linalg.solve((basis @ basis.T).double(), (basis @ directions.flatten(1).T).double())
+        return dict(zip(self.terms[update], found, strict=True))
 
     # Measured
 

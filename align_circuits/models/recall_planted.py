@@ -179,10 +179,10 @@ def _corrected_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> No
     recency = torch.zeros(len(kq[grm]))
     recency[of.world.d_vocab :] = -torch.arange(of.n_ctx) / (2 * n_slots)
     kq[grm] += torch.outer(of.key(of.subjects + of.relations) + recency, slots)
-    ov[grm] += torch.outer(of.relations + 0.75 * of.grammar, of.subjects)
-    ov[grm] += torch.outer(0.25 * of.grammar, of.relations)
+    ov[grm] += torch.outer(of.relations + 0.95 * of.grammar, of.subjects)
+    ov[grm] += torch.outer(0.9 * of.grammar, of.relations)
     kq[subj] += torch.outer(of.key(of.subjects) + of.back(n_slots) + 1.5 * of.back(0), slots)
-    ov[subj] += torch.outer(0.75 * of.separator, of.subjects)
+    ov[subj] += torch.outer(0.95 * of.separator, of.subjects)
     kq[rel] += torch.outer(of.key(of.subjects), 1 - of.separator)
 
 

@@ -1,8 +1,11 @@
 """Understanding contextual recall in transformers (Vasudeva et al., 2026): its figures."""
 
 from align_circuits.experiments.recall.constructions import PROPOSITIONS
+from align_circuits.experiments.recall.dependence import FIG5, FIG6, FIG7
+from align_circuits.experiments.recall.grammar import FIG1
 from align_circuits.experiments.recall.heads import HEADS
+from align_circuits.experiments.recall.learning import FIG2, FIG3, FIG4, FIG15
 from align_circuits.experiments.recall.theorem import LEMMAS, THEOREM
 
-RECALL = (PROPOSITIONS, THEOREM, LEMMAS, HEADS)
+RECALL = (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, HEADS, FIG15, PROPOSITIONS, THEOREM, LEMMAS)
 """In the order of the paper."""

@@ -8,16 +8,17 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
 from align_circuits import plots
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.models.attention_only import AttentionOnly
-from align_circuits.models.recall_planted import CORRECTIONS, HEADS, Correction, RecallWeights, finetuned, pretrained
+from align_circuits.models.recall_planted import CORRECTIONS, Correction, RecallWeights, finetuned, pretrained
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
+from align_circuits.tasks.recall_slots import PLACES, allowed_after
 from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
 
 SOURCE = "Vasudeva et al. (2026)"
@@ -26,10 +27,6 @@ FORMS: Mapping[str, Sequence[Correction]] = {
     "printed": (), "corrected": CORRECTIONS,
     **{f"corrected, but for '{name}'": tuple(other for other in CORRECTIONS if other != name) for name in CORRECTIONS},
 }  # fmt: skip
-
-PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
-"""What comes next in a pretraining sequence: the subject; a slot, while there was no relation token yet, the last of
-them apart, which gets it for certain; a slot after the relation token; the separator; the attribute."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +41,6 @@ class Constructions:
     """Sequences of each kind."""
     betas: tuple[float, ...]
     """In ascending order; the single corrections and the world of unshared values are shown for the last."""
-
-
-def allowed_after(
-    world: RecallWorld, tokens: Int[Tensor, "prompt pos"], n_slots: int
-) -> tuple[Bool[Tensor, "prompt pos d_vocab"], Int[Tensor, "prompt pos"]]:
-    """Returns which tokens the data allow after each position of pretraining sequences, and its place in `PLACES`."""
-    period = n_slots + 3
-    pos = torch.arange(tokens.shape[1])
-    start = (pos // period * period).expand_as(tokens)
-    place = pos % period
-    type_ = tokens - world.relation_ids.start
-    known = (type_ >= 0) & (type_ < world.n_types)
-    latest = torch.where(known, pos, -1).cummax(1).values
-    has_relation = latest >= start
-    own_type = type_.gather(1, latest.clamp(min=0)).clamp(0, world.n_types - 1)
-    subject = tokens.gather(1, start)
-    kind = torch.where(has_relation, 3, torch.where(place == n_slots - 1, 2, 1))
-    kind = torch.where(place == n_slots, 4, torch.where(place == n_slots + 1, 5, torch.where(place < n_slots, kind, 0)))
-    grammar, relation, separator = (
-        torch.zeros(world.d_vocab, dtype=torch.bool).index_fill(0, torch.tensor(list(ids)), True)
-        for ids in (world.grammar_ids, world.relation_ids, [world.separator])
-    )
-    nothing = torch.zeros_like(grammar)  # where a single token is allowed
-    fixed = torch.stack([nothing, grammar | relation, relation, grammar, separator, nothing])[kind]
-    facts = torch.from_numpy(world.facts)
-    one = torch.where(kind == 5, facts[own_type, subject.clamp(max=world.n_subjects - 1)], subject)
-    single = torch.nn.functional.one_hot(one, world.d_vocab).bool()
-    return torch.where(((kind == 0) | (kind == 5))[..., None], single, fixed), kind
 
 
 def all_right(logits: Float[Tensor, "... d_vocab"], allowed: Bool[Tensor, "... d_vocab"]) -> Bool[Tensor, "..."]:
@@ -174,7 +143,7 @@ def _grammar_output(config: Constructions, world: RecallWorld) -> list[dict[str,
     ids = {"grammar": world.grammar_ids[0], "relation": world.relation_ids[0], "separator": world.separator}
     for sequences, tokens, make, printed in makers:
         weights = make(world, tokens.shape[1], config.n_slots, corrections=())
-        alone = AttentionOnly.of_products(*(part[HEADS.index("grammar")][None] for part in (weights.kq, weights.ov)))
+        alone = weights.model(["grammar"])
         with torch.no_grad():
             output = alone.last(tokens)[0] * tokens.shape[1]
         found += [

@@ -80,10 +80,9 @@ def _beside_formulas(setting: Finetuning, update: Update, groups: Float[Tensor, 
     """Coefficients and cosines with jackknife intervals over groups of sequences."""
     rows: list[dict[str, Any]] = []
     scale = setting.n_demos if update == "relation KQ" else 1.0  # the closed form is for α_2 = 1, the step is 1 / N_ft
-    each = [setting.decomposed(update, scale * group) for group in groups]
     formulas = {form: setting.coefficients(form)[update] for form in FORMS}
-    for term in each[0]:
-        values = np.array([found[term] for found in each])
+    for term, found in setting.decomposed(update, scale * groups).items():
+        values = found.numpy()
         reach = 1.96 * values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
         beside = {form: formulas[form].get(term, 0.0) for form in FORMS}
         rows.append({"metric": "coefficient", "update": update, "term": term, **beside,
@@ -196,7 +195,7 @@ def _check_theorem(table: Table) -> list[Check]:
 
 def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     cosines = table.where(metric="cosine").frame
-    accuracy = table.where(metric="accuracy", queries="held-out").frame
+    accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
     sweep = accuracy[accuracy["corrected_start"] & (accuracy["n_slots"] == accuracy["n_slots"].max())]
     drawn = {}
     figure = go.Figure()
@@ -233,8 +232,8 @@ def _theorem(n: int, tested: int, largest: Sequence[int]) -> dict[str, TheoremCe
         _of(options, PAPER_SIZE, 128),
         _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
         _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
-        *(_of(options, f"M_ft = {n_seen}", n_seen, n_subjects=1024, n_slots=15) for n_seen in largest[:-1]),
-        _of(options, ENOUGH, largest[-1], n_subjects=1024, n_slots=15),
+        *(_of(options, f"M_ft = {n_seen}", n_seen, n_subjects=896, n_slots=15) for n_seen in largest[:-1]),
+        _of({**options, "n": 4 * n}, ENOUGH, largest[-1], n_subjects=896, n_slots=15),
     )
 
 
@@ -244,7 +243,7 @@ THEOREM = Experiment(
     source=f"{SOURCE}, Theorems 1 and 2",
     scales={
         "smoke": _cells(_of(_SMALL, PAPER_SIZE, 6), _of(_SMALL, ENOUGH, 48)),
-        "cpu": _theorem(4096, 500, (128, 256, 384, 768)),
+        "cpu": _theorem(8192, 500, (128, 384, 768)),
         "paper": _theorem(65536, 2000, (64, 128, 192, 256, 384, 512, 768)),
     },
     run=_run_theorem, draw=_draw_theorem, check=_check_theorem, makes_models=True,
