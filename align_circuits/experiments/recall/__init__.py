@@ -3,6 +3,7 @@
 from align_circuits.experiments.recall.dependence import FIG5, FIG6, FIG7
 from align_circuits.experiments.recall.grammar import FIG1
 from align_circuits.experiments.recall.learning import FIG2, FIG3, FIG4, FIG15
+from align_circuits.experiments.recall.representations import FIG8, FIG16, FIG17, FIG18
 
-RECALL = (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG15)
+RECALL = (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, FIG15, FIG16, FIG17, FIG18)
 """In the order of the paper."""
