@@ -275,7 +275,7 @@ def _check_cosines(table: Table) -> list[Check]:
     high, demos = _sorted(table, "div")[-1], _sorted(table, "demos", metric="cosine")
 
     def apart(t: float) -> Float[ndarray, " seed"]:
-        frame = table.where(metric="cosine_apart", div=high, demos=t, stage="ft").frame
+        frame: Any = table.where(metric="cosine_apart", div=high, demos=t, stage="ft").frame
         same = frame["type"] == frame["other"]
         within, between = (frame[rows].groupby("seed")["value"].mean() for rows in (same, ~same))
         return (within - between).to_numpy(float)
