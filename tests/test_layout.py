@@ -43,6 +43,7 @@ ORDER = [
     "clamps",
     "progress",
     "ensembles",
+    "onset",
     "pretraining",
     "cells",
     "widgets",
