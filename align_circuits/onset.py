@@ -22,10 +22,8 @@ MEASURES = ("align_query", "align_key", "lookup", "accuracy")
 FLOOR = 0.096
 """The accuracy of a uniformly guessed letter."""
 
-_LEAST, _MOST = (-15.0, 0.0, -5.0, -4.0, -4.0), (5.0, 40.0, 40.0, 9.0, 9.0)  # of log rate, ξ, α; of β_1, κ
-_SHARED = 3
-_FIRST = (1.0, 1.0)  # of ξ and α
-_TOTAL = 30.0  # the time that a whole tuning takes, at first guess
+_LEAST, _FIRST, _MOST = (0.1, 0.0, -5.0), (30.0, 1.0, 1.0), (300.0, 40.0, 40.0)  # of a tuning's time in all, ξ, α
+_LOGITS = (-4.0, 9.0)  # of β_1 and κ
 _MOST_TRIES = 20
 
 
@@ -112,10 +110,10 @@ def fit(
         raise ValueError(f"first probes at {[float(found.index[0]) for found in courses]}: give courses from step 0 on")
     values = [found[list(MEASURES)].to_numpy(float) for found in courses]
     times = [clock(found.index.to_numpy(float), schedule) for found in courses]
-    free = 0 if shared is not None else _SHARED
+    free = 0 if shared is not None else len(_FIRST)
 
     def parts(at: Float[ndarray, " n"], place: int) -> tuple[float, Float[ndarray, " 4"]]:
-        rate, xi, alpha = shared if shared is not None else (np.exp(at[0]), at[1], at[2])
+        rate, xi, alpha = shared if shared is not None else (at[0] / times[0][-1], at[1], at[2])
         return float(rate), np.array([xi, alpha, *at[free + 2 * place : free + 2 * place + 2]])
 
     def left(at: Float[ndarray, " n"]) -> Float[ndarray, " number"]:
@@ -126,8 +124,9 @@ def fit(
         return np.concatenate(found)
 
     own = [_aligned(value[:2], loss) for value in values]
-    common = [] if shared is not None else [np.log(_TOTAL / times[0][-1]), *_FIRST]
-    bounds = [[*ends[_SHARED - free : _SHARED], *ends[_SHARED:] * len(courses)] for ends in (_LEAST, _MOST)]
+    common = [] if shared is not None else _FIRST
+    bounds = [[*ends[:free], *[end] * 2 * len(courses)] for ends, end in zip((_LEAST, _MOST), _LOGITS, strict=True)]
+    scale = [*((10.0, 1.0, 1.0) if free else ()), *[1.0] * 2 * len(courses)]
     touches = np.zeros((sum(int((~np.isnan(value)).sum()) for value in values), free + 2 * len(courses)), dtype=int)
     touches[:, :free] = 1
     row = 0
@@ -136,8 +135,8 @@ def fit(
         touches[row : row + count, free + 2 * place : free + 2 * place + 2] = 1
         row += count
     best = least_squares(
-        left, np.concatenate([common, *own]), bounds=bounds, jac_sparsity=touches, diff_step=1e-3, xtol=1e-5,
-        max_nfev=_MOST_TRIES,
+        left, np.concatenate([common, *own]), bounds=bounds, x_scale=scale, jac_sparsity=touches, diff_step=1e-3,
+        xtol=1e-5, max_nfev=_MOST_TRIES,
     )  # fmt: skip
     fitted = (parts(best.x, place) for place in range(len(courses)))
     error = float(np.sqrt((best.fun**2).mean()))

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.emergence import emergence_step
-from align_circuits.experiments.abrupt.onset import ONSET, as_table, null, simulated
+from align_circuits.experiments.abrupt.onset import ONSET, as_table, simulated, untold
 from align_circuits.models.nested_logits import AlignedLogits, NestedLogits
 from align_circuits.onset import MEASURES, Onset, clock, course, fit, forecast
 from align_circuits.tables import Provenance, Table
@@ -72,7 +72,7 @@ def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
     possible = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert (possible["until"] < possible["observed"]).all()
     assert error_saved(possible) > 0.1
-    impossible = forecast([null(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
+    impossible = forecast([untold(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert error_saved(impossible) < 0.1
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_forecast_is_refused():
 def test_the_check_tells_a_forecast_from_chance():
     rows = [
         {"source": source, "seed": seed, "step": -1, "of": of, "value": value, "metric": "align_query"}
-        for source, error in (("tuned", 5.0), ("simulated", 5.0), ("null", 60.0))
+        for source, error in (("tuned", 5.0), ("simulated", 5.0), ("untold", 60.0))
         for seed, observed in enumerate((100.0, 200.0, 300.0))
         for of, value in (("observed", observed), ("theory", observed + error), ("others", 200.0), ("until", 50.0))
     ]

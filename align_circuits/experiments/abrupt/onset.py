@@ -22,7 +22,7 @@ from align_circuits.tables import Provenance, Table
 from align_circuits.training import TrainConfig
 from align_circuits.tuning import TuneConfig
 
-TUNED, SIMULATED, NULL = "tuned", "simulated", "null"
+TUNED, SIMULATED, UNTOLD = "tuned", "simulated", "untold"
 
 _LETTERS = 26
 _NOISE = 0.03  # about the error of a probe of ten prompts
@@ -34,7 +34,7 @@ class Forecast:
 
     arm: Arm
     simulated: int = 5
-    """Runs of the theory itself, and as many of a null whose beginning tells nothing."""
+    """Runs of the theory itself, and as many whose beginning tells nothing."""
     steps: int = 600
     """Their length."""
     every: int = 20
@@ -53,7 +53,7 @@ def simulated(loss: AlignedLogits, schedule: TrainConfig, every: int, seed: int)
     return as_table(went + generator.normal(0, _NOISE, went.shape))
 
 
-def null(loss: AlignedLogits, schedule: TrainConfig, every: int, seed: int) -> Table:
+def untold(loss: AlignedLogits, schedule: TrainConfig, every: int, seed: int) -> Table:
     """Returns the table of a tuning whose measures stay where they are until all rise at once, at a random step."""
     generator = np.random.default_rng(seed)
     steps = np.arange(0.0, schedule.steps + 1, every)
@@ -81,10 +81,10 @@ def _run(config: Forecast, *, models: Sequence[str], jobs: int, folder: Path) ->
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in config.arm.config.items()}
     loss = AlignedLogits(_LETTERS, config.arm.task.get("x_len", 5))
     schedules = {TUNED: TuneConfig(**plain).train_config()}
-    schedules |= dict.fromkeys((SIMULATED, NULL), TrainConfig(config.steps, schedule="linear"))
+    schedules |= dict.fromkeys((SIMULATED, UNTOLD), TrainConfig(config.steps, schedule="linear"))
     runs = {TUNED: tuned} | {
         source: [make(loss, schedules[source], config.every, seed) for seed in range(config.simulated)]
-        for source, make in ((SIMULATED, simulated), (NULL, null))
+        for source, make in ((SIMULATED, simulated), (UNTOLD, untold))
     }
     found = []
     for source, tables in runs.items():
@@ -114,7 +114,7 @@ def saved(table: Table, source: str) -> Float[ndarray, " seed"]:
 
 
 def _check(table: Table) -> list[Check]:
-    by_chance = controlled(saved(table, NULL), "runs whose beginning tells nothing")
+    by_chance = controlled(saved(table, UNTOLD), "runs whose beginning tells nothing")
     return [
         Check(
             f"From the beginning of {said} the theory predicts the step at which alignment emerges better than the "
@@ -128,7 +128,7 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> dict[str, go.Figure]:
     names = {"theory": "theory, from the beginning", "others": "mean of the other seeds"}
     panels = {}
-    for source in (TUNED, SIMULATED, NULL):
+    for source in (TUNED, SIMULATED, UNTOLD):
         steps = steps_of(table, source)
         rows = [
             pd.DataFrame({"observed": steps["observed"], "value": steps[of], "by": said}) for of, said in names.items()
