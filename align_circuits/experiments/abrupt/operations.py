@@ -285,7 +285,7 @@ def hypotheses(table: Table) -> pd.DataFrame:
     """Returns which of H1 to H3 the interventions exclude.
 
     A hypothesis is excluded if some cause that it names was held fixed from the start and every seed made the
-    transition all the same, ILA1 and TILA2 above one half at the end.
+    transition all the same, with ILA1 above one half at the end and TILA2 above one half of TLA2, which bounds it.
 
     Args:
         table: Of `abrupt/clamped`.
@@ -293,8 +293,8 @@ def hypotheses(table: Table) -> pd.DataFrame:
     rows = []
     for hypothesis, clamps in HYPOTHESES.items():
         for clamp in clamps:
-            ends = [at_end(table, measure, clamp=clamp) for measure in ("ila1", "tila2")]
-            formed = ~np.isnan(transitions(table, clamp=clamp)) & (np.minimum(*ends) > 0.5)
+            back, right, labels = (at_end(table, measure, clamp=clamp) for measure in ("ila1", "tila2", "tla2"))
+            formed = ~np.isnan(transitions(table, clamp=clamp)) & (back > 0.5) & (right > labels / 2)
             rows.append({
                 "hypothesis": hypothesis, "held": {"labels": "TLA2", "context": "CLA"}[clamp],
                 "seeds in which the head forms": str(over_seeds(formed.astype(float))),
