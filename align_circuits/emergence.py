@@ -90,7 +90,7 @@ def emergence(
     for table in tables:
         frame: Any = table.where(metric=metric, **keys).frame
         if best and (frame["head"] >= 0).any():
-            frame = _best_head(frame[frame["head"] >= 0], sustained)
+            frame = best_head(frame[frame["head"] >= 0], sustained)
         by = [key for key in table.keys if key != "step" and not (best and key in ("layer", "head"))]
         steps = {
             where: emergence_step(
@@ -119,8 +119,8 @@ def emergence(
     return table
 
 
-def _best_head(frame: Any, last: int) -> Any:
-    """Of each group of rows, those of the head that is best on average over the last probes."""
+def best_head(frame: Any, last: int) -> Any:
+    """Returns, of each group of rows, those of the head that is best on average over the last probes."""
     late = frame[frame["step"].isin(sorted(frame["step"].unique())[-last:])]
     kept = []
     others = [key for key in frame.columns if key not in ("step", "layer", "head", "value", "low", "high", "n")]

@@ -44,6 +44,7 @@ ORDER = [
     "clamps",
     "progress",
     "ensembles",
+    "onset",
     "pretraining",
     "cells",
     "widgets",

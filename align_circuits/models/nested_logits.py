@@ -1,11 +1,13 @@
-"""The loss of an induction head and its classifier in three numbers: nested logits and their gradient flow."""
+"""The loss of an induction head and its classifier in three numbers, or four: nested logits, their gradient flow."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.integrate import solve_ivp
+from scipy.integrate import odeint
 from scipy.special import expit
 
 Numbers = Float[ndarray, "..."] | float
@@ -47,22 +49,29 @@ class NestedLogits:
     def __call__(self, parameters: Float[ndarray, "... 3"]) -> Numbers:
         """Returns the loss at (ξ, α, β_1)."""
         xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        return self.at(xi, alpha * self._looks_back(beta_1))
+        return self.at(xi, alpha * self.looks_back(beta_1))
 
     def at(self, xi: Numbers, y: Numbers) -> Numbers:
         """Returns the loss at (ξ, y), the only two numbers through which it depends on the three."""
-        terms = self._terms(xi, y)[0]
-        return np.logaddexp.reduce(terms, axis=0)
+        near, far, _, _ = self._margins(y)
+        with np.errstate(divide="ignore"):  # at L = N there are no other labels: log 0
+            counts = np.log([self.n_pairs - 1.0, float(self.n_labels - self.n_pairs)])
+        return np.logaddexp(np.logaddexp(0.0, counts[0] - xi * near), counts[1] - xi * far)
 
     def gradient(self, parameters: Float[ndarray, "... 3"]) -> Float[ndarray, "... 3"]:
         """Returns the derivatives of the loss by (ξ, α, β_1), in closed form."""
         xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        back = self._looks_back(beta_1)
-        terms, near, far, rise_near, rise_far = self._terms(xi, alpha * back)
-        weight = np.exp(terms - np.logaddexp.reduce(terms, axis=0))  # of the labels in the context, and of the others
-        by_xi = -(weight[1] * near + weight[2] * far)
-        by_y = -xi * (weight[1] * rise_near + weight[2] * rise_far)
+        back = self.looks_back(beta_1)
+        by_xi, by_y = self.slopes(xi, alpha * back)
         return np.stack([by_xi, by_y * back, by_y * alpha * back * (1 - back)], -1)
+
+    def slopes(self, xi: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+        """Returns the derivatives of the loss by ξ and by y."""
+        near, far, rise_near, rise_far = self._margins(y)
+        among, beyond = (self.n_pairs - 1) * np.exp(-xi * near), (self.n_labels - self.n_pairs) * np.exp(-xi * far)
+        total = 1 + among + beyond
+        among, beyond = among / total, beyond / total  # the odds of labels in the context, and of the others
+        return -(among * near + beyond * far), -xi * (among * rise_near + beyond * rise_far)
 
     def gradient_flow(
         self, times: Float[ndarray, " time"], start: Float[ndarray, " 3"] | None = None
@@ -79,30 +88,115 @@ class NestedLogits:
             ValueError: Times that do not ascend from 0.
             RuntimeError: The integrator gave up.
         """
-        if not len(times) or times[0] != 0 or (np.diff(times) <= 0).any():
-            raise ValueError(f"times from {times[:1].tolist()}: give ascending times that start at 0")
-        origin = np.zeros(3) if start is None else np.asarray(start, dtype=float)
-        if len(times) == 1:
-            return origin[None]
-        path = solve_ivp(
-            lambda _, at: -self.gradient(at), (0.0, float(times[-1])), origin, "LSODA", times, rtol=1e-9, atol=1e-12
-        )
-        if not path.success:
-            raise RuntimeError(f"the flow could not be followed: {path.message}")
-        return path.y.T
+        return descent(self.gradient, times, np.zeros(3) if start is None else start)
 
-    def _looks_back(self, beta_1: Numbers) -> Numbers:
-        """The attention of a label to the item before it, e^β_1 / (e^β_1 + N)."""
-        return expit(beta_1 - np.log(self.n_pairs))
+    def looks_back(self, beta_1: Numbers) -> Numbers:
+        """Returns the attention of a label to the item before it, e^β_1 / (e^β_1 + N)."""
+        return expit(beta_1 - math.log(self.n_pairs))
 
-    def _terms(self, xi: Numbers, y: Numbers) -> tuple[Numbers, ...]:
-        """The logarithms of the three terms of the loss; z/ξ and z'/ξ; their derivatives by y."""
-        odds = np.log(2 * self.n_pairs)
+    def _margins(self, y: Numbers) -> tuple[Numbers, ...]:
+        """z/ξ and z'/ξ, and their derivatives by y."""
+        odds = math.log(2 * self.n_pairs)
         far = expit(y - odds)  # e^y / (e^y + 2N)
         near = far - expit(odds - y) / (2 * self.n_pairs)
         rise_far = far * (1 - far)
-        rise_near = rise_far * (1 + 1 / (2 * self.n_pairs))
-        with np.errstate(divide="ignore"):  # at L = N there are no other labels: log 0
-            counts = np.log([self.n_pairs - 1.0, float(self.n_labels - self.n_pairs)])
-        terms = np.stack(np.broadcast_arrays(0.0 * xi * y, counts[0] - xi * near, counts[1] - xi * far))
-        return terms, near, far, rise_near, rise_far
+        return near, far, rise_far * (1 + 1 / (2 * self.n_pairs)), rise_far
+
+
+ALIGNED_PARAMETERS = (*PARAMETERS, "kappa")
+
+
+@dataclass(frozen=True)
+class AlignedLogits:
+    """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.
+
+    What the target brings to the match is no longer given: it is fetched from the input by an aligner, whose attention
+    to the right one of N symbols is e^κ / (e^κ + N), in the form of Eq. 10's look back:
+
+        y = α · e^β_1 / (e^β_1 + N) · e^κ / (e^κ + N),   the loss as in `NestedLogits`.
+
+    For κ → ∞ it is Eq. 10. Beside what that leaves out, it takes a tuning for plain gradient flow with one rate for all
+    four. Where it would mislead: with another optimiser, or heads that share the work. The control is a forecast from
+    the other seeds alone (`onset.forecast`).
+
+    Source: ours, after Reddy (2024), Eq. 10.
+    """
+
+    n_labels: int = 26
+    """L, the letters that a phrase may hold."""
+    n_pairs: int = 5
+    """N, the symbols of an input; each has its phrase."""
+
+    @property
+    def unaligned(self) -> NestedLogits:
+        """Eq. 10 at the same L and N."""
+        return NestedLogits(self.n_labels, self.n_pairs)
+
+    def __call__(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
+        """Returns the loss at (ξ, α, β_1, κ), in nats."""
+        return self.unaligned.at(parameters[..., 0], self._score(parameters))
+
+    def gradient(self, parameters: Float[ndarray, "... 4"]) -> Float[ndarray, "... 4"]:
+        """Returns the derivatives of the loss by (ξ, α, β_1, κ), in closed form."""
+        xi, alpha, beta_1, kappa = np.moveaxis(parameters, -1, 0)
+        loss = self.unaligned
+        back, found = loss.looks_back(beta_1), loss.looks_back(kappa)
+        by_xi, by_y = loss.slopes(xi, alpha * back * found)
+        by_alpha = by_y * back * found
+        return np.stack([by_xi, by_alpha, by_alpha * alpha * (1 - back), by_alpha * alpha * (1 - found)], -1)
+
+    def measures(self, parameters: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
+        """Returns what probes of a tuning see there, each from 0 to 1.
+
+        `align_query`, `align_key` and `lookup`: the share of the attention on N candidates that is on the right one,
+        e^s / (e^s + N - 1) with s = κ, β_1, y. `accuracy`: the probability p of the right label, from 1/L to 1,
+        stretched so that 1/L stands at `floor`.
+
+        Args:
+            parameters: (ξ, α, β_1, κ).
+            floor: The accuracy of a uniform guess.
+        """
+        score, others = self._score(parameters), np.log(self.n_pairs - 1)
+        guess = 1 / self.n_labels
+        known = (np.exp(-self.unaligned.at(parameters[..., 0], score)) - guess) / (1 - guess)
+        return {
+            "align_query": expit(parameters[..., 3] - others), "align_key": expit(parameters[..., 2] - others),
+            "lookup": expit(score - others), "accuracy": floor + (1 - floor) * known,
+        }  # fmt: skip
+
+    def _score(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
+        """The score y of the right label in the second layer."""
+        looks_back = self.unaligned.looks_back
+        return parameters[..., 1] * looks_back(parameters[..., 2]) * looks_back(parameters[..., 3])
+
+
+def descent(
+    gradient: Callable[[Float[ndarray, " n"]], Float[ndarray, " n"]],
+    times: Float[ndarray, " time"],
+    start: Float[ndarray, " n"],
+    precision: float = 1e-9,
+) -> Float[ndarray, "time n"]:
+    """Returns the path of steepest descent from `start`.
+
+    Args:
+        gradient: Of a loss.
+        times: Ascending, from 0.
+        start: Where the path begins.
+        precision: The relative error of a step.
+
+    Raises:
+        ValueError: Times that do not ascend from 0.
+        RuntimeError: The integrator gave up.
+    """
+    if not len(times) or times[0] != 0 or (np.diff(times) <= 0).any():
+        raise ValueError(f"times from {times[:1].tolist()}: give ascending times that start at 0")
+    origin = np.asarray(start, dtype=float)
+    if len(times) == 1:
+        return origin[None]
+    path, about = odeint(
+        lambda _, at: -gradient(at), origin, times, tfirst=True, rtol=precision, atol=precision / 1000, mxstep=100_000,
+        full_output=True,
+    )  # fmt: skip
+    if about["message"] != "Integration successful.":
+        raise RuntimeError(f"the flow could not be followed: {about['message']}")
+    return path

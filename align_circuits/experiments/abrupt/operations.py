@@ -15,10 +15,9 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits import plots
-from align_circuits.clamps import Hold, Hook, Operation, clamped_to_label, clamped_to_previous
+from align_circuits.clamps import OPERATIONS, Hold, Hook, Operation, clamped_to_label, clamped_to_previous
 from align_circuits.experiments.abrupt.network import NAMES, SOURCE, controlled, measured, on
 from align_circuits.experiments.abrupt.sweeps import (
-    CLAMPS,
     CPU,
     PAPER,
     SMOKE,
@@ -32,7 +31,7 @@ from align_circuits.experiments.abrupt.sweeps import (
     train_sweep,
     transitions,
 )  # fmt: skip
-from align_circuits.experiments.experiment import Check, Experiment
+from align_circuits.experiments.experiment import Check, Experiment, Scale
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of
 from align_circuits.tables import Table
@@ -214,16 +213,16 @@ FIG5 = Experiment(
 # Beyond the paper: the same operations held fixed while the network trains.
 
 
-def _draw_clamped(table: Table) -> dict[str, go.Figure]:
+def _draw_held(table: Table) -> dict[str, go.Figure]:
     shown = {"icl": NAMES["icl"], "tila2": NAMES["tila2"], "tla2": NAMES["tla2"]}
-    held = [clamp for clamp in table.frame["clamp"].unique() if clamp.startswith("no ")]
-    panels = {clamp: mean_curves(table, shown, clamp=clamp) for clamp in table.frame["clamp"].unique()}
+    there = set(table.frame["clamp"].unique())
+    panels = {clamp: mean_curves(table, shown, clamp=clamp) for clamp in there}
     return {
         title: plots.curves(
-            {clamp: panel for clamp, panel in panels.items() if (clamp in held) == taken}, x="step", by="measure",
-            label="step", value="measure",
+            {clamp: panels[clamp] for clamp in (NOTHING, *clamps)}, x="step", by="measure", label="step",
+            value="measure",
         )
-        for title, taken in (("given or held while training", False), ("taken away while training", True))
+        for title, clamps in FAMILIES.items() if there.issuperset(clamps)
     }  # fmt: skip
 
 
@@ -236,11 +235,6 @@ def brought_forward(table: Table, clamp: str) -> Float[ndarray, " seed"]:
 
 def _check_clamped(table: Table) -> list[Check]:
     items = controlled(brought_forward(table, "previous, items"), "only items clamped")
-    free = at_end(table, "icl", clamp=NOTHING)
-
-    def lost(operation: str, at: str = "") -> Float[ndarray, " seed"]:
-        return free - at_end(table, "icl", clamp=f"no {operation}{at}")
-
     return [
         Check(
             "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)",
@@ -260,14 +254,22 @@ def _check_clamped(table: Table) -> list[Check]:
             "are excluded", relation=">=", threshold=0.9, **measured(at_end(table, "icl", clamp="context")),
             **controlled(by_seed(table, "icl", clamp="context").iloc[0].to_numpy(), "there before training"),
         ),
-        *(
-            Check(
-                f"Taken away from the start, nothing takes its place: {carrier.said} (accuracy lost at the end)",
-                relation=">=", threshold=0.4, **measured(lost(operation)),
-                **controlled(lost(operation, ", elsewhere"), "the same where the operation is not"),
-            )
-            for operation, carrier in CARRIERS.items()
-        ),
+    ]  # fmt: skip
+
+
+def _check_without(table: Table) -> list[Check]:
+    free = at_end(table, "icl", clamp=NOTHING)
+
+    def lost(operation: str, at: str = "") -> Float[ndarray, " seed"]:
+        return free - at_end(table, "icl", clamp=f"no {operation}{at}")
+
+    return [
+        Check(
+            f"Taken away from the start, nothing takes its place: {carrier.said} (accuracy lost at the end)",
+            relation=">=", threshold=0.4, **measured(lost(operation)),
+            **controlled(lost(operation, ", elsewhere"), "the same where the operation is not"),
+        )
+        for operation, carrier in CARRIERS.items()
     ]  # fmt: skip
 
 
@@ -283,7 +285,7 @@ def hypotheses(table: Table) -> pd.DataFrame:
     """Returns which of H1 to H3 the interventions exclude.
 
     A hypothesis is excluded if some cause that it names was held fixed from the start and every seed made the
-    transition all the same, ILA1 and TILA2 above one half at the end.
+    transition all the same, with ILA1 above one half at the end and TILA2 above one half of TLA2, which bounds it.
 
     Args:
         table: Of `abrupt/clamped`.
@@ -291,8 +293,8 @@ def hypotheses(table: Table) -> pd.DataFrame:
     rows = []
     for hypothesis, clamps in HYPOTHESES.items():
         for clamp in clamps:
-            ends = [at_end(table, measure, clamp=clamp) for measure in ("ila1", "tila2")]
-            formed = ~np.isnan(transitions(table, clamp=clamp)) & (np.minimum(*ends) > 0.5)
+            back, right, labels = (at_end(table, measure, clamp=clamp) for measure in ("ila1", "tila2", "tla2"))
+            formed = ~np.isnan(transitions(table, clamp=clamp)) & (back > 0.5) & (right > labels / 2)
             rows.append({
                 "hypothesis": hypothesis, "held": {"labels": "TLA2", "context": "CLA"}[clamp],
                 "seeds in which the head forms": str(over_seeds(formed.astype(float))),
@@ -303,19 +305,42 @@ def hypotheses(table: Table) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _clamped(size: Size, n_classes: int) -> Sweep:
-    return Sweep(_base(size, n_classes), tuple({"clamp": clamp} for clamp in CLAMPS))
+FAMILIES = {
+    "given while training": ("previous", "previous, labels", "previous, items", "target's label"),
+    "held while training": ("labels", "context"),
+    "taken away while training": tuple(f"no {operation}" for operation in OPERATIONS),
+    "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATIONS),
+}
+"""Which clamps a figure shows, beside nothing clamped."""
+
+
+def _holding(size: Size, n_classes: int, *families: str) -> Sweep:
+    clamps = [clamp for family in families for clamp in FAMILIES[family]]
+    return Sweep(_base(size, n_classes), tuple({"clamp": clamp} for clamp in (NOTHING, *clamps)))
+
+
+def _scales(*families: str) -> dict[Scale, Sweep]:
+    return {
+        "smoke": _holding(SMOKE, 16, *families),
+        "cpu": _holding(replace(CPU, seeds=4, steps=2000), 64, *families),
+        "paper": _holding(PAPER, 256, *families),
+    }
 
 
 CLAMPED = Experiment(
     name="abrupt/clamped",
-    title="Operations held fixed while the network trains",
+    title="Operations and their suspected causes given or held while the network trains",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
-    scales={
-        "smoke": _clamped(SMOKE, 16),
-        "cpu": _clamped(replace(CPU, seeds=4, steps=2000), 64),
-        "paper": _clamped(PAPER, 256),
-    },
-    run=curves_only, draw=_draw_clamped, check=_check_clamped, makes_models=True,
+    scales=_scales("given while training", "held while training"),
+    run=curves_only, draw=_draw_held, check=_check_clamped, makes_models=True,
     published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
+)  # fmt: skip
+
+WITHOUT = Experiment(
+    name="abrupt/without",
+    title="Each operation taken away while the network trains",
+    source=f"beyond {SOURCE}: Fig. 5 by intervention",
+    scales=_scales("taken away while training", "the same elsewhere"),
+    run=curves_only, draw=_draw_held, check=_check_without, makes_models=True,
+    published="Not in the paper.",
 )  # fmt: skip
