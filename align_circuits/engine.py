@@ -149,15 +149,13 @@ def capture(
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         is_pattern = name.endswith(("hook_pattern", "hook_attn_scores"))
-        heads_first = is_pattern or name.endswith(("hook_rot_q", "hook_rot_k"))
-        missing = length - activation.shape[2 if heads_first else 1]
-        padding = [0, 0] * (activation.ndim - 2 - heads_first) + [missing, 0]
-        padding = [missing, 0, missing, 0] if is_pattern else padding
+        missing = length - activation.shape[2 if is_pattern else 1]
+        padding = [missing, 0, missing, 0] if is_pattern else [0, 0] * (activation.ndim - 2) + [missing, 0]
         whole = nn.functional.pad(activation.cpu(), padding)
         if name not in kept:
             kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
         real = prompts.mask[rows]
-        real = real[:, None, :, None] if heads_first else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
+        real = real[:, None, :, None] if is_pattern else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
         kept[name][rows] = whole.where(real, 0)
 
     last = torch.full((len(prompts),), length - 1)
@@ -191,7 +189,7 @@ def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Li
         if reason:
             raise cannot(reason)
         return "fast"
-    return "reference" if reason or _why_silent(model, touched) else "fast"
+    return "reference" if reason or why_silent(model, touched) else "fast"
 
 
 def cannot(reason: str) -> ValueError:
@@ -199,7 +197,7 @@ def cannot(reason: str) -> ValueError:
     return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
 
 
-def _why_silent(model: Any, touched: Collection[str]) -> str | None:
+def why_silent(model: Any, touched: Collection[str]) -> str | None:
     """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do."""
     touched = [name for name in touched if not _is_inside(name)]
     if not touched:

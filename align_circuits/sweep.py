@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.engine import Batch, capture, check_rows, choose, forward, in_batches
+from align_circuits.engine import Batch, capture, check_rows, choose, forward, in_batches, why_silent
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.hooks.cone import CONE_SITES, Cone, order_of, starts_from
+from align_circuits.hooks.cone import CONE_SITES, HOOKED_SITES, Cone, order_of, starts_from
 from align_circuits.hooks.edits import Edit, Patch, Running, changes_of
 from align_circuits.hooks.names import site_of
 from align_circuits.hooks.probes import evaluating
@@ -75,7 +75,7 @@ def sweep(
     nothing = Running(prompts, prompt[:0])
     names = [set(changes_of(edits, model, nothing)) for edits in cells]
     job = _Job(model, prompts, cells, names, source, prompt, query, on_logits)
-    if all(_in_cone(some) for some in names) and choose(model, engine) == "fast":
+    if choose(model, engine) == "fast" and _in_cone(model, set().union(*names)):
         with torch.no_grad(), evaluating(model), raw_attention(model):
             _in_batches(job, batch_size)
         return "cone"
@@ -86,9 +86,11 @@ def sweep(
     return ran
 
 
-def _in_cone(names: Collection[str]) -> bool:
+def _in_cone(model: Any, names: Collection[str]) -> bool:
     """Whether the cone can make edits at these hook points."""
-    return all((place := site_of(name)) is not None and place[1] in CONE_SITES for name in names)
+    sites = {name: place[1] for name in names if (place := site_of(name)) is not None}
+    hooked = [name for name, site in sites.items() if site in HOOKED_SITES]
+    return len(sites) == len(names) and set(sites.values()) <= set(CONE_SITES) and why_silent(model, hooked) is None
 
 
 @dataclass(frozen=True)

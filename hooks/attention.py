@@ -116,8 +116,10 @@ def probe_attention(
     if attention_inside is not None:
         return attention_inside(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
     if attention_within is not None:
-        query, key = (attention_within.met(site, module, x) for site, x in (("rot_q", query), ("rot_k", key)))
-        value = attention_within.met("v", module, value.transpose(1, 2)).transpose(1, 2)
+        parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
+        query, key, value = (
+            attention_within.met(site, module, part.transpose(1, 2)).transpose(1, 2) for site, part in parts
+        )
     pattern = None
     if attention_within is not None and attention_within.asks("pattern", module):
         pattern = attention_within.met("pattern", module, pattern_of(query, key, attention_mask, kwargs["scaling"]))

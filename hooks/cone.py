@@ -5,6 +5,7 @@ residual stream of layer l at p, and attends to kept keys and values of earlier 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,13 +18,20 @@ from transformers import AttentionInterface
 from align_circuits.hooks.names import Site, name_of, site_of
 from align_circuits.hooks.probes import Change
 
-CONE_SITES: tuple[Site, ...] = ("resid_pre", "v", "z", "mlp_out", "resid_post")
+HOOKED_SITES: tuple[Site, ...] = ("q", "k")
+"""What hooks of the bridge meet, where they fire under Hugging Face's own attention."""
+
+CONE_SITES: tuple[Site, ...] = (
+    "resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post",
+)  # fmt: skip
 """What can be edited, in the order in which a layer computes it."""
 
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
-    "resid_pre": ("resid_pre",), "v": ("resid_pre",), "z": ("resid_pre", "z"), "mlp_out": ("mlp_out", "resid_post"),
+    **dict.fromkeys(CONE_SITES, ("resid_pre",)),
+    "z": ("resid_pre", "z"),
+    "mlp_out": ("mlp_out", "resid_post"),
     "resid_post": ("resid_post",),
-}  # fmt: skip
+}
 """What of the kept run a cell starts from, by the site of its first edit."""
 
 _LOGITS_AT_ONCE = 2**24
@@ -90,6 +98,18 @@ class _Pass:
         if name in self.keep:
             self.kept[name] = activation[0]
         return activation
+
+    def met_by_row(
+        self,
+        site: Site,
+        layer: int,
+        activation: Float[Tensor, "row ..."],
+        hook: Any = None,  # noqa: ARG002 - a hook's
+    ) -> Tensor:
+        """The same for an activation whose cells and prompts share a dimension."""
+        if not self.touches(site, layer):
+            return activation
+        return self.met(site, layer, activation.unflatten(0, (len(self.running), -1))).flatten(0, 1)
 
 
 class Cone:
@@ -183,7 +203,8 @@ class Cone:
         """Runs the cells that have started through a layer, and those that start in it from where they do."""
         block = self.bridge.blocks[layer]
         x = some.met("resid_pre", layer, self._joined(some, "resid_pre", layer, x))
-        x = self._joined(some, "v", layer, x)
+        for site in ("q", "k", "rot_q", "rot_k", "v"):
+            x = self._joined(some, site, layer, x)
         attended = self._attended(some, layer, x, queries) if len(x) else x
         if new := some.starting("z", layer):
             before, z = (self._kept(some, site, layer) for site in ("resid_pre", "z"))
@@ -225,10 +246,13 @@ class Cone:
             many = len(x) if self.real is not None else 1
             options["position_embeddings"] = tuple(part[:, some.start :].repeat(many, 1, 1) for part in rotation)
         rows = block.ln1.original_component(x).flatten(0, 1)
-        inside = partial(self._inside, some, layer, queries)
-        attended = block.attn.original_component.forward(rows, attention_mask=None, attention_inside=inside, **options)[
-            0
-        ]
+        options["attention_inside"] = partial(self._inside, some, layer, queries)
+        hooks = [
+            (name_of(site, layer), partial(some.met_by_row, site, layer))
+            for site in HOOKED_SITES if some.touches(site, layer)
+        ]  # fmt: skip
+        with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
+            attended = block.attn.original_component.forward(rows, attention_mask=None, **options)[0]
         return attended.view_as(x)
 
     def _inside(
@@ -244,9 +268,8 @@ class Cone:
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
         """Attention of some cells to their own tokens and, before them, to those of the kept run."""
-        if some.touches("v", layer):
-            values = value.transpose(1, 2).unflatten(0, (len(some.running), -1))
-            value = some.met("v", layer, values).flatten(0, 1).transpose(1, 2)
+        parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
+        query, key, value = (some.met_by_row(site, layer, part.transpose(1, 2)).transpose(1, 2) for site, part in parts)
         if self._filling and self._furthest:
             self._past[layer] = key[:, :, : self._furthest], value[:, :, : self._furthest]
         asked = query if queries is None else query[:, :, queries]
@@ -262,7 +285,7 @@ class Cone:
             whole = z.new_zeros(len(query), query.shape[2], *z.shape[2:])
             whole[:, queries] = z
             z = whole
-        return some.met("z", layer, z.unflatten(0, (len(some.running), -1))).flatten(0, 1)
+        return some.met_by_row("z", layer, z)
 
     def _with_past(
         self,

@@ -126,7 +126,7 @@ class _Spot:
     columns: Int[Tensor, " column"] | None
     """The heads, or key heads, that it was taken from; None for all there is."""
     dim: int
-    """The dimension of heads: 1 in a pattern and in rotated queries and keys, else 2."""
+    """The dimension of heads: 1 in a pattern, else 2."""
     running: Running | None
 
     @property
@@ -153,11 +153,7 @@ class _Spot:
             rows = self.running.rows
         values = values if rows is None else values[rows]
         run = self.columns_run
-        if self.dim == 1:
-            values = values[:, :, run, run] if self.name.endswith("hook_pattern") else values[:, :, run]
-        else:
-            values = values[:, run]
-        values = values.to(self.old.device)
+        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.old.device)
         return values if self.columns is None else values.index_select(self.dim, self.columns)
 
     def of_source(self) -> Tensor | None:
@@ -211,7 +207,7 @@ class _AtSite(Edit):
         return int(columns[0]) if len(columns) else self.positions.shape[1]
 
     def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
-        dim = 1 if self.site in ("pattern", *ROTATED_SITES) else 2
+        dim = 1 if self.site == "pattern" else 2
         columns = None if columns is None else columns.to(activation.device)
         old = activation if columns is None else activation.index_select(dim, columns)
         spot = _Spot(name, old, columns, dim, running)

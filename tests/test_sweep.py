@@ -16,7 +16,7 @@ from align_circuits.ablation import reference_of
 from align_circuits.hooks import cone
 from align_circuits.hooks.cone import CONE_SITES
 from align_circuits.hooks.edits import Edit
-from align_circuits.hooks.names import HEAD_SITES, name_of, site_of
+from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.prompts import Prompts, Role
 from align_circuits.sweep import sweep
 
@@ -115,8 +115,11 @@ def prompts_of(case: Case, seed: int) -> Prompts:
 def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | None], seed: int) -> Edit:
     """The edit that a case tells of."""
     what, site, layer, head, first = told
-    place: Any = {"layers": [layer]} if site not in HEAD_SITES else {"heads": [(layer, head)]}
-    if site == "v":
+    if model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
+        site = "z"  # whose hooks never fire here
+    of_heads = site in HEAD_SITES + ROTATED_SITES
+    place: Any = {"heads": [(layer, head)]} if of_heads else {"layers": [layer]}
+    if site in ("k", "v", "rot_k"):
         shared = 4 // (model.cfg.n_key_value_heads or 4)
         place = {"heads": [(layer, head // shared * shared + i) for i in range(shared)]}
     generator = torch.Generator().manual_seed(seed)
@@ -126,9 +129,9 @@ def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | 
         positions = (torch.rand(prompts.mask.shape, generator=generator) < 0.5) & later
     place |= {"site": site, "positions": positions}
     if what == "steer":
-        size = 8 if site in HEAD_SITES else 32
+        size = 8 if of_heads else 32
         return ac.Steer(**place, vector=torch.randn(size, generator=generator), scale=0.5)
-    if what == "patch":
+    if what == "patch" or site in ROTATED_SITES:  # which have no means
         return ac.Patch(**place)
     resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
     how: Any = what if what == "mean" or resamples else "zero"
@@ -148,7 +151,7 @@ def logits_of(model: Any, prompts: Prompts, cells: Any, rows: Any, **options: An
     return found, ran
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(case=cases())
 def test_the_cone_equals_the_reference_engine(models, case):
     model, prompts = models(case.kind, case.dtype), prompts_of(case, case.seed)
