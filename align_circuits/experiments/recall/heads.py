@@ -331,7 +331,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 _CPU = Training(
     n_subjects=32, n_values=4, n_types=3, n_grammar=6, n_slots=4, n_facts=3, n_demos=5, n_seen=16, d_head=64,
-    pretraining=1500, finetuning=400, lr=5e-3,
+    pretraining=1200, finetuning=400, lr=5e-3,
 )  # fmt: skip
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
