@@ -5,9 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# TransformerLens 3, whose HookedTransformer many notebooks hold, in front of all else that is installed in $(VENV).
+VENV3  := .venv-tl3
+READY3 := $(VENV3)/.ready
+
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check lint types demos docs wheel clean
+.PHONY: demo test test-tl3 check lint types demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --style standard --out runs/demo/planted
@@ -16,7 +20,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-check: lint types test demos docs wheel
+test-tl3: $(READY3)
+	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
+
+check: lint types test test-tl3 demos docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,5 +51,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llama-models
 	touch $@
 
+$(READY3): $(READY) Makefile
+	$(PYTHON) -m venv --clear $(VENV3)
+	$(VENV3)/bin/python -m pip install --quiet --no-deps transformer-lens==3.9.0 better-abc==0.0.3
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+		> $$($(VENV3)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beneath.pth
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info docs/_build runs
+	rm -rf $(VENV) $(VENV3) build dist *.egg-info docs/_build runs

@@ -11,7 +11,7 @@ from align_circuits.graph import Graph
 from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.localize import Localization, Thresholds, localize
 from align_circuits.models.load import load
-from align_circuits.models.planted import planted
+from align_circuits.models.planted import planted, planted_rivals
 from align_circuits.patching import patch_heads
 from align_circuits.paths import patch_edges, patch_paths
 from align_circuits.prompts import Prompts, Role
@@ -65,6 +65,7 @@ __all__ = [
     "patch_heads",
     "patch_paths",
     "planted",
+    "planted_rivals",
     "plots",
     "reference_of",
     "score_heads",

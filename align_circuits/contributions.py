@@ -213,7 +213,8 @@ def _readout(
     centred = str(model.cfg.normalization_type).startswith("LN")
     if getattr(norm, "b", None) is not None and centred:
         offset = offset + direction @ norm.b.detach()
-    direction = direction * norm.w.detach()
+    if getattr(norm, "w", None) is not None:  # else it was folded into the unembedding
+        direction = direction * norm.w.detach()
     stream = residual - residual.mean(1, keepdim=True) if centred else residual
     direction = direction - direction.mean(1, keepdim=True) if centred else direction
     return direction / (stream.pow(2).mean(1, keepdim=True) + model.cfg.eps).sqrt(), offset

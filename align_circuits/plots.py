@@ -10,9 +10,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.evaluate import ALL_OFFSETS, REFERENCES
+from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.files import replacing
 from align_circuits.hooks.edits import Head, describe
+from align_circuits.prompts import REFERENCES
 from align_circuits.tables import Table
 from align_circuits.widgets import EARLIER, Attention, attention
 
@@ -348,7 +349,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
     if len(sets):
         figure.add_scatter(
             x=sets["fraction"], y=sets["value"], error_y=_error_bars(sets), mode="markers+text", text=sets["circuit"],
-            textposition="top center", name="all edges among heads",
+            textposition="top center", cliponaxis=False, name="all edges among heads",
             marker={"size": 11, "symbol": "diamond-open", "color": _RING, "line": {"width": 2}},
         )  # fmt: skip
     for level in (0, 1):

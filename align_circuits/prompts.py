@@ -28,6 +28,11 @@ TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offse
 KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
 
+REFERENCES = ("chance", "memoryless", "history", "oracle")
+"""The reference predictors that a task may give with its targets, a column each: a uniform guess, the two
+alignment-blind ceilings (knows the automata but not which symbol is next; also rules symbols out by the output so far)
+and exact lookup in the examples."""
+
 
 class Role(IntEnum):
     """What a token is in its prompt."""

@@ -4,16 +4,18 @@ Random Llamas, float32 on the CPU, four prompts of 448 tokens. Both patch z of e
 corrupted one and measure the mean log-probability of the gold tokens; both make their own clean activations.
 TransformerLens gets them through a names filter, and its best batch size, found by timing. `patch_heads` also measures
 accuracy and computes intervals. Three sweeps: the last 28 tokens edited, in 8 and in 16 layers of 8 heads; and all 448
-tokens edited, in prompts that differ from the first example on. Every patched run of TransformerLens costs the
-same, so with `--sample` it patches evenly spread heads only, and the time of that part is scaled up.
+tokens edited, in prompts that differ from the first example on. Each in several widths: the wider a network, the more
+of either's time goes into matrix products that both must make. Every patched run of TransformerLens costs the same, so
+with `--sample` it patches evenly spread heads only, and the time of that part is scaled up.
 
 The contestants take turns on one thread, and processor time is counted, so that a busy machine disturbs little; the
 ratio is the median over rounds of the ratio within a round.
 
-    python benchmarks/patching.py [--rounds 5] [--width 256] [--prompts 4] [--sample 0] [--out FOLDER]
+    python benchmarks/patching.py [--rounds 5] [--width 128,256] [--prompts 4] [--sample 0] [--out FOLDER]
 """
 
 import argparse
+import itertools
 import platform
 import time
 from collections.abc import Callable
@@ -126,14 +128,14 @@ def compare(name: str, layers: int, width: int, count: int, rounds: int, sample:
     }
     found = [(name, *key, median(v), min(v), max(v), len(v)) for key, v in measured.items()]
     for row in found:
-        print("{:38s} {:36s} {:22s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
+        print("{:50s} {:36s} {:22s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", default="128,256", help="one or more, separated by commas")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
     parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
@@ -141,16 +143,15 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = {
-        "8": ("8 layers, the last 28 of 448 tokens", 8, False),
-        "16": ("16 layers, the last 28 of 448 tokens", 16, False),
-        "whole": ("8 layers, all 448 tokens", 8, True),
+        "8": ("8 layers, width {}, the last 28 of 448 tokens", 8, False),
+        "16": ("16 layers, width {}, the last 28 of 448 tokens", 16, False),
+        "whole": ("8 layers, width {}, all 448 tokens", 8, True),
     }
     lines: list[Row] = []
-    for case in arguments.cases.split(","):
+    for case, width in itertools.product(arguments.cases.split(","), map(int, arguments.width.split(","))):
         title, depth, everything = cases[case]
-        lines += compare(
-            title, depth, arguments.width, arguments.prompts, arguments.rounds, arguments.sample, whole=everything
-        )
+        options = {"count": arguments.prompts, "rounds": arguments.rounds, "sample": arguments.sample}
+        lines += compare(title.format(width), depth, width, **options, whole=everything)
         if arguments.out:
             columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
             settings = {**vars(arguments), "processor": processor(), "threads": 1, "time": "of the processor"}

@@ -275,33 +275,27 @@ class Cone:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
-        """Attention to both, fused: a few cells at a time stand side by side behind one copy of their prompt's past."""
-        start, cells, (key_heads, length, width) = some.start, len(some.running), key.shape[1:]
-        few = max(1, round((start / length) ** 0.5))  # a copy costs start / few, what cells cannot see few * length
-        few = max(size for size in range(1, few + 1) if cells % size == 0)
-        past = (part[:, :, :start] for part in self._past[layer])
-        prompts, asked = len(self.tokens), query.shape[2]
-        split = (cells // few, few, prompts, key_heads)
-
-        def behind(before: Tensor, own: Tensor) -> Tensor:
-            own = own.reshape(*split, length, width).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
-            return torch.cat([before.expand(len(own), *before.shape), own], 3).flatten(0, 1)
-
-        folded = query.reshape(*split, -1, asked, width).permute(0, 2, 3, 4, 1, 5, 6)
-        mask = self._visible(start, window, queries)
-        apart = torch.eye(few, dtype=torch.bool, device=mask.device)[:, None, :, None]
-        own = (mask[:, None, :, None, start:] & apart).flatten(1, 2).flatten(2, 3)
-        mask = torch.cat([mask[..., :start].repeat(1, few, 1), own], 2).repeat(1, folded.shape[3], 1)[:, None]
-        keys, values = (behind(*pair) for pair in zip(past, (key, value), strict=True))
-        z = nn.functional.scaled_dot_product_attention(
-            folded.flatten(0, 1).flatten(2, 4),
-            keys,
-            values,
-            mask.repeat(len(keys) // len(mask), 1, 1, 1) if len(mask) > 1 else mask,
-            scale=scaling,
-        )
-        z = z.view(split[0], prompts, key_heads, -1, few, asked, width).permute(0, 4, 1, 2, 3, 5, 6)
-        return z.reshape(cells * prompts, -1, asked, width).transpose(1, 2)
+        """Attention to the past, by all cells at once, and to themselves; weighed by what either softmax divides by."""
+        start, cells, (key_heads, _, width) = some.start, len(some.running), key.shape[1:]
+        shared, asked = query.shape[1] // key_heads, query.shape[2]
+        folded = query.reshape(cells, -1, key_heads, shared * asked, width)
+        seen = self._visible(start, window, queries).repeat(1, shared, 1)
+        all_seen = window is None and self.real is None
+        keys, values = self._past[layer]
+        before, weight = _attention(
+            folded.permute(1, 2, 0, 3, 4).flatten(2, 3), keys[:, :, :start], values[:, :, :start], scaling,
+            None if all_seen else seen[:, None, :, :start].repeat(1, 1, cells, 1),
+        )  # fmt: skip
+        own = seen[:, None, :, start:].repeat(1 if len(seen) == 1 else cells, 1, 1, 1)
+        after, other = _attention(folded.flatten(0, 1), key, value, scaling, own)
+        split = (-1, key_heads, cells, shared, asked)
+        before = before.reshape(*split, width).permute(2, 0, 4, 1, 3, 5)
+        weight = weight.reshape(split).permute(2, 0, 4, 1, 3)
+        split = (cells, -1, key_heads, shared, asked)
+        after = after.reshape(*split, width).permute(0, 1, 4, 2, 3, 5)
+        other = other.reshape(split).permute(0, 1, 4, 2, 3)
+        share = torch.sigmoid(weight - other)[..., None].to(after)
+        return torch.lerp(after, before, share).reshape(len(query), asked, -1, width)
 
     def _visible(self, start: int, window: int | None, queries: Tensor | None) -> Bool[Tensor, "#prompt query pos"]:
         """Which columns each query sees: earlier ones in its window that hold a token, and itself."""
@@ -316,6 +310,33 @@ class Cone:
             self._masks[start, window] = seen
         seen = self._masks[start, window]
         return seen if queries is None else seen[:, queries]
+
+
+def _attention(
+    query: Float[Tensor, "row head query d_head"],
+    key: Float[Tensor, "row head pos d_head"],
+    value: Float[Tensor, "row head pos d_head"],
+    scaling: float,
+    seen: Bool[Tensor, "#row #head query pos"] | None,
+) -> tuple[Float[Tensor, "row head query d_head"], Float[Tensor, "row head query"]]:
+    """Attention, and the logarithm of what its softmax divides by."""
+    mask = None
+    if seen is not None:
+        mask = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
+    attend = _fused if query.device.type == "cpu" else _plain
+    return attend(query, key, value, scaling, mask)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = query @ key.mT * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) + (0 if mask is None else mask)
+    total = scores.logsumexp(-1)
+    return (scores - total[..., None]).exp().to(value) @ value, total
 
 
 def _changed(cell: Cell, name: str, activation: Float[Tensor, "prompt pos ..."]) -> Tensor:

@@ -11,7 +11,7 @@ after the softmax, `[prompt head query key]`."""
 RotatedSite = Literal["rot_q", "rot_k"]
 """`q` and `k` after rotation, as attention meets them: `[prompt head pos d_head]`, with fewer heads in `rot_k` under
 grouped-query attention. TransformerLens names them wherever there is a rotation, but its GPT-NeoX never reaches them;
-the fast engine does."""
+the fast engine does. A `HookedTransformer` has the positions first; `Probes` turns them."""
 
 LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
 """What a layer has once, `[prompt pos d_model]`: the residual stream before and after it, the output of its MLP."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align_circuits.hooks.names import ROTATED_SITES, site_of
+
 Change = Callable[[Tensor], Tensor | None]
 """Takes an activation; returns what replaces it, or None if it only reads."""
 
@@ -34,7 +36,7 @@ class Probes:
                 f"no hook point {absent[0]!r} in this {type(model).__name__}: it has {', '.join(list(known)[:8])}, ... "
                 "(see model.hook_dict)"
             )
-        self._changes = dict(changes)
+        self._changes = {name: _turned(name, change, model) for name, change in changes.items()}
         self._silent = set(changes)
 
     @property
@@ -65,6 +67,22 @@ class Probes:
             return self._changes[name](activation)
 
         return hand_over
+
+
+def _turned(name: str, change: Change, model: Any) -> Change:
+    """The change of an activation in the layout that `hooks.names` gives.
+
+    Rotated queries and keys have the heads before the positions in a bridge, and after them in a `HookedTransformer`.
+    """
+    place = site_of(name)
+    if place is None or place[1] not in ROTATED_SITES or hasattr(model, "original_model"):
+        return change
+
+    def turned(activation: Tensor) -> Tensor | None:
+        new = change(activation.transpose(1, 2))
+        return None if new is None else new.transpose(1, 2)
+
+    return turned
 
 
 def tried(model: Any, names: Collection[str]) -> Probes:

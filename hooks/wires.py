@@ -36,7 +36,7 @@ class Wires:
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
         self._weights = [
-            {name: _detached(getattr(block.attn, name, None)) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
+            {name: _weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
             for block in model.blocks
         ]
 
@@ -232,7 +232,9 @@ class Receive(_ByCell):
         }
 
 
-def _detached(weight: Any) -> Tensor | None:
+def _weight(attention: Any, name: str) -> Tensor | None:
+    """A weight with a row for each key head; a grouped `HookedTransformer` shows it repeated, and hides it so."""
+    weight = getattr(attention, f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()
 
 

@@ -1,5 +1,7 @@
 """Direct logits beside the model's own last norm, and function vectors beside a loop of hooks."""
 
+import string
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,8 +95,36 @@ def test_the_profile_of_planted_heads(char_tokenizer):
     assert grid["direct_logit"][aligner] == pytest.approx(0, abs=1e-5)
 
 
+def test_lookup_induction_and_function_vector_heads_are_told_apart():
+    task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, alphabet_range=(4, 8))
+    model = ac.planted_rivals(task, seed=0)
+    letters = task.sample(1, model.tokenizer, references=False).letters
+    other_half = torch.arange(model.cfg.d_vocab)
+    other_half[letters] = letters.roll(13)
+
+    def pair(half: str, seed: int) -> tuple[ac.Prompts, ac.Prompts]:
+        """Prompts in one half of the letters, and the same with examples in both."""
+        clean = replace(task, letters=half).sample(6, model.tokenizer, seed=seed, references=False)
+        changed = (clean.example < clean.example.amax(1, keepdim=True)) & (torch.arange(clean.tokens.shape[1]) % 2 == 0)
+        return clean, replace(clean, inputs=torch.where(changed, other_half[clean.tokens], clean.tokens))
+
+    pairs = [pair(string.ascii_lowercase[:13], 1), pair(string.ascii_lowercase[13:], 2)]
+    found = head_profile(model, pairs[0][0], pairs)
+    place = {kind: place for place, kind in model.kinds.items()}
+    grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
+    best = {metric: model.kinds[divmod(int(values.argmax()), model.cfg.n_heads)] for metric, values in grid.items()}
+    assert best["lookup_attention"] == best["direct_logit"] == "lookup"
+    assert best["induction_attention"] == "induction"
+    assert best["function_vector"] == "dialect"
+    vector = found.where(metric="function_vector").frame.set_index(["layer", "head"])
+    assert vector.loc[place["dialect"], "low"] > 2 * vector["value"].drop(place["dialect"]).abs().max()
+    assert grid["direct_logit"][place["dialect"]] == pytest.approx(0, abs=1e-5)
+
+
 def test_refusals(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    with pytest.raises(ValueError, match="phrases of one letter leave nothing to induction"):
+        ac.planted_rivals(TASK)
     with pytest.raises(ValueError, match="no tasks"):
         function_vectors(model, [])
     with pytest.raises(ValueError, match="do not match"):

@@ -41,6 +41,7 @@ ORDER = [
     "task_vectors",
     "checkpoints",
     "training",
+    "clamps",
     "progress",
     "ensembles",
     "pretraining",

@@ -13,6 +13,7 @@ from torch import Tensor
 import align_circuits as ac
 from align_circuits import sweep as module
 from align_circuits.ablation import reference_of
+from align_circuits.hooks import cone
 from align_circuits.hooks.cone import CONE_SITES
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, name_of, site_of
@@ -194,6 +195,17 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
     once, other, one = 3 * 8, 3 * 3, 3 * 1  # columns up to the query, from the first other token on, and the query
     assert ran == "cone"
     assert passed == {0: once + other, 1: once + other + 4 * other, 2: one + one + 8 * one}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_that_is_not_fused_equals_the_fused_one(masked):
+    """Elsewhere than on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
+    mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
+    expected = cone._fused(query, key, value, 0.3, mask if masked else None)
+    found = cone._plain(query, key, value, 0.3, mask if masked else None)
+    torch.testing.assert_close(found, tuple(expected))
 
 
 def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):

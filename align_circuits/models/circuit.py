@@ -23,6 +23,10 @@ EVIDENCE = 4.0
 PRESENCE = 2.0
 """What the diffuse head adds to the logit of each letter that the prompt holds."""
 
+DIALECT = 4.0
+"""By what the dialect head's mean is multiplied: about the logit that letters of one half gain over those of the other
+where most tokens are letters, all of one half."""
+
 SPARE = 8
 """Directions that decoys write and nobody reads."""
 
@@ -198,6 +202,28 @@ def presence_units(parts: Parts) -> Units:
 def random_head(parts: Parts, generator: torch.Generator) -> Head:
     """Attends a little by symbols and letters, at random; its output goes where nobody reads."""
     return Head((_loose_match(parts, generator),), (_to_spare(parts, "letter", generator),))
+
+
+def induction(parts: Parts) -> Head:
+    """Letters that followed the same letter in a phrase, whatever the symbol: half as sure as the lookup."""
+    return Head(
+        (Match(parts["letter"], parts["1 before"], MARGIN),),
+        (Move(parts["letter"], parts["prediction"], EVIDENCE / 2),),
+    )
+
+
+def dialect(parts: Parts) -> Head:
+    """In which half of the letters this prompt is written: the mean over all tokens, in a spare direction."""
+    first, second = parts["letter"].chunk(2, dim=1)
+    half = first.sum(1, keepdim=True) - second.sum(1, keepdim=True)
+    return Head((), (Move(half, parts["spare"][:, :1], DIALECT),))
+
+
+def dialect_units(parts: Parts) -> Units:
+    """Letters of the half in which the prompt is written are more likely."""
+    half, letters = parts["spare"][:, :1], parts["prediction"].chunk(2, dim=1)
+    writes = torch.cat([some.sum(1, keepdim=True) for some in letters], dim=1)
+    return Units(torch.cat([half, -half], dim=1), torch.zeros(2), writes)
 
 
 def bits(number: Int[Tensor, " number"], among: int | None = None) -> Float[Tensor, "number bit"]:

@@ -42,8 +42,10 @@ def load(
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
-    Tested on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX. Weights come from safetensors, never from pickle, and
-    the network is used only for the name of a model on the hub that is not a folder here.
+    Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
+    `HookedTransformer`, which is taken as it is: all that reads and edits activations runs on it by the reference
+    engine. Weights come from safetensors, never from pickle, and the network is used only for the name of a model on
+    the hub that is not a folder here.
 
     Args:
         source: "toy-llama", the bundled model; a folder in the Hugging Face format, a folder with a PEFT adapter, a

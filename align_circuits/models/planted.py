@@ -29,6 +29,8 @@ ROLES: Mapping[str, str | None] = MappingProxyType(
         "lookup": "lookup",
         "backup": "lookup",
         "second_previous": None,
+        "induction": "induction",
+        "dialect": None,
         **dict.fromkeys(("random", "gold_without_output", "off_by_one", "positional_lookup", "diffuse", "inert")),
     }
 )
@@ -150,6 +152,40 @@ def planted(
     model.kinds = MappingProxyType({place: kind for place, (kind, _) in sorted(heads.items())})
     model.roles = MappingProxyType({place: ROLES[kind] if strength else None for place, kind in model.kinds.items()})
     return model.eval()
+
+
+def planted_rivals(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
+    """Builds a planted circuit with two more heads, to tell three kinds apart that all make the answer more likely.
+
+    - `lookup` finds an earlier translation of the same symbol and writes its letter.
+    - `induction` finds what followed the same letter, whatever the symbol, and writes that.
+    - `dialect` is a function-vector head: it attends to all tokens alike and notes in which half of `task.letters` the
+      prompt is written; an MLP of the lookup's layer makes the letters of that half more likely. What it says is the
+      same for all prompts of a task that is written in one half, and it writes to no logit itself.
+
+    Args:
+        task: As for `planted`, with phrases of two letters or more.
+        seed: As for `planted`.
+
+    Raises:
+        ValueError: The phrases have one letter, or as for `planted`.
+    """
+    if task.phrase_len < 2:
+        raise ValueError("phrases of one letter leave nothing to induction: give phrase_len=2 or 3")
+    model = planted(task, seed, decoys=())
+    parts = circuit.parts_of(task, model.cfg.n_ctx)
+    layer_of = {kind: layer for (layer, _), kind in model.kinds.items()}
+    free = [
+        place for place, kind in model.kinds.items()
+        if kind == "inert" and layer_of["previous"] < place[0] <= layer_of["lookup"]
+    ]  # fmt: skip
+    rivals = dict(zip(("induction", "dialect"), free, strict=False))
+    circuit.induction(parts).write(model, *rivals["induction"])
+    circuit.dialect(parts).write(model, *rivals["dialect"])
+    circuit.dialect_units(parts).write(model, layer_of["lookup"], 0)
+    model.kinds = MappingProxyType({**model.kinds, **{place: kind for kind, place in rivals.items()}})
+    model.roles = MappingProxyType({place: ROLES[kind] for place, kind in model.kinds.items()})
+    return model
 
 
 _Wanted = tuple[str, Head, Sequence[int]]

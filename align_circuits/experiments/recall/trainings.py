@@ -115,7 +115,7 @@ CPU = Size(
     grammar_lens=(1, 4), n_seen=32, d_model=64,
     pretraining=TrainConfig(1500, lr=0.02, optimizer="muon", rest_lr=3e-3, weight_decay=1e-3, warmup=100, log_every=50,
                             checkpoint_every=50),
-    finetuning=TrainConfig(1000, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=50,
+    finetuning=TrainConfig(600, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=50,
                            checkpoint_every=50),
     batch_size=24, seeds=3, probe=256,
 )  # fmt: skip
