@@ -196,7 +196,8 @@ def _check_theorem(table: Table) -> list[Check]:
 def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     cosines = table.where(metric="cosine").frame
     accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
-    sweep = accuracy[accuracy["corrected_start"] & (accuracy["n_slots"] == accuracy["n_slots"].max())]
+    several = accuracy[accuracy["name"] == ENOUGH]["n_values"].iloc[0]
+    sweep = accuracy[(accuracy["n_slots"] == accuracy["n_slots"].max()) & (accuracy["n_values"] == several)]
     drawn = {}
     figure = go.Figure()
     for place, (form, rows) in enumerate(cosines.groupby("formula", sort=False)):
@@ -225,15 +226,17 @@ _SMALL = {"n_subjects": 64, "n_values": 4, "n_types": 2, "n_grammar": 4, "n_demo
 _EXACT = TheoremCell("exact", 8, 8, 4, 2, 4, n_demos=2, n_slots=6, n=None, groups=1, tested=100)
 
 
-def _theorem(n: int, tested: int, largest: Sequence[int]) -> dict[str, TheoremCell]:
+def _theorem(n: int, tested: int, sweep: Mapping[str, int], seen: Sequence[int]) -> dict[str, TheoremCell]:
+    """The paper's size, and a world of other size in which M_ft varies up to 3.75 U²/(m-1)."""
     options = {"n": n, "tested": tested}
+    several = {**options, **sweep, "n_slots": 15}
     return _cells(
         _EXACT,
         _of(options, PAPER_SIZE, 128),
         _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
         _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
-        *(_of(options, f"M_ft = {n_seen}", n_seen, n_subjects=896, n_slots=15) for n_seen in largest[:-1]),
-        _of({**options, "n": 4 * n}, ENOUGH, largest[-1], n_subjects=896, n_slots=15),
+        *(_of(several, f"U = {sweep['n_values']}, M_ft = {n_seen}", n_seen) for n_seen in seen[:-1]),
+        _of(several, ENOUGH, seen[-1]),
     )
 
 
@@ -243,8 +246,8 @@ THEOREM = Experiment(
     source=f"{SOURCE}, Theorems 1 and 2",
     scales={
         "smoke": _cells(_of(_SMALL, PAPER_SIZE, 6), _of(_SMALL, ENOUGH, 48)),
-        "cpu": _theorem(8192, 500, (128, 384, 768)),
-        "paper": _theorem(65536, 2000, (64, 128, 192, 256, 384, 512, 768)),
+        "cpu": _theorem(8192, 500, {"n_subjects": 256, "n_values": 16}, (24, 48, 96, 192)),
+        "paper": _theorem(65536, 2000, {"n_subjects": 896, "n_values": 32}, (64, 128, 192, 256, 384, 512, 768)),
     },
     run=_run_theorem, draw=_draw_theorem, check=_check_theorem, makes_models=True,
     published="'These weights, with sufficiently large β, lead the model to attain perfect accuracy on ICL sequences.'",
