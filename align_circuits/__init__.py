@@ -20,6 +20,7 @@ from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask
 from align_circuits.tasks.recall import RecallWorld
+from align_circuits.tasks.recall_slots import SlotsTask
 from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -41,6 +42,7 @@ __all__ = [
     "RepeatedTokensTask",
     "Role",
     "Seq2SeqTask",
+    "SlotsTask",
     "Steer",
     "Table",
     "Thresholds",

@@ -60,6 +60,23 @@ def test_updates_are_those_of_plain_loops_at_both_steps(n_slots):
                 assert torch.allclose(update[0], torch.tensor(expected[name]), atol=2e-6), name
 
 
+def test_autograd_gives_the_same_updates():
+    world = RecallWorld(n_subjects=16, n_values=(4, 4), n_grammar=4, div=None, relation_tokens=True)
+    setting = Finetuning(world, world.split(8)[0], n_demos=3, n_slots=6, beta=2.0, corrections=())
+    model, (tokens, answers) = setting.model(), setting.drawn(0, 50)
+    with torch.no_grad():  # anywhere, not only at the construction
+        model.W_Q[:, world.separator] += torch.randn(2, model.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    torch.nn.functional.cross_entropy(model.last(tokens), answers).backward()
+    assert model.W_Q.grad is not None
+    assert model.W_O.grad is not None
+    found = setting.updates(model, tokens, answers)
+    torch.testing.assert_close(found["relation KQ"], -model.W_Q.grad[0, world.separator], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(found["subject KQ"], -model.W_Q.grad[1, world.separator], atol=1e-6, rtol=1e-4)
+    values = -model.W_O.grad[0, : world.d_vocab].T
+    values[:, world.separator] = 0
+    torch.testing.assert_close(found["relation OV"], values, atol=1e-6, rtol=1e-4)
+
+
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a * b).sum() / a.norm() / b.norm())
 

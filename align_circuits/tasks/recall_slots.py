@@ -64,9 +64,9 @@ class SlotsTask:
         ValueError: A world without relation tokens, or a number outside its range.
 
     >>> task = SlotsTask(RecallWorld.small(relation_tokens=True), n_facts=1, grammar_len=4)
-    >>> prompts = task.sample(1, seed=0)
+    >>> prompts = task.sample(1, seed=1)
     >>> prompts.text, prompts.relations["mark"].keys_of(0)
-    (['s2 g2 r0 '], [2])
+    (['s4 g0 r1 '], [2])
     """
 
     world: RecallWorld

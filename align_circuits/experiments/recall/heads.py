@@ -19,6 +19,7 @@ from align_circuits.experiments.abrupt.sweeps import over_seeds
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.recall.constructions import SOURCE
 from align_circuits.hooks.names import name_of
+from align_circuits.localize import localize
 from align_circuits.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.models.recall_planted import Directions
 from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, probe, train_stage
@@ -83,7 +84,9 @@ def heads_cell(seed: int, positions: Literal["relative", "absolute"], **size: An
         if stage is not None:
             train_stage(model, stage, seed=seed, progress=False)
         found = [row for which, prompts in probes.items() for row in measure(model, world, prompts, which)]
-        found += blocks(model, world)
+        tasks = {"pretraining": facts, "in context": tested}
+        read = {"pretrained": ["pretraining"], "finetuned": ["in context"]}.get(name, list(tasks))
+        found += blocks(model, world) + localized(model, {which: tasks[which] for which in read}, config.n // 4)
         if seed == 0:
             found += [row for which, prompts in probes.items() for row in attention_map(model, prompts[:1], which)]
             found += weight_slices(model, world) if positions == "relative" else []
@@ -121,6 +124,17 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
         cosines = nn.functional.cosine_similarity(outputs, direction[:, None], dim=-1).mean(0)
         rows += [{"metric": "cosine", "head": h, "what": name, "value": v} for h, v in enumerate(cosines.tolist())]
     return [{"sequences": sequences, **row} for row in rows]
+
+
+def localized(model: AttentionOnly, tasks: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+    """Returns for each role how many heads `localize` names, and 1 for each head that it does."""
+    rows: list[dict[str, Any]] = []
+    for sequences, task in tasks.items():
+        for role, heads in localize(model, task, max(8, n), draws=0).named.items():
+            common = {"sequences": sequences, "what": role}
+            rows.append({"metric": "heads named", **common, "value": len(heads)})
+            rows += [{"metric": "named", **common, "head": head, "value": 1.0} for _, head in heads]
+    return rows
 
 
 def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
@@ -228,6 +242,11 @@ def _check(table: Table) -> list[Check]:
         def right(stage: str, accuracy: Mapping[str, Any] = accuracy) -> Measured:
             return over_seeds(table.where(stage=stage, **accuracy).frame["value"].to_numpy(float))
 
+        def found(stage: str, sequences: str, role: str, positions: str = positions) -> Measured:
+            where = {"stage": stage, "sequences": sequences, "what": role, "metric": "heads named"}
+            counts = table.where(positions=positions, **where).frame["value"].to_numpy(float)
+            return over_seeds((counts > 0).astype(float))
+
         def one(
             claim: str, role: Literal["subject", "relation"], where: Mapping[str, Any], then: Mapping[str, Any],
             control: Mapping[str, Any], control_is: str, positions: str = positions,
@@ -257,6 +276,17 @@ def _check(table: Table) -> list[Check]:
                 {**context, **attends, "what": "same_type"}, after, before, "before finetuning"),
             one("whose output is then f_rel (cosine)", "relation",
                 {**context, **cosine, "what": "f_rel"}, after, before, "before finetuning"),
+            *(
+                Check(
+                    f"{positions.capitalize()} positions: localize names a head for {role!r}, {stage} (share of seeds)",
+                    relation=">=", threshold=1.0, measured=found(stage, sequences, role),
+                    control=found("untrained", sequences, role), control_is="before training",
+                )
+                for stage, sequences, role in (
+                    ("pretrained", "pretraining", "subject"), ("pretrained", "pretraining", "relation"),
+                    ("finetuned", "in context", "same_type"),
+                )
+            ),
             Check(
                 f"{positions.capitalize()} positions: held-out subjects are recalled (exact match)", relation=">=",
                 threshold=0.8, measured=right("finetuned"), control=right("pretrained"),
@@ -301,7 +331,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 _CPU = Training(
     n_subjects=32, n_values=4, n_types=3, n_grammar=6, n_slots=4, n_facts=3, n_demos=5, n_seen=16, d_head=64,
-    pretraining=1500, finetuning=400, lr=5e-3,
+    pretraining=1200, finetuning=400, lr=5e-3,
 )  # fmt: skip
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 

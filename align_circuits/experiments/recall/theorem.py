@@ -59,6 +59,13 @@ class TheoremCell:
         return Finetuning(world, world.split(self.n_seen)[0], self.n_demos, self.n_slots, corrections=corrections)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Several settings of finetuning."""
+
+    cells: tuple[TheoremCell, ...]
+
+
 def theorem_cell(seed: int, **config: Any) -> list[dict[str, Any]]:
     """Returns the measured coefficients and cosines of each update, and the accuracy before, after, and by formula."""
     cell = TheoremCell(**config)
@@ -135,10 +142,8 @@ def _right(model: AttentionOnly, tokens: Tensor, answers: Tensor) -> Float[ndarr
     return all_right(logits, allowed)[None].double().numpy()
 
 
-def _run_theorem(
-    config: Mapping[str, TheoremCell], *, models: Sequence[str], jobs: int, folder: Path  # noqa: ARG001 - the protocol's
-) -> Table:  # fmt: skip
-    cells = [Cell(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.values()]
+def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
+    cells = [Cell(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.cells]
     sweep = run_cells(cells, folder, jobs=jobs)
     if sweep.failures:
         raise RuntimeError(sweep.failures[0].error)
@@ -147,8 +152,7 @@ def _run_theorem(
     frame: Any = sweep.frame.reindex(columns=kept)
     for column in (*FORMS, "value", "low", "high"):
         frame[column] = [float(f"{value:.6g}") for value in frame[column].astype(float)]
-    settings = {name: asdict(cell) for name, cell in config.items()}
-    return Table(frame, Provenance("theorem", settings))
+    return Table(frame, Provenance("theorem", asdict(config)))
 
 
 PAPER_SIZE, ENOUGH = "the paper's size", "enough subjects"
@@ -196,7 +200,8 @@ def _check_theorem(table: Table) -> list[Check]:
 def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     cosines = table.where(metric="cosine").frame
     accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
-    sweep = accuracy[accuracy["corrected_start"] & (accuracy["n_slots"] == accuracy["n_slots"].max())]
+    several = accuracy[accuracy["name"] == ENOUGH]["n_values"].iloc[0]
+    sweep = accuracy[(accuracy["n_slots"] == accuracy["n_slots"].max()) & (accuracy["n_values"] == several)]
     drawn = {}
     figure = go.Figure()
     for place, (form, rows) in enumerate(cosines.groupby("formula", sort=False)):
@@ -212,10 +217,6 @@ def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     return drawn
 
 
-def _cells(*cells: TheoremCell) -> dict[str, TheoremCell]:
-    return {cell.name: cell for cell in cells}
-
-
 def _of(base: Mapping[str, Any], name: str, n_seen: int, **changes: Any) -> TheoremCell:
     return TheoremCell(name, n_seen, **{**base, **changes})
 
@@ -225,16 +226,18 @@ _SMALL = {"n_subjects": 64, "n_values": 4, "n_types": 2, "n_grammar": 4, "n_demo
 _EXACT = TheoremCell("exact", 8, 8, 4, 2, 4, n_demos=2, n_slots=6, n=None, groups=1, tested=100)
 
 
-def _theorem(n: int, tested: int, largest: Sequence[int]) -> dict[str, TheoremCell]:
+def _theorem(n: int, tested: int, sweep: Mapping[str, int], seen: Sequence[int]) -> Settings:
+    """The paper's size, and a world of other size in which M_ft varies up to 3.75 U²/(m-1)."""
     options = {"n": n, "tested": tested}
-    return _cells(
+    several = {**options, **sweep, "n_slots": 15}
+    return Settings((
         _EXACT,
         _of(options, PAPER_SIZE, 128),
         _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
         _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
-        *(_of(options, f"M_ft = {n_seen}", n_seen, n_subjects=896, n_slots=15) for n_seen in largest[:-1]),
-        _of({**options, "n": 4 * n}, ENOUGH, largest[-1], n_subjects=896, n_slots=15),
-    )
+        *(_of(several, f"U = {sweep['n_values']}, M_ft = {n_seen}", n_seen) for n_seen in seen[:-1]),
+        _of(several, ENOUGH, seen[-1]),
+    ))  # fmt: skip
 
 
 THEOREM = Experiment(
@@ -242,9 +245,9 @@ THEOREM = Experiment(
     title="The first two steps of finetuning, beside their closed forms",
     source=f"{SOURCE}, Theorems 1 and 2",
     scales={
-        "smoke": _cells(_of(_SMALL, PAPER_SIZE, 6), _of(_SMALL, ENOUGH, 48)),
-        "cpu": _theorem(8192, 500, (128, 384, 768)),
-        "paper": _theorem(65536, 2000, (64, 128, 192, 256, 384, 512, 768)),
+        "smoke": Settings((_of(_SMALL, PAPER_SIZE, 6), _of(_SMALL, ENOUGH, 48))),
+        "cpu": _theorem(8192, 500, {"n_subjects": 256, "n_values": 16}, (24, 48, 96, 192)),
+        "paper": _theorem(65536, 2000, {"n_subjects": 896, "n_values": 32}, (64, 128, 192, 256, 384, 512, 768)),
     },
     run=_run_theorem, draw=_draw_theorem, check=_check_theorem, makes_models=True,
     published="'These weights, with sufficiently large β, lead the model to attain perfect accuracy on ICL sequences.'",

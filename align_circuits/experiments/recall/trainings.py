@@ -178,12 +178,12 @@ def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: P
         for stage in config.stages:
             for seed in range(size.seeds):
                 run = pretrained(size, seed, folder) if stage == "pt" else finetuned(size, seed, stage, folder)
-                frames.append(_long(run.log).assign(stage=stage, **cell, seed=seed, n=size.probe))
+                frames.append(long(run.log).assign(stage=stage, **cell, seed=seed, n=size.probe))
     settings = {"size": asdict(config.size), "cells": [dict(cell) for cell in config.cells]}
     return Table(pd.concat(frames, ignore_index=True), Provenance("recall_study", settings))
 
 
-def _long(log: pd.DataFrame) -> pd.DataFrame:
+def long(log: pd.DataFrame) -> pd.DataFrame:
     """The log of a stage, a row for each probe and match."""
     measured = [name for name in log.columns if "." in name]
     long = log.melt("step", measured, var_name="measure", value_name="value")
