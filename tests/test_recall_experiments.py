@@ -166,8 +166,8 @@ def test_as_many_contexts_of_each_type():
 
 def test_values_seen_and_subjects_are_credited_only_where_they_matter():
     frames = [
-        curves(lambda probe, _match, count=count: 1e9 if probe == "held_out" and count == 3 else 50, ("seen", "held_out"),
-               n_subjects=8, n_seen=4, values=count)
+        curves(lambda probe, _match, count=count: 1e9 if probe == "held_out" and count == 3 else 50,
+               ("seen", "held_out"), n_subjects=8, n_seen=4, values=count)
         for count in (3, 5)
     ]  # fmt: skip
     assert holds(FIG13.check(table(*frames))) == [True]
