@@ -106,7 +106,7 @@ def run(config: Attributes, *, models: Sequence[str], jobs: int, folder: Path) -
             world = _world(size, seed)
             facts = FactsTask(world, size.n_facts, size.n_slots, p_grammar=0.0).sample(size.n, seed=seed + 1)
             found = [row for row in measure(net, world, facts, "pretraining") if row["metric"] == "cosine"]
-            cosines = pd.DataFrame(found).groupby("what")["value"].max()
+            cosines: Any = pd.DataFrame(found).groupby("what")["value"].max()
             run, _ = finetuned(size, seed, config.positions, folder, cell.get("values"))
             rows = [{"step": 0, "probe": "cosine", "match": what, "value": value} for what, value in cosines.items()]
             frames += [frame.assign(**cell, seed=seed) for frame in (long(run.log), pd.DataFrame(rows))]
@@ -150,7 +150,8 @@ def _check_curves(table: Table) -> list[Check]:
 
 
 def _cells_of(table: Table, *names: str) -> list[dict[str, Any]]:
-    rows: Any = table.frame[list(names)].drop_duplicates().sort_values(list(names))
+    cells: Any = table.frame[list(names)].drop_duplicates()
+    rows = cells.sort_values(list(names))
     return [{name: int(value) for name, value in row.items()} for row in rows.to_dict("records")]
 
 
