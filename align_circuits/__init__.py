@@ -19,6 +19,8 @@ from align_circuits.relations import Relation
 from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask
+from align_circuits.tasks.recall import RecallWorld
+from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tuning import TuneConfig, TuneRun, tune
@@ -26,12 +28,15 @@ from align_circuits.tuning import TuneConfig, TuneRun, tune
 __all__ = [
     "Ablate",
     "Clamp",
+    "DemonstrationsTask",
     "ExemplarTask",
+    "FactsTask",
     "Graph",
     "Localization",
     "Patch",
     "Prompts",
     "Provenance",
+    "RecallWorld",
     "Relation",
     "RepeatedTokensTask",
     "Role",

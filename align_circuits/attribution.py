@@ -84,7 +84,7 @@ def attribute_heads(
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         direction: `"noise"` scores corrupted heads in clean runs, `"denoise"` clean heads in corrupted runs.
         engine: As for `evaluate`.
-        batch_size: Prompts at a time; it changes no result.
+        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
 
     Returns:
         A table keyed by `site`, layer, head and `metric`, with intervals over prompts. Heads that share a key head have
@@ -109,8 +109,9 @@ def attribute_heads(
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
     asked = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
     ran = _choose(model, engine, [*asked, *(name for layer in layers if graddrop for name in _without(layer))])
-    scores = {place: torch.zeros(len(clean), cfg.n_heads, dtype=torch.float64) for place in places}
-    for part, rows in pair.batches(batch_size):
+
+    def scored(part: Pair) -> Float[Tensor, "place head prompt"]:
+        scores = torch.zeros(len(places), cfg.n_heads, len(part.base), dtype=torch.float64)
         held = part.held(model, asked, ran, device)
         moves: dict[tuple[Site, int], tuple[str, Tensor]]
         moves = {(site, layer): (name_of(site, layer), held.change(name_of(site, layer))) for site, layer in places}
@@ -126,13 +127,18 @@ def attribute_heads(
                 for place, (name, change) in moves.items():
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     found[place] = found[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
-            for place, score in found.items():
-                score = score.abs() / (len(layers) - 1) if graddrop else score
-                scores[place][rows] += score.repeat_interleave(cfg.n_heads // score.shape[1], 1).cpu()
+            for index, place in enumerate(places):
+                score = found[place].abs() / (len(layers) - 1) if graddrop else found[place]
+                scores[index] += score.repeat_interleave(cfg.n_heads // score.shape[1], 1).T.cpu()
+        return scores
+
+    scores = pair.in_batches(scored, batch_size)
     heads = list(range(cfg.n_heads))
-    keys = [(place, head) for place in places for head in (heads if place[0] in HEAD_SITES else [NO_HEAD])]
-    values = [scores[place][:, max(head, 0)].numpy() for place, head in keys]
-    frame = pd.DataFrame([(*place, head) for place, head in keys], columns=["site", "layer", "head"]).assign(
+    keys = [
+        (index, head) for index, (site, _) in enumerate(places) for head in (heads if site in HEAD_SITES else [NO_HEAD])
+    ]
+    values = [scores[index, max(head, 0)].numpy() for index, head in keys]
+    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"]).assign(
         metric=metric
     )
     settings = {"method": method, "graddrop": graddrop, "steps": steps, "kind": kind}
@@ -182,7 +188,7 @@ def attribute_edges(
         direction: `"noise"` scores corrupted edges in clean runs, `"denoise"` clean edges in corrupted runs (then read
             "corrupted" for "clean" above, and the reverse).
         engine: As for `evaluate`.
-        batch_size: Prompts at a time; it changes no result.
+        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
 
     Returns:
         A table keyed by `sender` and `receiver` (names as in `Graph`) and `metric`, with intervals over prompts.
@@ -200,22 +206,26 @@ def attribute_edges(
     ends = {place for site in sites for place in (reads_from(graph, *site), lands_at(graph, *site))}
     asked = [*sorted({*ends, *speaking}), *patterns]
     ran = _choose(model, engine, asked)
-    scores = torch.zeros(len(graph.receivers), len(graph.senders), len(clean), dtype=torch.float64)
-    for part, rows in pair.batches(batch_size):
+
+    def scored(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
+        scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
         held = part.held(model, speaking, ran, device)
         said = {name: written_by(wires, name, held.change(name)) for name in speaking}
         for names, changes, share in _runs(method, held, speaking, steps):
             at = gradients(model, *part.inputs(device), asked, part.mean_outcome, changes, fast=ran == "fast")
             for site, places in sites.items():
                 if patterns and site[0] in ("q", "k"):
-                    scores[places, :, rows] = _through_attention(model, wires, part, held, site, at).cpu()
+                    scores[places] = _through_attention(model, wires, part, held, site, at).cpu()
                     continue
                 stream, gradient = at[reads_from(graph, *site)][0], at[lands_at(graph, *site)][1]
                 gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
                 pulled = wires.pulled(*site, stream, gradient)
                 for name in names:
                     score = torch.einsum("npsd,nprd->rsn", said[name], pulled)
-                    scores[places, columns[name], rows] += share * score.cpu()
+                    scores[places, columns[name]] += share * score.cpu()
+        return scores
+
+    scores = pair.in_batches(scored, batch_size)
     provenance = pair.provenance("attribute_edges", model, {"method": method, "steps": steps, "kind": kind}, ran)
     return pair.edges(graph, graph.edges, scores[graph.edges].numpy(), provenance)
 

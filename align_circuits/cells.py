@@ -75,6 +75,20 @@ class Sweep:
     failures: tuple[Failure, ...]
     """The cells without rows; the next `run_cells` tries them again."""
 
+    def whole(self) -> pd.DataFrame:
+        """Returns the rows of all cells.
+
+        Raises:
+            ValueError: A cell failed.
+        """
+        if self.failures:
+            first = self.failures[0]
+            raise ValueError(
+                f"{len(self.failures)} cells failed, the first with {first.cell.config}:\n{first.error}\n"
+                "Finished cells are kept: run it again when the cause is gone"
+            )
+        return self.frame
+
 
 def run_cells(cells: Sequence[Cell], folder: str | Path, *, jobs: int = 1, progress: bool = True) -> Sweep:
     """Runs the cells that have no result in `folder` yet, and returns the results of all.

@@ -82,7 +82,7 @@ class Job:
 
     def finish(self, verb: str, table: Table, **report: Any) -> None:
         """Writes the results."""
-        provenance = replace(table.provenance, verb=verb, settings=json.loads(json.dumps(asdict(self), default=str)))
+        provenance = replace(table.provenance, verb=verb, settings=_as_json(self))
         _write(self.out, replace(table, provenance=provenance), **report)
 
 
@@ -173,8 +173,7 @@ class Localize(Job):
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
             print(f"  {role:<12} " + ("   ".join(_head(row, roles) for row in rows) or "nobody"))
         print(f"\n{found.sentence}")
-        settings = json.loads(json.dumps(asdict(self), default=str))
-        provenance = replace(found.table.provenance, settings=settings)
+        provenance = replace(found.table.provenance, settings=_as_json(self))
         report = replace(found, table=replace(found.table, provenance=provenance)).save(self.out)
         print(f"\nreport: {report}")
 
@@ -266,6 +265,7 @@ class Reproduce:
                 raise ValueError(f"no experiment {self.name!r}: give one of the names above")
             return
         experiment = EXPERIMENTS[self.name]
+        config = experiment.scales[self.scale]
         if len(self.model) != 1 and not experiment.compares_models:
             raise ValueError(
                 f"{self.name} measures one model, but {len(self.model)} were given: {', '.join(self.model)}"
@@ -275,11 +275,14 @@ class Reproduce:
         models = () if experiment.makes_models else self.model
         out = writable_folder(self.out or Path("runs") / self.name / self.scale)
         shared = self.out or Path("runs")
-        table = experiment.run(experiment.scales[self.scale], models=models, jobs=self.jobs, folder=shared)
+        table = experiment.run(config, models=models, jobs=self.jobs, folder=shared)
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
-        settings = {"name": self.name, "scale": self.scale, "models": list(models)}
+        settings = {
+            "name": self.name, "scale": self.scale, "models": list(models), "config": _as_json(config),
+            "measured": {"verb": table.provenance.verb, "settings": dict(table.provenance.settings)},
+        }  # fmt: skip
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         _write(
             out,
@@ -361,6 +364,11 @@ def _write(out: Path, table: Table, **report: Any) -> None:
     path = write_report(out / "report.html", provenance=table.provenance, **report)
     table.save(out)
     print(f"\nreport: {path}")
+
+
+def _as_json(settings: Any) -> dict[str, Any]:
+    """A dataclass as JSON."""
+    return json.loads(json.dumps(asdict(settings), default=str))
 
 
 def _from_settings(verb: type, settings: dict[str, Any]) -> Any:

@@ -78,32 +78,58 @@ def forward(
     if size < 1:
         raise ValueError(f"batch_size={batch_size}: give a positive number of prompts, or 'auto'")
     run = _run_fast if ran == "fast" else _run_reference
-    chosen = prompt.unique()
+    chosen, length = prompt.unique(), prompts.mask.shape[1]
     size = min(size, max(1, len(chosen)))
+
+    def run_batch(some: Int[Tensor, " prompt"], _: int) -> None:
+        batch = Batch.of(prompts, some, prompt, query, device)
+        hooked = _hooked(model, edits, reads, Running(prompts, some))
+        hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
+        within = [hook for hook in hooks if ran == "fast" and _is_inside(hook[0])]
+        with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
+            logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
+        for probes in hooked:
+            if ran == "fast" and probes.silent:
+                raise cannot(f"{probes.silent[0]} does not fire under it")
+            probes.check()
+        if logits.isnan().any():
+            raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+        if on_logits is not None:
+            on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
     with torch.no_grad(), evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
-        while len(chosen):
-            batch = Batch.of(prompts, chosen[:size], prompt, query, device)
-            hooked = _hooked(model, edits, reads, Running(prompts, chosen[:size]))
-            hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
-            within = [hook for hook in hooks if ran == "fast" and _is_inside(hook[0])]
-            try:
-                with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
-                    logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
-            except RuntimeError as error:
-                if batch_size != "auto" or size == 1 or not out_of_memory(error):
-                    raise
-                size //= 2
-                continue
-            for probes in hooked:
-                if ran == "fast" and probes.silent:
-                    raise cannot(f"{probes.silent[0]} does not fire under it")
-                probes.check()
-            if logits.isnan().any():
-                raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
-            if on_logits is not None:
-                on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
-            chosen = chosen[size:]
+        in_batches(run_batch, chosen, length, size * length, halve_to=length if batch_size == "auto" else None)
     return ran
+
+
+def in_batches(
+    run: Callable[[Int[Tensor, " prompt"], int], None],
+    chosen: Int[Tensor, " prompt"],
+    length: int,
+    tokens: int,
+    *,
+    halve_to: int | None,
+) -> None:
+    """Runs prompts batch by batch; when memory runs out, the same prompts come again in smaller batches.
+
+    Args:
+        run: Called with some prompts and with how many tokens a batch may hold; what it did before it ran out of memory
+            must do no harm.
+        chosen: All prompts.
+        length: Tokens in a prompt.
+        tokens: In a batch, which holds at least one prompt.
+        halve_to: Down to how many the tokens of a batch are halved on out-of-memory; None: never.
+    """
+    while len(chosen):
+        batch = chosen[: max(1, tokens // length)]
+        try:
+            run(batch, tokens)
+        except RuntimeError as error:
+            if halve_to is None or tokens // 2 < halve_to or not _out_of_memory(error):
+                raise
+            tokens //= 2
+        else:
+            chosen = chosen[len(batch) :]
 
 
 def capture(
@@ -305,6 +331,6 @@ def _fitting_size(model: Any, prompts: Prompts, device: torch.device, ran: str) 
     return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Returns whether smaller batches may help."""
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Whether smaller batches may help."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,6 +1,6 @@
 """Many networks of one shape, trained as one: seeds, cells of a sweep, or both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from align_circuits.progress import MEASURES, Hook, measure
+from align_circuits.clamps import Hold
+from align_circuits.progress import MEASURES, Evaluation, measure
 from align_circuits.tables import Provenance, Table
-from align_circuits.tasks.exemplars import Worlds
+from align_circuits.tasks.exemplars import Exemplars, Worlds
 from align_circuits.training import TrainConfig, train
 
 
@@ -36,7 +37,7 @@ def train_ensemble(
     *,
     batch_size: int = 128,
     probe: int = 1000,
-    hooks: Sequence[Hook] = (),
+    hold: Hold | None = None,
     out: str | Path | None = None,
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -51,10 +52,10 @@ def train_ensemble(
         worlds: One for each member.
         config: How; clipping and Muon would tie the members together and are refused.
         batch_size: Sequences a step for each member.
-        probe: Sequences of each sort, at every row of the log.
-        hooks: Forward hooks under which the network trains and is measured.
+        probe: Sequences of each sort on which every row of the log rests, the same at all steps (`Evaluation`).
+        hold: What is held fixed while the network trains and is measured (`clamps`).
         out: The folder for checkpoints and log.
-        recipe: Whatever else defines the run, such as what `hooks` do.
+        recipe: Whatever else defines the run, such as what `hold` holds.
         progress: Whether to draw a progress bar.
 
     Raises:
@@ -69,17 +70,18 @@ def train_ensemble(
         )
 
     def sample(step: int, _: int) -> dict[str, Tensor]:
-        batch = worlds.batch(step, batch_size)
-        return {"inputs": batch.inputs, "label": batch.label}
+        return vars(worlds.batch(step, batch_size))
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-        with net.hooks(fwd_hooks=list(hooks)) if hooks else nullcontext():
+        with net.hooks(fwd_hooks=list(hold(Exemplars(**batch)))) if hold else nullcontext():
             logits = model.logits(batch["inputs"])
         summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
         return summed / batch_size
 
-    def metrics(model: Any, step: int) -> dict[str, float]:
-        found = measure(model, worlds, probe, step, hooks)
+    evaluation = Evaluation.of(worlds, probe)
+
+    def metrics(model: Any, _: int) -> dict[str, float]:
+        found = measure(model, evaluation, hold)
         stacked = torch.stack(list(found.values())).double().tolist()
         return {
             f"{name}/{member}": value

@@ -14,14 +14,9 @@ from torch import Tensor
 from align_circuits.engine import forward
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.models.protocol import model_provenance
-from align_circuits.prompts import KINDS, Prompts
+from align_circuits.prompts import KINDS, REFERENCES, Prompts
 from align_circuits.sweep import sweep
 from align_circuits.tables import Provenance, Table
-
-REFERENCES = ("chance", "memoryless", "history", "oracle")
-"""The reference predictors that a task may give with its targets: a uniform guess, the two alignment-blind ceilings
-(knows the automata but not which symbol is next; also rules symbols out by the output so far) and exact lookup in the
-examples."""
 
 ALL_OFFSETS = -1
 """The `offset` of rows that are not about one."""

@@ -32,6 +32,18 @@ ROLES = {
 }
 """What a head of each role does, in words."""
 
+RECALL_ROLES = {
+    "subject": "looks at the subject, wherever it stands",
+    "query_subject": "looks at the subject where it stands last",
+    "relation": "looks at the token that tells the type asked for",
+    "same_type": "looks at attributes of the type asked for",
+    "grammar": "looks at the grammar of the fact asked for",
+    "mark": "looks at the nearest subject or relation token",
+}
+"""The same for contextual recall."""
+
+_SAID = ROLES | RECALL_ROLES
+
 
 EVIDENCE = {
     "score": "score", "attention": "attention on gold", "q": "corrected p", "ablation": "ablation costs (nats)",
@@ -173,7 +185,7 @@ def localize_report(path: str | Path, found: Found) -> Path:
 def figures(found: Found) -> dict[str, go.Figure]:
     """Returns the figures of the report by name; `plots.save` writes each as a picture."""
     table = found.table
-    roles = [role for role in ROLES if role in set(table.frame["role"])]
+    roles = [role for role in _SAID if role in set(table.frame["role"])]
     scores = table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
     effects = {"patching": (found.effects, "Patched in"), "damage": (found.damage, "Ablated")}
@@ -211,7 +223,7 @@ def named_heads(found: Found) -> Html:
     ]
     if not rows:
         return Html("<p>No head met all thresholds.</p>")
-    meaning = "; ".join(f"<b>{role}</b> {ROLES[role]}" for role, heads in found.named.items() if heads)
+    meaning = "; ".join(f"<b>{role}</b> {_SAID[role]}" for role, heads in found.named.items() if heads)
     return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
 
 
@@ -232,7 +244,7 @@ def _drawings(found: Found, attention: Attention) -> Iterator[Html]:
         relation = attention.prompt.relations.get(role)
         asked = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and asked & set(found.rows):
-            yield Html(f"<h3>{describe(heads[:1])}, {role}: {ROLES[role]}</h3>")
+            yield Html(f"<h3>{describe(heads[:1])}, {role}: {_SAID[role]}</h3>")
             yield attention.drawing(heads[0], role)
 
 

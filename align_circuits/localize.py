@@ -20,18 +20,28 @@ from align_circuits.files import writable_folder
 from align_circuits.findings import localize_report
 from align_circuits.hooks.edits import Ablate, Head, describe
 from align_circuits.models.protocol import model_provenance
-from align_circuits.nulls import fixed_offset, p_values
+from align_circuits.nulls import fixed_offset, in_one_place, p_values
 from align_circuits.patching import patch_heads
 from align_circuits.prompts import Prompts
 from align_circuits.scoring import score_heads
 from align_circuits.stats import benjamini_hochberg
 from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.recall_slots import SlotsTask
+from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
+from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 ROLES = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """What a head can be named: relations of the prompts. Paper 1's three, and the three that they are built from."""
 
+RECALL_ROLES = ("subject", "query_subject", "relation", "same_type", "grammar", "mark")
+"""What a head can be named on contextual recall (`tasks.recall_tasks`, `tasks.recall_slots`)."""
+
 ALIGNERS = ("align_query", "align_key")
+
+
+Task = Seq2SeqTask | RepeatedTokensTask | FactsTask | DemonstrationsTask | SlotsTask
+"""What heads can be found on."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,8 @@ class Localization:
         right: Any = self.verdict.where(kind=kind).frame.set_index("ablated")
         draws = right.loc[["random"], "value"] if "random" in right.index else None
         intact, found = right.loc["nothing"], right.loc["found"]
-        what = "The first token of a phrase is" if kind == "first" else "A token is"
+        recall = set(self.named) <= set(RECALL_ROLES)
+        what = "The answer is" if recall else "The first token of a phrase is" if kind == "first" else "A token is"
         sentence = (
             f"{'; '.join(said)}. {what} right in {intact['value']:.2f} [{intact['low']:.2f}, {intact['high']:.2f}] of "
             f"cases; with these {len(self.found)} heads ablated in {found['value']:.2f} [{found['low']:.2f}, "
@@ -135,7 +146,7 @@ class Localization:
 
 def localize(
     model: Any,
-    task: Seq2SeqTask,
+    task: Task,
     n: int = 64,
     seed: int = 0,
     *,
@@ -144,7 +155,9 @@ def localize(
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> Localization:
-    """Finds the heads that align, look up, or do what these are built from, and tests that they matter.
+    """Finds the heads that do what the prompts' relations say, and tests that they matter.
+
+    Which roles there are is the task's to say: those of `ROLES` and `RECALL_ROLES` that its prompts have as relations.
 
     Candidates are found on one half of fresh prompts; every number that is returned comes from the other half. A head
     is named for a role if it looks where the role says (score, attention), more than its habits explain (`nulls`,
@@ -152,14 +165,16 @@ def localize(
     prompts into ones with another test input). Then the named heads are ablated together, beside as many random heads
     of the same layers, and alone left standing.
 
-    Beside the task runs a control: the same task with a permuted alignment, or a monotonic one if its own is permuted.
+    Beside a `Seq2SeqTask` runs a control: the same task with a permuted alignment, or a monotonic one if its own is
+    permuted.
     A head that keeps its score there follows the alignment from the prompt; one that loses it knows this alignment.
     Where the gold lies at one distance (monotonic, one letter a phrase) an aligner must keep its score on the control,
-    since a head that knows a distance would score as well.
+    since a head that knows a distance would score as well. Other tasks have no control, and no corruption of their own:
+    there the corrupted half of a pair is another prompt of the same length.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        task: Its prompts are sampled afresh.
+        task: Its prompts are sampled afresh. All must ask at one position, as those of recall do, or share a layout.
         n: How many prompts, half for each part.
         seed: Of the prompts, the nulls and the random heads.
         thresholds: What a head needs; `Thresholds()` by default.
@@ -172,20 +187,17 @@ def localize(
     """
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to find candidates and half to test them")
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError("the model has no tokenizer, and the task is written in words: load it with one")
     needed = thresholds or Thresholds()
     options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
-    prompts = task.sample(n, model.tokenizer, seed=seed)
+    prompts = _sampled(model, task, n, seed)
     discovery, tested = prompts[: n // 2], prompts[n // 2 :]
-    roles = [role for role in ROLES if role in prompts.relations and len(prompts.relations[role])]
+    roles = [role for role in (*ROLES, *RECALL_ROLES) if len(prompts.relations.get(role, ()))]
     metrics = [*roles, *(f"{role}_attention" for role in roles)]
     candidates = _candidates(score_heads(model, discovery, metrics, **options), roles, needed)
 
     scores = score_heads(model, tested, metrics, **options)
-    other = replace(task, alignment="monotonic" if task.alignment == "permutation" else "permutation", decay=None,
-                    prior_form="text")  # fmt: skip
-    control = score_heads(model, other.sample(len(tested), model.tokenizer, seed=seed), roles, **options)
+    other = _control(task)
+    control = None if other is None else score_heads(model, _sampled(model, other, len(tested), seed), roles, **options)
     p = p_values(model, tested, roles, seed=seed, **options)
     heads = sorted({head for head, _ in candidates})
     damage, effects = _effects(model, task, tested, heads, seed, options)
@@ -207,6 +219,35 @@ def localize(
     )  # fmt: skip
 
 
+def _sampled(model: Any, task: Task, n: int, seed: int) -> Prompts:
+    if isinstance(task, FactsTask | DemonstrationsTask | SlotsTask):
+        return task.sample(n, seed=seed)
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("the model has no tokenizer, and the task is written in words: load it with one")
+    return task.sample(n, model.tokenizer, seed=seed)
+
+
+def _control(task: Task) -> Task | None:
+    """The same task with another alignment."""
+    if not isinstance(task, Seq2SeqTask):
+        return None
+    alignment = "monotonic" if task.alignment == "permutation" else "permutation"
+    return replace(task, alignment=alignment, decay=None, prior_form="text")
+
+
+def _pairs(task: Task, prompts: Prompts, seed: int) -> tuple[Prompts, Prompts]:
+    """Clean prompts and corrupted ones with the clean ones' targets."""
+    if isinstance(task, Seq2SeqTask):
+        return prompts, task.corrupt(prompts, "query", seed=seed) if task.x_len > 1 else prompts
+    length = prompts.mask.sum(1)
+    clean, other = [], []
+    for some in (torch.nonzero(length == value)[:, 0] for value in length.unique()):
+        clean += some.tolist() if len(some) > 1 else []  # one alone of its length has no partner
+        other += some.roll(1).tolist() if len(some) > 1 else []
+    kept = prompts[clean]
+    return kept, replace(prompts[other], targets=kept.targets, accepted=kept.accepted, relations=kept.relations)
+
+
 Candidate = tuple[Head, str]
 """A head and a role."""
 
@@ -224,13 +265,13 @@ def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list
 
 
 def _effects(
-    model: Any, task: Seq2SeqTask, prompts: Prompts, heads: Sequence[Head], seed: int, options: Mapping[str, Any]
+    model: Any, task: Task, prompts: Prompts, heads: Sequence[Head], seed: int, options: Mapping[str, Any]
 ) -> tuple[Table, Table]:
     """What ablating and what patching each candidate does."""
-    corrupted = task.corrupt(prompts, "query", seed=seed) if task.x_len > 1 else prompts
+    clean, corrupted = _pairs(task, prompts, seed)
     return (
         ablate_heads(model, prompts, "mean", heads=heads, **options),
-        patch_heads(model, clean=prompts, corrupted=corrupted, heads=heads, **options),
+        patch_heads(model, clean=clean, corrupted=corrupted, heads=heads, **options),
     )
 
 
@@ -241,7 +282,7 @@ def _looks(score: Any, attention: Any, best: Any, needed: Thresholds) -> Any:
 
 def _evidence(
     scores: Table,
-    control: Table,
+    control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
     candidates: Sequence[Candidate],
     damage: Table,
@@ -254,7 +295,7 @@ def _evidence(
     frames = []
     for role in roles:
         attention = scores.where(metric=f"{role}_attention").heads().frame
-        for metric, table in (("score", scores), ("control", control)):
+        for metric, table in (("score", scores), *([("control", control)] if control is not None else ())):
             frames.append(table.where(metric=role).heads().frame.assign(role=role, metric=metric))
         frames.append(attention.assign(role=role, metric="attention"))
         p_of = p[role][attention["layer"], attention["head"]]
@@ -302,9 +343,14 @@ def _confounded(prompts: Prompts, role: str) -> bool:
     return role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5
 
 
-def _notes(task: Seq2SeqTask, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
+def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
     notes = []
-    if factorial(task.x_len) < 1 / 0.05:
+    if habits := [role for role in roles if role in RECALL_ROLES and in_one_place(prompts.relations[role], prompts)]:
+        notes.append(
+            f"Every prompt has what {' and '.join(habits)} should look at in the same places, so a head of that name "
+            "may know the places and not the tokens: vary the lengths to tell."
+        )
+    if isinstance(task, Seq2SeqTask) and factorial(task.x_len) < 1 / 0.05:
         notes.append(
             f"{task.x_len} input symbols have {factorial(task.x_len)} orders, too few to establish an aligner: "
             "use 5 or more."

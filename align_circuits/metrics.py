@@ -13,7 +13,7 @@ import math
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 TIE = 1e-5
 """Attention that is lower than the highest by less than this share of it ties with it: about the error of float32."""
@@ -147,3 +147,83 @@ def gold_logit(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) 
 def gold_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
     """Returns the probability of each row's gold token, in [0, 1]."""
     return gold_log_prob(logits, gold).exp()
+
+
+MATCHES = ("exact", "type", "subject", "attribute")
+"""What can be right about a predicted attribute."""
+
+
+def recall_matches(
+    predicted: Int[Tensor, " prompt"],
+    subject: Int[Tensor, " prompt"],
+    type_: Int[Tensor, " prompt"],
+    facts: Int[Tensor, "type subject"],
+) -> dict[str, Float[Tensor, " prompt"]]:
+    """Returns, as 0 or 1, what is right about a predicted token, by the names of `MATCHES`.
+
+    `exact`: it is the subject's value of the type; `type`: some subject's value of that type; `subject`: the subject's
+    value of some type; `attribute`: a value at all. Source: Vasudeva et al. (2026), §3.1.
+
+    Misleads where types have few values: a model that knows the type alone has an exact match of 1 / values of it, one
+    that knows the subject alone of 1 / types. Refuted by shuffled facts.
+
+    Args:
+        predicted: Token ids.
+        subject: Whom the prompt asks about.
+        type_: Which type it asks for.
+        facts: The token id of each subject's value of each type; no two types share a value.
+    """
+    equal = predicted[:, None, None] == facts
+    rows = torch.arange(len(predicted))
+    found = {
+        "exact": equal[rows, type_, subject],
+        "type": equal[rows, type_].any(1),
+        "subject": equal[rows, :, subject].any(1),
+        "attribute": equal.flatten(1).any(1),
+    }
+    return {name: right.double() for name, right in found.items()}
+
+
+def group_cosines(
+    representations: Float[Tensor, "group context d"], *, with_itself: bool = True
+) -> Float[Tensor, "group group"]:
+    """Returns the mean cosine of the contexts of every two groups, C(l, l') = 1/K² Σ_kk' cos(f_lk, f_l'k'), in [-1, 1].
+
+    Source: Vasudeva et al. (2026), §3.4, whose mean within a group includes k = k', each of which is 1.
+
+    Args:
+        representations: K vectors of each group; a vector of zeros has the cosine 0 with all others and itself.
+        with_itself: Whether the mean within a group includes a context with itself (printed) or not (needs K >= 2).
+    """
+    unit = nn.functional.normalize(representations, dim=-1)
+    k = unit.shape[1]
+    sums = unit.sum(1) @ unit.sum(1).T
+    if with_itself:
+        return sums / k**2
+    if k < 2:
+        raise ValueError("one context a group: without pairs of a context with itself, give at least 2")
+    own = unit.square().sum((1, 2))
+    return sums.sub(own.diag()) / torch.eye(len(unit), dtype=unit.dtype).mul(-k).add(k**2)
+
+
+def silhouette(representations: Float[Tensor, "group context d"]) -> Float[Tensor, "group context"]:
+    """Returns the silhouette of each context with the cosine distance: (b - a) / max(a, b), in [-1, 1].
+
+    a is the mean distance 1 - cos to the other contexts of its group, b the least mean distance to another group. It is
+    `sklearn.metrics.silhouette_samples(..., metric="cosine")`, and its mean is the clustering strength of Vasudeva et
+    al. (2026), App. B.3; near 0 where groups overlap, whatever they are. Refuted by shuffled groups.
+
+    Raises:
+        ValueError: Fewer than two groups or two contexts in each.
+    """
+    groups, k, _ = representations.shape
+    if groups < 2 or k < 2:
+        raise ValueError(f"{groups} groups of {k} contexts: give at least 2 of each")
+    unit = nn.functional.normalize(representations.double(), dim=-1)
+    apart = 1 - torch.einsum("gkd,hd->gkh", unit, unit.sum(1)) / k
+    own = torch.arange(groups)
+    within = (apart[own, :, own] * k - (1 - unit.square().sum(-1))) / (k - 1)  # without itself
+    between = apart.clone()
+    between[own, :, own] = math.inf
+    nearest = between.amin(-1)
+    return (nearest - within) / torch.maximum(nearest, within)

@@ -26,6 +26,7 @@ REDRAWS = 9999
 
 _LISTED = 5040  # seven places
 _ALIGNMENTS = ("align_query", "align_key")
+_IN_PLACE = ("subject", "query_subject", "relation", "same_type", "grammar", "type")
 
 
 def p_values(
@@ -43,8 +44,11 @@ def p_values(
       redrawing is done among alignments: every order of the m input places, or 9,999 of them, the same for all prompts.
       The smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - Others (`lookup`, `induction`, `duplicate`): the score is the attention to keys. The gold of a prompt is redrawn
-      among the gold of all prompts, at the same targets: 9,999 permutations of prompts.
+    - What has its gold in the same places in all prompts, as the subjects of recall do (`in_one_place`): the score is
+      the attention to keys, redrawn among 9,999 sets of as many places; a single key needs some 30 tokens to be
+      established. That keeps no habit of position: such a head may as well know the places.
+    - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The gold of a
+      prompt is redrawn among the gold of all prompts, at the same targets: 9,999 permutations of prompts.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true gold counts as a redraw). Misleads for the last kind where attention depends on tokens that gold depends on as
@@ -71,6 +75,7 @@ def p_values(
     for name in relations:
         relation = prompts.relations[name]
         kind = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else _OtherPrompts
+        kind = _Places if name in _IN_PLACE and in_one_place(relation, prompts) else kind
         tests[name] = kind(relation, prompts, *shape)
     asked = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
     rows, row_of = asked.unique(dim=0, return_inverse=True)
@@ -200,10 +205,36 @@ class _OtherPrompts(_Test):
         return _share(scores.reshape(*self.shape, -1))
 
 
+class _Places(_Test):
+    """Redraws which places are gold, the same for all prompts."""
+
+    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
+        super().__init__(relation, prompts, layers, heads)
+        keys, candidates = relation.expand()
+        self.gold = keys[0, candidates[0]].numpy()
+        self.candidates = candidates[0]
+        self.attention = torch.zeros(layers, len(relation), heads, len(self.gold))
+
+    def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
+        self.attention[layer, rows] = pattern[..., self.candidates].float()
+
+    def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        drawn = generator.permuted(np.tile(self.gold, (REDRAWS, 1)), axis=1)
+        sets = np.concatenate([self.gold[None], drawn]).astype(float)
+        return _share(self.attention.mean(1).double().numpy() @ sets.T)
+
+
 def _share(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
     """The share of redraws that score at least as high as the first, the true one; equal up to rounding is equal."""
     true = scores[..., :1]
     return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
+
+
+def in_one_place(relation: Relation, prompts: Prompts) -> bool:
+    """Returns whether every prompt asks once, at one position, and has its keys and candidates in the same places."""
+    keys, candidates = relation.expand()
+    alike = [bool((part == part[:1]).all()) for part in (relation.query, keys, candidates)]
+    return len(relation) == len(prompts) and all(alike)
 
 
 def fixed_offset(relation: Relation) -> float:

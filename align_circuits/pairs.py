@@ -1,6 +1,6 @@
 """Two runs of minimal pairs: the one that is measured, and the one whose activations are put into it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.engine import CPU_TOKENS, capture
+from align_circuits.engine import CPU_TOKENS, capture, in_batches
 from align_circuits.graph import Graph
 from align_circuits.models.protocol import model_provenance
 from align_circuits.outcomes import Outcome
@@ -62,24 +62,35 @@ class Pair:
         base, source = (clean, corrupted) if direction == "noise" else (corrupted, clean)
         return cls(base, source, Outcome.of(base, metric, kind), direction)  # pyright: ignore[reportArgumentType]
 
-    def batches(self, size: int | Literal["auto"]) -> Iterator[tuple["Pair", slice]]:
-        """Yields some of the prompts at a time, with their places.
+    def in_batches(
+        self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], size: int | Literal["auto"]
+    ) -> Float[Tensor, "... prompt"]:
+        """Returns what `measure` finds for all prompts, some of them at a time, fewer when memory runs out.
 
         Raises:
             ValueError: A size below 1.
         """
-        length = self.base.mask.shape[1]
-        step = max(1, CPU_TOKENS // length) if size == "auto" else size
-        if step < 1:
+        count, length = self.base.mask.shape
+        if size != "auto" and size < 1:
             raise ValueError(f"batch_size={size}: give a positive number of prompts, or 'auto'")
-        for start in range(0, len(self.base), step):
-            rows = slice(start, min(start + step, len(self.base)))
-            mine = (self.outcome.prompt >= rows.start) & (self.outcome.prompt < rows.stop)
-            outcome = replace(
-                self.outcome, prompts=self.base[rows], prompt=self.outcome.prompt[mine] - rows.start,
-                query=self.outcome.query[mine], gold=self.outcome.gold[mine],
-            )  # fmt: skip
-            yield replace(self, base=self.base[rows], source=self.source[rows], outcome=outcome), rows
+        found: list[Tensor] = []
+
+        def run(prompts: Int[Tensor, " batch"], _: int) -> None:
+            found.append(measure(self._part(slice(int(prompts[0]), int(prompts[-1]) + 1))))
+
+        fitting = max(1, CPU_TOKENS // length) if size == "auto" else size
+        tokens = min(fitting, max(1, count)) * length
+        in_batches(run, torch.arange(count), length, tokens, halve_to=length if size == "auto" else None)
+        return torch.cat(found, -1)
+
+    def _part(self, rows: slice) -> "Pair":
+        """Some of the prompts."""
+        mine = (self.outcome.prompt >= rows.start) & (self.outcome.prompt < rows.stop)
+        outcome = replace(
+            self.outcome, prompts=self.base[rows], prompt=self.outcome.prompt[mine] - rows.start,
+            query=self.outcome.query[mine], gold=self.outcome.gold[mine],
+        )  # fmt: skip
+        return replace(self, base=self.base[rows], source=self.source[rows], outcome=outcome)
 
     def held(self, model: Any, names: Sequence[str], engine: Any, device: torch.device | None = None) -> Held:
         """Returns the activations of both runs at some hook points."""

@@ -10,9 +10,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.evaluate import ALL_OFFSETS, REFERENCES
+from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.files import replacing
 from align_circuits.hooks.edits import Head, describe
+from align_circuits.prompts import REFERENCES
 from align_circuits.tables import Table
 from align_circuits.widgets import EARLIER, Attention, attention
 

@@ -1,18 +1,19 @@
 """Progress measures: how far an induction head has come, read by hooks while a network trains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.clamps import Hold
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.models.exemplar_net import Ensemble
 from align_circuits.tasks.exemplars import Exemplars, Worlds
 
 ACCURACIES = ("icl", "iwl", "swap")
@@ -23,8 +24,6 @@ PROGRESS = ("ila1", "tila2", "cla", "tla2")
 
 MEASURES = (*ACCURACIES, "iwl_common", "iwl_rare", "loss_icl", *PROGRESS)
 """Whatever `measure` returns."""
-
-Hook = tuple[str, Callable[..., Any]]
 
 
 def progress(
@@ -58,28 +57,48 @@ def progress(
     }
 
 
-def measure(
-    net: Any, worlds: Worlds, n: int, step: int = 0, hooks: Sequence[Hook] = ()
-) -> dict[str, Float[Tensor, " member"]]:
-    """Measures every member on fresh sequences: accuracies, the loss in context, and the progress measures.
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The sequences on which members are measured again and again.
+
+    Drawn once: a probe then costs a forward pass and no sampling, and two probes of a training differ by the network
+    alone. A member's sequences are a function of its world alone.
+    """
+
+    batches: Mapping[str, Exemplars]
+    """By sort (`ACCURACIES`); the progress measures rest on `"icl"`, sequences of novel classes."""
+    common: Bool[Tensor, "member prompt"]
+    """Which in-weights targets are of the most frequent eighth of the classes."""
+    rare: Bool[Tensor, "member prompt"]
+    """Which are of the less frequent half."""
+
+    @classmethod
+    def of(cls, worlds: Worlds, n: int) -> "Evaluation":
+        """Draws `n` sequences of each sort for each member."""
+        batches = {kind: worlds.batch(0, n, kind) for kind in ACCURACIES}
+        rank = batches["iwl"].rank
+        size = torch.tensor([task.n_classes for task in worlds.tasks], device=rank.device)[:, None]
+        return cls(batches, 8 * rank < size, 2 * rank >= size)
+
+
+def measure(net: Any, evaluation: Evaluation, hold: Hold | None = None) -> dict[str, Float[Tensor, " member"]]:
+    """Measures every member: accuracies, the loss in context, and the progress measures.
 
     `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
     the less frequent half. NaN where there was no such target.
 
     Args:
         net: An `ExemplarNet` or `InductionHead`.
-        worlds: The worlds of its members.
-        n: Sequences of each sort; the progress measures rest on those of novel classes.
-        step: Which sequences.
-        hooks: More forward hooks, such as those under which the network trains.
+        evaluation: The sequences, of the worlds of its members.
+        hold: What is held fixed meanwhile (`clamps`).
     """
     found: dict[str, Tensor] = {}
     patterns: list[Tensor] = [torch.empty(0)] * 2
     names = [name_of("pattern", layer) for layer in range(2)]
-    for kind in ACCURACIES:
-        batch = worlds.batch(step, n, kind)
+    for kind, batch in evaluation.batches.items():
         probes = Probes(net, {name: partial(_keep, patterns, layer) for layer, name in enumerate(names)})
-        with torch.no_grad(), net.hooks(fwd_hooks=[*hooks, *(probes.fwd_hooks if kind == "icl" else [])]):
+        hooks = [*(hold(batch) if hold else ()), *(probes.fwd_hooks if kind == "icl" else ())]
+        with torch.no_grad(), net.hooks(fwd_hooks=hooks):
             logits = net.logits(batch.inputs)
         right = (logits.argmax(-1) == batch.label).float()
         found[kind] = right.mean(-1)
@@ -87,64 +106,16 @@ def measure(
             probes.check()
             log_prob = logits.log_softmax(-1).gather(-1, batch.label[..., None])
             found["loss_icl"] = -log_prob.mean((-1, -2))
-            first, second = (pattern.unflatten(0, (len(net), n))[:, :, 0] for pattern in patterns)
+            first, second = (pattern.unflatten(0, batch.label.shape)[:, :, 0] for pattern in patterns)
             found |= progress(first, second[:, :, -1], logits, batch)
         if kind == "iwl":
-            size = torch.tensor([task.n_classes for task in worlds.tasks], device=right.device)[:, None]
-            for name, group in (("iwl_common", 8 * batch.rank < size), ("iwl_rare", 2 * batch.rank >= size)):
+            for name, group in (("iwl_common", evaluation.common), ("iwl_rare", evaluation.rare)):
                 found[name] = (right * group).sum(-1) / group.sum(-1)
     return {name: found[name] for name in MEASURES}
 
 
 def _keep(patterns: list[Tensor], layer: int, pattern: Tensor) -> None:
     patterns[layer] = pattern
-
-
-def clamped_to_previous(net: Ensemble, tokens: str = "all") -> list[Hook]:
-    """Returns hooks that make the first layer attend to the previous token: the first operation of an induction head.
-
-    Args:
-        net: Whose hook points.
-        tokens: `"all"`, `"labels"` (the items keep their own attention) or `"items"`, the control.
-
-    Raises:
-        ValueError: Another word for `tokens`.
-    """
-    if tokens not in ("all", "labels", "items"):
-        raise ValueError(f"tokens={tokens!r}: choose 'all', 'labels' or 'items'")
-
-    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
-        pos = torch.arange(pattern.shape[-1], device=pattern.device)
-        before = torch.eye(len(pos), device=pattern.device, dtype=pattern.dtype).roll(-1, 1).tril()
-        before[0, 0] = 1
-        chosen = {"all": pos >= 0, "labels": pos % 2 == 1, "items": pos % 2 == 0}[tokens]
-        return torch.where(chosen[:, None], before, pattern)
-
-    return [(_pattern_point(net, 0), clamp)]
-
-
-def without_labels(net: Ensemble) -> list[Hook]:
-    """Returns hooks that spread what the target pays to labels evenly over them and what it pays to items over those.
-
-    N + 1 of the T = 2N + 1 tokens are items: after the clamp the target pays N/T to labels in all, whatever it has
-    learned, while its preference among labels stays. So TLA2 cannot rise.
-    """
-
-    def clamp(pattern: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - TransformerLens passes the hook point
-        share = pattern.clone()
-        length = pattern.shape[-1]
-        for start, count in ((0, length // 2 + 1), (1, length // 2)):
-            part = pattern[..., -1, start::2]
-            share[..., -1, start::2] = part / part.sum(-1, keepdim=True) * (count / length)
-        return share
-
-    return [(_pattern_point(net, 1), clamp)]
-
-
-def _pattern_point(net: Ensemble, layer: int) -> str:
-    name = name_of("pattern", layer)
-    Probes(net, {name: lambda _: None})  # raises where there is no such point
-    return name
 
 
 def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:

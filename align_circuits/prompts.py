@@ -28,6 +28,11 @@ TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offse
 KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
 
+REFERENCES = ("chance", "memoryless", "history", "oracle")
+"""The reference predictors that a task may give with its targets, a column each: a uniform guess, the two
+alignment-blind ceilings (knows the automata but not which symbol is next; also rules symbols out by the output so far)
+and exact lookup in the examples."""
+
 
 class Role(IntEnum):
     """What a token is in its prompt."""
@@ -35,9 +40,9 @@ class Role(IntEnum):
     PAD = 0
     BOS = 1
     INPUT = 2
-    """A symbol of an input sequence x."""
+    """A symbol of an input sequence x; an item, a subject."""
     OUTPUT = 3
-    """A letter of an output sequence y."""
+    """A letter of an output sequence y; a label, an attribute."""
     COLON = 4
     """Between input and output."""
     SEPARATOR = 5
@@ -48,6 +53,8 @@ class Role(IntEnum):
     """An input symbol written before its phrase in the pre-aligned style."""
     TEXT = 8
     """Any other token."""
+    RELATION = 9
+    """A token that tells which type of attribute follows."""
 
 
 @dataclass(frozen=True, eq=False)

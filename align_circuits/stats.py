@@ -1,9 +1,9 @@
-"""Intervals that resample prompts, the unit that is drawn independently."""
+"""Intervals: most resample prompts, the unit that is drawn independently."""
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.stats import false_discovery_control
+from scipy.stats import binomtest, false_discovery_control
 
 LEVEL = 0.95
 """The coverage of every interval in the package."""
@@ -95,6 +95,28 @@ def proportion(
     reach = ((1 - level) / 2) ** (1 / np.maximum(counts, 1))
     mean = weighted_mean(values, weights)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
+
+
+def binomial_interval(successes: int, trials: int, *, level: float = LEVEL) -> tuple[float, float]:
+    """Returns the exact interval of the chance of success behind `successes` of `trials` (Clopper and Pearson, 1934).
+
+    At the lower end so many successes or more have the probability (1 - level)/2, at the upper end so many or fewer. It
+    covers at least as often as it says, and misleads where trials depend on each other. NaN without trials.
+
+    Args:
+        successes: 0 to `trials`.
+        trials: Independent ones, such as seeds.
+        level: Coverage, in (0, 1).
+
+    Raises:
+        ValueError: More successes than trials, or fewer than none.
+    """
+    if not 0 <= successes <= trials:
+        raise ValueError(f"{successes} successes of {trials} trials: give 0 to {trials}")
+    if trials == 0:
+        return np.nan, np.nan
+    interval = binomtest(successes, trials).proportion_ci(level, "exact")
+    return float(interval.low), float(interval.high)
 
 
 def ratio(

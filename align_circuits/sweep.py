@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.engine import Batch, capture, check_rows, choose, forward, out_of_memory, why_silent
+from align_circuits.engine import Batch, capture, check_rows, choose, forward, in_batches, why_silent
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.cone import CONE_SITES, HOOKED_SITES, Cone, order_of, starts_from
 from align_circuits.hooks.edits import Edit, Patch, Running, changes_of
@@ -110,20 +110,15 @@ class _Job:
 
 def _in_batches(job: _Job, batch_size: int | Literal["auto"]) -> None:
     """Runs all cells on a batch of prompts, then on the next."""
-    device, chosen = device_of(job.model), job.prompt.unique()
-    budget = _budget(job, device)
-    size = max(1, budget // job.prompts.mask.shape[1]) if batch_size == "auto" else batch_size
-    while len(chosen):
-        try:
-            _all_cells(
-                job, chosen[:size], device, budget if batch_size == "auto" else batch_size * job.prompts.mask.shape[1]
-            )
-        except RuntimeError as error:
-            if batch_size != "auto" or not out_of_memory(error) or (size == 1 and budget == 1):
-                raise
-            size, budget = max(1, size // 2), max(1, budget // 2)
-            continue
-        chosen = chosen[size:]
+    device, chosen, length = device_of(job.model), job.prompt.unique(), job.prompts.mask.shape[1]
+
+    def run(some: Int[Tensor, " prompt"], budget: int) -> None:
+        _all_cells(job, some, device, budget)
+
+    if batch_size == "auto":
+        in_batches(run, chosen, length, _budget(job, device), halve_to=1)  # below a prompt's, fewer cells run at once
+    else:
+        in_batches(run, chosen, length, batch_size * length, halve_to=None)
 
 
 def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, budget: int) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +49,8 @@ class TrainConfig:
     momentum: float = 0.0
     """SGD's momentum."""
     weight_decay: float = 0.0
-    """Decay of the weights, times the learning rate; of matrices only, not of biases, gains and other vectors."""
+    """Decay of the weights, times the learning rate; of matrices only, not of biases, gains and other vectors. A model
+    names others that are not to decay with a method `no_weight_decay()`."""
     clip: float | None = 1.0
     """The largest norm of the gradient over all parameters; a longer one is scaled down to it. None: no limit."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -254,9 +255,11 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
         outer |= {weight for name, weight in trained.items() if name.startswith("lm_head.")}
         inner = {name: weight for name, weight in trained.items() if weight.ndim == 2 and weight not in outer}
         rest = {name: weight for name, weight in trained.items() if name not in inner}
+    told: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    decays = {name: weight.ndim >= 2 and name not in told for name, weight in rest.items()}
     groups = [
-        {"params": [weight for weight in rest.values() if weight.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [weight for weight in rest.values() if weight.ndim < 2], "weight_decay": 0.0},
+        {"params": [rest[name] for name in rest if decays[name]], "weight_decay": config.weight_decay},
+        {"params": [rest[name] for name in rest if not decays[name]], "weight_decay": 0.0},
     ]
     optimizers: dict[str, Optimizer] = {}
     if inner:

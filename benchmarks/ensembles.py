@@ -5,8 +5,8 @@ no log. Both sides read the same sequences from the same sampler, whose time cou
 weights but for rounding. Ours is `train_ensemble` with a checkpoint every 500 steps. Times are of the process (of the
 clock on a GPU); a round runs both, in alternating order; ratios are medians over rounds.
 
-Then the share of a training's time that goes to accuracies and progress measures on 1000 sequences of each sort, at a
-row every 1000 steps: the time of `measure` over that of 1000 steps and `measure`.
+Then the share of a training's time that goes to accuracies and progress measures, at the spacing and with the number of
+sequences that the figures of that size take: the time of `measure` over that of the steps between probes and `measure`.
 
     python benchmarks/ensembles.py [--size paper] [--members 6] [--steps 30] [--rounds 7] [--threads 1] [--device cuda]
 """
@@ -22,7 +22,7 @@ from torch import nn
 
 from align_circuits.ensembles import train_ensemble
 from align_circuits.experiments.abrupt.sweeps import CPU, PAPER, Size, network
-from align_circuits.progress import measure
+from align_circuits.progress import Evaluation, measure
 from align_circuits.tasks.exemplars import Worlds
 
 
@@ -98,9 +98,9 @@ def at_once(size: Size, members: int, steps: int, device: str) -> tuple[float, n
 def probing(size: Size, members: int, device: str) -> float:
     """Returns the seconds of one row of measures."""
     net = network(size, size.task, "network", range(members)).to(device)
-    worlds = Worlds([size.task] * members, range(members), device)
+    evaluation = Evaluation.of(Worlds([size.task] * members, range(members), device), size.probe)
     start = now(device)
-    measure(net, worlds, 1000)
+    measure(net, evaluation)
     return now(device) - start
 
 
@@ -130,7 +130,7 @@ def main() -> None:
         ours.append(arguments.steps / fast)
         plains.append(arguments.steps / slow)
         price = probing(size, arguments.members, arguments.device)
-        shares.append(price / (price + 1000 * fast / arguments.steps))
+        shares.append(price / (price + size.log_every * fast / arguments.steps))
     about = (
         f"{arguments.members} members of size {arguments.size!r}, batch {size.batch_size}, {arguments.threads} threads"
     )
@@ -140,7 +140,10 @@ def main() -> None:
     print(f"plain loops, one after another {statistics.median(plains):8.2f} steps/s of all members")
     print(f"train_ensemble                 {statistics.median(ours):8.2f} steps/s of all members")
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    print(f"probing every 1000 steps takes {100 * statistics.median(shares):.2f}% of the time")
+    print(
+        f"probing {size.probe} sequences of each sort every {size.log_every} steps takes "
+        f"{100 * statistics.median(shares):.2f}% of the time ({100 * min(shares):.2f} to {100 * max(shares):.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@
 import torch
 
 import align_circuits as ac
+from align_circuits.clamps import clamped_to_previous
 from align_circuits.ensembles import train_ensemble
 from align_circuits.experiments.abrupt.sweeps import aligned_curves, mean_curves, over_seeds, transitions
 from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
-from align_circuits.progress import clamped_to_previous
 from align_circuits.tasks.exemplars import Worlds
 from align_circuits.training import TrainConfig
 
@@ -45,13 +45,12 @@ for name, relation in prompts.relations.items():
 seeds = [0, 1, 2]
 
 
-def trained(steps, seeds=seeds, hooks=None):
+def trained(steps, seeds=seeds, held=None):
     net = ExemplarNet(ExemplarNetConfig(16, task.d_in, d_head=32, d_hidden=64, init=32**-0.5), seeds)
     config = TrainConfig(steps, lr=0.1, optimizer="sgd", clip=None, log_every=100)
     worlds = Worlds([task] * len(seeds), seeds)
-    return train_ensemble(
-        net, worlds, config, batch_size=64, probe=250, hooks=hooks(net) if hooks else (), progress=False
-    )
+    hold = held and held(net)
+    return train_ensemble(net, worlds, config, batch_size=64, probe=250, hold=hold, progress=False)
 
 
 run = trained(2000)
@@ -101,6 +100,6 @@ ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items
 # Does attention to the previous token bring the rest about? We hold it in place from the first step on. With it given, the transition comes far sooner.
 
 # %%
-clamped = trained(1000, hooks=clamped_to_previous)
+clamped = trained(1000, held=clamped_to_previous)
 print("free   ", over_seeds(transitions(run.table)))
 print("clamped", over_seeds(transitions(clamped.table)))

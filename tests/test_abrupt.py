@@ -12,8 +12,8 @@ from align_circuits.experiments.abrupt.dependence import FIG2, grid_of
 from align_circuits.experiments.abrupt.landscape import width_of_fall
 from align_circuits.experiments.abrupt.mixtures import FIGA5
 from align_circuits.experiments.abrupt.network import FIG4, check_alignment
-from align_circuits.experiments.abrupt.operations import CLAMPED
-from align_circuits.experiments.abrupt.sweeps import SMOKE, Sweep, network
+from align_circuits.experiments.abrupt.operations import CLAMPED, FIG5, hypotheses
+from align_circuits.experiments.abrupt.sweeps import CLAMPS, SMOKE, Sweep, network
 from align_circuits.progress import MEASURES
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask
@@ -53,21 +53,42 @@ def test_stalled_seeds_are_counted():
     assert [check.holds for check in FIGA5.check(swapped)] == [False, False]
 
 
-def test_clamping_is_credited_only_if_the_transition_comes_sooner():
-    def clamped(previous: float, items: float) -> Table:
-        at = {
-            "nothing": 200.0,
-            "previous": previous,
-            "previous, labels": previous,
-            "previous, items": items,
-            "labels": 200.0,
-        }
-        return table(*(curves({"icl": middle}, clamp=clamp) for clamp, middle in at.items()))
+def clamped(**at: float) -> Table:
+    """All clamps of the experiment; the head forms at a step, 200 unless it is said, and not without an operation."""
+    names = {clamp: clamp.replace(" ", "_").replace(",", "").replace("'s", "") for clamp in CLAMPS}
+    middles = {
+        clamp: at.get(name, 1e9 if clamp.startswith("no ") and "elsewhere" not in clamp else 200.0)
+        for clamp, name in names.items()
+    }
+    rows = [
+        curves({"icl": middle, "ila1": middle, "tila2": middle}, clamp=clamp) for clamp, middle in middles.items()
+    ]  # fmt: skip
+    return table(*rows)
 
-    sooner = CLAMPED.check(clamped(100.0, 200.0))
-    assert [check.holds and check.control_fails for check in sooner] == [True] * 3
+
+def test_clamping_is_credited_only_if_the_transition_comes_sooner():
+    sooner = CLAMPED.check(clamped(previous=100.0, previous_labels=100.0))
+    assert [check.holds and check.control_fails for check in sooner] == [True] * 8
     assert sooner[0].measured.value == pytest.approx(np.mean([100 / 200, 100 / 210, 100 / 220]))
-    assert [check.holds for check in CLAMPED.check(clamped(200.0, 200.0))[:2]] == [False, False]
+    assert [check.holds for check in CLAMPED.check(clamped())[:2]] == [False, False]
+    assert not CLAMPED.check(clamped(no_write=200.0))[5].holds
+
+
+def test_a_hypothesis_is_excluded_only_where_its_cause_was_held():
+    def excluded(found: Table) -> dict[str, set[str]]:
+        return {name[:2]: set(rows["excluded"]) for name, rows in hypotheses(found).groupby("hypothesis")}
+
+    assert excluded(clamped()) == {"H1": {"yes"}, "H2": {"yes"}, "H3": {"yes"}}
+    assert excluded(clamped(context=1e9)) == {"H1": {"yes", "no"}, "H2": {"yes"}, "H3": {"no"}}
+    assert excluded(clamped(labels=1e9)) == {"H1": {"yes", "no"}, "H2": {"no"}, "H3": {"yes"}}
+
+
+def test_each_operation_is_changed_where_it_is_and_elsewhere(tmp_path):
+    found = FIG5.run(FIG5.scales["smoke"], models=(), jobs=1, folder=tmp_path)
+    rows = found.where(seed=0).frame
+    assert set(rows["how"]) == {"nothing", "patched", "ablated", "clamped"}
+    assert len(rows) == 1 + 4 * 2 * 2 + 2 * 2
+    assert len(FIG5.check(found)) == 7 + 3
 
 
 def dependence(in_context: Any, in_weights: Any) -> Table:

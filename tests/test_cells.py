@@ -74,6 +74,7 @@ def test_results_come_in_the_order_of_the_cells_and_once(code, tmp_path):
     assert list(sweep.frame.columns) == ["x", "seed", "y", "part"]
     assert list(sweep.frame["y"]) == [9, 9, 1, 1, 4, 4]
     assert sweep.failures == ()
+    assert sweep.whole() is sweep.frame
     again = run(cells, tmp_path / "sweep")
     pd.testing.assert_frame_equal(again.frame, sweep.frame)
     assert calls(tmp_path) == ["3", "1", "2"]
@@ -114,6 +115,10 @@ def test_a_failing_cell_is_reported_and_the_others_go_on(code, tmp_path):
         assert [failure.cell for failure in sweep.failures] == troubled
         assert "RuntimeError: x is not to be squared" in sweep.failures[0].error
         assert "not JSON serializable" in sweep.failures[1].error
+        with pytest.raises(
+            ValueError, match=r"2 cells failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not"
+        ):
+            sweep.whole()
         assert len(calls(tmp_path)) == done
     reports = [path.read_text() for path in (tmp_path / "sweep").glob("*.error")]
     assert len(reports) == 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.evaluate import ALL_OFFSETS, REFERENCES, evaluate
+from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
-from align_circuits.prompts import Prompts
+from align_circuits.prompts import REFERENCES, Prompts
 from align_circuits.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 

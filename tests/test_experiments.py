@@ -1,6 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from align_circuits.cli import main
 from align_circuits.experiments import EXPERIMENTS
 from align_circuits.experiments import accuracy as accuracy_module
-from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure
+from align_circuits.experiments.accuracy import difference_of, extreme_of, mean_of, measure, share_of, value_of
 from align_circuits.experiments.experiment import SCALES, Check, Measured
 from align_circuits.tables import Provenance, Table
 
@@ -77,6 +78,11 @@ def test_means_and_differences_carry_intervals_of_independent_rows():
     assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=True).value == 0.5
 
 
+def test_a_share_of_seeds_has_the_exact_interval_and_a_value_its_own():
+    assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
+    assert str(value_of(table_of([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
+
+
 def test_the_interval_of_a_difference_covers_as_often_as_it_says():
     rng = np.random.default_rng(0)
     covered = []
@@ -131,7 +137,20 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
     assert main(arguments) == 0
     assert {"table.csv", "report.html", "provenance.json", "cells"} == {path.name for path in tmp_path.iterdir()}
     assert "Accuracy drops with input length" in capsys.readouterr().out
-    assert replace(Table.load(tmp_path).provenance, versions={}).settings["scale"] == "smoke"
+    settings = Table.load(tmp_path).provenance.settings
+    config = EXPERIMENTS["icatune/fig3"].scales["smoke"]
+    asked = EXPERIMENTS["icatune/fig3"].run(config, models=[folder], jobs=1, folder=tmp_path).provenance
+    assert settings == {
+        "name": "icatune/fig3", "scale": "smoke", "models": [folder],
+        "config": json.loads(json.dumps(asdict(config))),
+        "measured": {"verb": asked.verb, "settings": asked.settings},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_config_can_be_written_into_a_provenance(name):
+    for config in EXPERIMENTS[name].scales.values():
+        assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
 
 
 def test_reproduce_lists_what_there_is(capsys):

@@ -1,5 +1,7 @@
 """Intervals: beside a loop over resamples, scipy, and their promised coverage."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -80,6 +82,29 @@ def test_all_right_and_all_wrong_get_the_exact_binomial_bound(prompts, right):
 def test_prompts_without_targets_are_no_trials():
     values, weights = np.ones((1, 6)), np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     assert stats.proportion(values, weights)[0] == pytest.approx(binomtest(2, 2).proportion_ci(0.95, "exact").low)
+
+
+def chance_of(successes: range, trials: int, rate: float) -> float:
+    return sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in successes)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95])
+@pytest.mark.parametrize("trials", [1, 5, 12])
+def test_the_ends_of_a_binomial_interval_leave_each_tail_its_half(trials, level):
+    """Clopper and Pearson's own definition, with the probabilities summed by hand."""
+    for successes in range(trials + 1):
+        low, high = stats.binomial_interval(successes, trials, level=level)
+        as_many, as_few = range(successes, trials + 1), range(successes + 1)
+        tail = pytest.approx((1 - level) / 2)
+        assert (low == 0) if successes == 0 else (chance_of(as_many, trials, low) == tail)
+        assert (high == 1) if successes == trials else (chance_of(as_few, trials, high) == tail)
+
+
+def test_no_trials_have_no_interval_and_impossible_counts_are_refused():
+    assert np.isnan(stats.binomial_interval(0, 0)).all()
+    for successes, trials in ((3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match=f"{successes} successes of {trials} trials: give 0 to {trials}"):
+            stats.binomial_interval(successes, trials)
 
 
 def test_coverage_is_what_it_says():

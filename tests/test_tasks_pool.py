@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.prompts import Role
+from align_circuits.prompts import REFERENCES, Role
 from align_circuits.tasks.pool import in_context, sample_pool
-from align_circuits.tasks.references import REFERENCES
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TOKENIZER = char_tokenizer()

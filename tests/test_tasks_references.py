@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.prompts import REFERENCES
 from align_circuits.tasks.grammar import shapes
 from align_circuits.tasks.posterior import symbol_posterior
-from align_circuits.tasks.references import REFERENCES, oracle_accuracy
+from align_circuits.tasks.references import oracle_accuracy
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TOKENIZER = char_tokenizer()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Bool
+from numpy import ndarray
 
 from align_circuits.cells import Cell, run_cells
 from align_circuits.evaluate import evaluate
@@ -17,6 +19,7 @@ from align_circuits.experiments.experiment import Measured
 from align_circuits.models.load import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.scoring import score_heads
+from align_circuits.stats import binomial_interval
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -71,12 +74,9 @@ def measure(
         for model, about in loaded.items()
         for task in tasks
     ]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        failed = sweep.failures[0]
-        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
-    arguments = pd.DataFrame(list(sweep.frame["task"]))
-    frame = pd.concat([arguments, sweep.frame.drop(columns=["task", "seed", "weights"])], axis=1)
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    arguments = pd.DataFrame(list(found["task"]))
+    frame = pd.concat([arguments, found.drop(columns=["task", "seed", "weights"])], axis=1)
     settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}
     return Table(frame, Provenance("measure", settings, model=loaded))
 
@@ -104,7 +104,21 @@ def difference_of(minuend: Table, subtrahend: Table) -> Measured:
 def extreme_of(table: Table, *, highest: bool) -> Measured:
     """Returns the row with the highest (else the lowest) value, with its own interval."""
     value = table.frame["value"].to_numpy()
-    row = table.frame.iloc[int(value.argmax() if highest else value.argmin())]
+    return _row(table, int(value.argmax() if highest else value.argmin()))
+
+
+def value_of(table: Table, **where: Any) -> Measured:
+    """Returns the first row where the key columns have the given values, with its own interval."""
+    return _row(table.where(**where), 0)
+
+
+def share_of(there: Bool[ndarray, " seed"]) -> Measured:
+    """Returns the share of seeds in which something is there, with its exact binomial interval."""
+    return Measured(float(there.mean()), *binomial_interval(int(there.sum()), len(there)))
+
+
+def _row(table: Table, place: int) -> Measured:
+    row = table.frame.iloc[place]
     return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
 
 

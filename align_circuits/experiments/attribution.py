@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align_circuits import plots
 from align_circuits.attribution import EdgeMethod, attribute_edges
 from align_circuits.cells import Cell, run_cells
-from align_circuits.experiments.experiment import Check, Experiment, Measured
+from align_circuits.experiments.accuracy import value_of
+from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.faithfulness import cmd, cpr, faithfulness
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
@@ -119,11 +120,7 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
         for strength, count in kinds
         for seed in range(count)
     ]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        failed = sweep.failures[0]
-        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
-    frame: Any = sweep.frame
+    frame: Any = run_cells(cells, folder / "cells", jobs=jobs).whole()
     frame["models"] = ["random Llama" if pd.isna(x) else f"planted, strength {x:g}" for x in frame["strength"]]
     wide = frame.pivot_table(index=["models", "method", "metric", "fraction"], columns="seed", values="value")
     keys = wide.index.to_frame(index=False)
@@ -145,11 +142,6 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
     return Table(pd.concat(parts, ignore_index=True), Provenance("measure", settings))
 
 
-def _measured(table: Table, **where: Any) -> Measured:
-    row = table.where(**where).frame.iloc[0]
-    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
-
-
 def _check(table: Table) -> list[Check]:
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
@@ -158,16 +150,16 @@ def _check(table: Table) -> list[Check]:
             checks.append(
                 Check(
                     claim=f"{models}: EAP-IG (inputs) is at least as good as EAP ({words}, difference)",
-                    measured=_measured(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.0,
-                    control=_measured(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+                    measured=value_of(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.0,
+                    control=value_of(table, method=SHUFFLED, **at), control_is="its scores shuffled",
                 )
             )  # fmt: skip
         at = {"models": models, "metric": "sign"}
         checks.append(
             Check(
                 claim=f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter",
-                measured=_measured(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.8,
-                control=_measured(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+                measured=value_of(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.8,
+                control=value_of(table, method=SHUFFLED, **at), control_is="its scores shuffled",
             )
         )  # fmt: skip
     return checks

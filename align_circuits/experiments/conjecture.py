@@ -151,12 +151,10 @@ class Conjecture:
 
 def _run(config: Conjecture, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
     cells = [Cell(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        raise ValueError(f"{len(sweep.failures)} cells failed:\n{sweep.failures[0].error}")
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
     base = {"depth": config.depth, "width": config.width, "x_len": config.x_len}
     settings = {"base": base, "n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
-    frame: Any = sweep.frame.drop(columns=["n_examples", "steps", "prompts"])
+    frame: Any = found.drop(columns=["n_examples", "steps", "prompts"])
     frames = []
     for name in base:
         others = [other for other in base if other != name]

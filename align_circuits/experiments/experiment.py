@@ -25,7 +25,10 @@ class Measured:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self:.2f}"
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.value:{spec or '.2f'}} [{self.low:{spec or '.2f'}}, {self.high:{spec or '.2f'}}]"
 
 
 @dataclass(frozen=True)

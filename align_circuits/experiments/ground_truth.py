@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from scipy.stats import binomtest
 
 from align_circuits import plots
 from align_circuits.cells import Cell, run_cells
+from align_circuits.experiments.accuracy import value_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.localize import Localization, localize
 from align_circuits.models.load import load
 from align_circuits.models.planted import planted
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.pretraining.recipe import Recipe, untrained
+from align_circuits.stats import binomial_interval
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training import TrainConfig
@@ -111,13 +112,8 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
         for seed in range(config.random)
     ]
     rows: list[dict[str, Any]] = []
-    swept = [run_cells(cells, folder / "cells", jobs=jobs) for cells in (circuits, networks)]
-    if failures := [failure for sweep in swept for failure in sweep.failures]:
-        raise ValueError(
-            f"{len(failures)} cells failed, the first with {failures[0].cell.config}:\n{failures[0].error}"
-        )
-    known: Any = swept[0].frame
-    unknown: Any = swept[1].frame
+    known: Any = run_cells(circuits, folder / "cells", jobs=jobs).whole()
+    unknown: Any = run_cells(networks, folder / "cells", jobs=jobs).whole()
     for (strength, role), some in known.groupby(["strength", "role"]):
         sums = some[["true", "named", "both"]].sum()
         about = {"models": "planted", "role": role, "at": strength}
@@ -143,16 +139,9 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
 
 
 def _share(part: Any, whole: Any) -> dict[str, float]:
-    """A share with its exact binomial interval (Clopper and Pearson, 1934)."""
-    if not whole:
-        return {"value": np.nan, "low": np.nan, "high": np.nan, "n": 0}
-    interval = binomtest(int(part), int(whole)).proportion_ci(method="exact")
-    return {"value": part / whole, "low": interval.low, "high": interval.high, "n": int(whole)}
-
-
-def _measured(table: Table, **where: Any) -> Measured:
-    row = table.where(**where).frame.iloc[0]
-    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+    """A share with its exact binomial interval."""
+    low, high = binomial_interval(int(part), int(whole))
+    return {"value": part / whole if whole else np.nan, "low": low, "high": high, "n": int(whole)}
 
 
 def _check(table: Table) -> list[Check]:
@@ -160,21 +149,21 @@ def _check(table: Table) -> list[Check]:
     checks = [
         Check(
             claim=f"Planted circuits: every {role} head is named (recall)",
-            measured=_measured(table, role=role, at=1.0, **recall), relation=">=", threshold=1.0,
-            control=_measured(table, role=role, at=0.0, **recall), control_is="circuits of strength 0",
+            measured=value_of(table, role=role, at=1.0, **recall), relation=">=", threshold=1.0,
+            control=value_of(table, role=role, at=0.0, **recall), control_is="circuits of strength 0",
         )
         for role in TRUE
     ]  # fmt: skip
-    random = _measured(table, models="random", metric="named", role="any")
+    random = value_of(table, models="random", metric="named", role="any")
     named = {"models": "planted", "role": "any", "at": 1.0}
     checks.append(
         Check(
             claim="Planted circuits: nobody else is named, whatever the role (precision)",
-            measured=_measured(table, metric="precision", **named), relation=">=", threshold=1.0,
-            control=_measured(table, metric="precision by score", **named), control_is="heads named by score alone",
+            measured=value_of(table, metric="precision", **named), relation=">=", threshold=1.0,
+            control=value_of(table, metric="precision by score", **named), control_is="heads named by score alone",
         )
     )  # fmt: skip
-    whole = _measured(table, models="planted", metric="named", role="any")
+    whole = value_of(table, models="planted", metric="named", role="any")
     checks.append(
         Check(
             claim="Random weights: the upper 95% limit of the share of models in which any head is named",

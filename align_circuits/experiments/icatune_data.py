@@ -226,10 +226,8 @@ def _em(config: EM, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
         for m in config.x_lens
         for k in config.n_examples
     ]
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        raise ValueError(f"{len(sweep.failures)} cells failed:\n{sweep.failures[0].error}")
-    return Table(sweep.frame.drop(columns=["prompts", "exhaustive", "seed"]), Provenance("em", {"n": config.n}))
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    return Table(found.drop(columns=["prompts", "exhaustive", "seed"]), Provenance("em", {"n": config.n}))
 
 
 def _check_em(table: Table) -> list[Check]:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from scipy.stats import binomtest
 
 from align_circuits import plots
-from align_circuits.experiments.accuracy import difference_of, extreme_of
+from align_circuits.experiments.accuracy import difference_of, extreme_of, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.tuned import (
     ALL_SEEDS,
@@ -75,9 +74,7 @@ def before_in(table: Table, first: str, second: str, **where: Any) -> Measured:
     """Returns in what share of seeds one metric emerged before another, or alone; the interval is exact binomial."""
     rows = table.where(part="emergence", **where).frame
     steps = rows.pivot(index=["arm", "seed"], columns="metric", values="value").reindex(columns=[first, second])
-    there = (steps[first] < steps[second].fillna(np.inf)).to_numpy()
-    interval = binomtest(int(there.sum()), len(there)).proportion_ci(method="exact")
-    return Measured(float(there.mean()), float(interval.low), float(interval.high))
+    return share_of((steps[first] < steps[second].fillna(np.inf)).to_numpy())
 
 
 def layers_apart(table: Table, part: str) -> Measured:
@@ -163,14 +160,24 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
     right = right[right["metric"] != "oracle"]
     which = right["kind"].where(right["metric"] == "accuracy", "history ceiling, " + right["kind"])
     panels = {condition: right.assign(of=which)[right["condition"] == condition] for condition in SHOWN}
-    layers: Any = course.where(of="best head", condition="in distribution").frame
-    layers = layers.assign(layer="layer " + layers["layer"].astype(str))
-    heads = {metric: layers[layers["metric"] == metric] for metric in ("align_query", "align_key", "lookup")}
-    steps = {"x": "step", "label": "step"}
+    layers = course.where(of="best head", condition="in distribution")
     return {
-        "accuracy": plots.curves(panels, by="of", **steps).update_xaxes(dtick=None),
-        "layers": plots.curves(heads, by="layer", value="best head of the layer", **steps).update_xaxes(dtick=None),
+        "accuracy": plots.curves(panels, by="of", x="step", label="step").update_xaxes(dtick=None),
+        "layers": draw_layers(layers, {metric: metric for metric in ("align_query", "align_key", "lookup")}),
     }
+
+
+def draw_layers(course: Table, panels: Mapping[str, str]) -> go.Figure:
+    """Draws how the best head of each layer rose.
+
+    Args:
+        course: Rows of best heads by step, metric and layer.
+        panels: The metric of each panel, by its title.
+    """
+    rows: Any = course.frame.assign(layer="layer " + course.frame["layer"].astype(str))
+    heads = {title: rows[rows["metric"] == metric] for title, metric in panels.items()}
+    drawn = plots.curves(heads, by="layer", value="best head of the layer", x="step", label="step")
+    return drawn.update_xaxes(dtick=None)
 
 
 FIG4 = Experiment(

@@ -17,6 +17,7 @@ from align_circuits.experiments.icatune_tuning import (
     SHOWN,
     SMOKE_ICA,
     Courses,
+    draw_layers,
     first_token,
     order_checks,
     run_courses,
@@ -320,14 +321,11 @@ def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
     course = table.where(part="course")
     rows: Any = course.where(metric="accuracy", kind="first", of="model").frame
     panels = {condition: rows[rows["condition"] == condition] for condition in SHOWN}
-    layers: Any = course.where(of="best head").frame
-    best = str(layers["arm"].iloc[0])
-    layers = layers.assign(layer="layer " + layers["layer"].astype(str))
-    heads = {f"{best} tuned, {name}": layers[layers["metric"] == name] for name in ("align_query", "lookup")}
-    steps = {"x": "step", "label": "step"}
+    layers = course.where(of="best head")
+    best = layers.frame["arm"].iloc[0]
     return {
-        "accuracy": plots.curves(panels, by="arm", **steps).update_xaxes(dtick=None),
-        "layers": plots.curves(heads, by="layer", value="best head of the layer", **steps).update_xaxes(dtick=None),
+        "accuracy": plots.curves(panels, by="arm", x="step", label="step").update_xaxes(dtick=None),
+        "layers": draw_layers(layers, {f"{best} tuned, {metric}": metric for metric in ("align_query", "lookup")}),
     }
 
 

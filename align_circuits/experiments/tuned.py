@@ -208,14 +208,11 @@ def measure_tuned(
     cells = [
         Cell(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds
     ]  # fmt: skip
-    sweep = run_cells(cells, folder / "cells", jobs=jobs)
-    if sweep.failures:
-        failed = sweep.failures[0]
-        raise ValueError(f"{len(sweep.failures)} cells failed, the first with {failed.cell.config}:\n{failed.error}")
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
     names = {json.dumps(asked, sort_keys=True): arm.name for arm, asked in plain}
-    asked = zip(sweep.frame["task"], sweep.frame["config"], strict=True)
+    asked = zip(found["task"], found["config"], strict=True)
     arm = [names[json.dumps({"task": task, "config": config}, sort_keys=True)] for task, config in asked]
-    return sweep.frame.drop(columns=[*common, "task", "config"]).assign(arm=arm), about
+    return found.drop(columns=[*common, "task", "config"]).assign(arm=arm), about
 
 
 def over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:

@@ -67,6 +67,10 @@ class Ensemble(HookedRootModule):
         """Returns a new parameter that is the same for all members."""
         return nn.Parameter(torch.full((len(self.seeds), *shape), value))
 
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the biases: with the dimension of members they look like matrices to `train`."""
+        return {name for name, _ in self.named_parameters() if "biases" in name.split(".")}
+
     def __len__(self) -> int:
         return len(self.seeds)
 
@@ -137,8 +141,8 @@ class ExemplarNet(Ensemble):
 
             (K_2 v_j)^T (Q_2 v_n) = g^T u_j + Σ_k p1_jk (V_1^T g)^T u_k,   g = K_2^T Q_2 v_n,
 
-        and the first layer's scores are u_j^T (K_1^T Q_1) u_i. Of the hook points only the two `hook_pattern` fire: the
-        first whole, the second for the last query alone, `[prompt head 1 key]`.
+        and the first layer's scores are u_j^T (K_1^T Q_1) u_i. Of the hook points those of the classifier fire, and
+        the two `hook_pattern`: the first whole, the second for the last query alone, `[prompt head 1 key]`.
         """
         tokens = self.by_member(inputs)
         members, n, length, width = tokens.shape
@@ -213,7 +217,7 @@ class Classifier(nn.Module):
         pairs = list(pairwise(widths))
         self.weights = nn.ParameterList(net.drawn(i, o, std=(2 / i) ** 0.5) for i, o in pairs)
         self.biases = nn.ParameterList(net.filled(1, o) for _, o in pairs)
-        self.hook_in = HookPoint()
+        self.hook_in, self.hook_out = HookPoint(), HookPoint()
 
     def forward(self, read: Float[Tensor, "member prompt d_in"]) -> Float[Tensor, "member prompt label"]:
         """Returns the logits."""
@@ -221,7 +225,7 @@ class Classifier(nn.Module):
         for place, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden, weight)
             hidden = hidden.relu() if place < HIDDEN_LAYERS else hidden
-        return hidden
+        return self.hook_out(hidden.flatten(0, 1)).view_as(hidden)
 
 
 def _generator(seed: int) -> torch.Generator:

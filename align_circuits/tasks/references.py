@@ -12,9 +12,6 @@ from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.grammar import shapes
 from align_circuits.tasks.posterior import symbol_posterior
 
-REFERENCES = ("chance", "memoryless", "history", "oracle")
-"""The columns that references fill."""
-
 
 def reference_accuracies(
     automata: Automata,
@@ -24,7 +21,7 @@ def reference_accuracies(
     aligned: tuple[int, ...],
     ood: bool,
 ) -> dict[str, Float[Tensor, "prompt phrase offset"]]:
-    """Returns the accuracy of each reference at each target, in [0, 1].
+    """Returns the accuracy of each of `prompts.REFERENCES` at each target, in [0, 1].
 
     - `chance` guesses among all letters.
     - `memoryless` knows the automata of the prompt's symbols and the letters of the phrase so far, not which symbol is

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.prompts import Prompts
+from align_circuits.prompts import REFERENCES, Prompts
 from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt
@@ -17,7 +17,7 @@ from align_circuits.tasks.gold import LATENT, gold, write
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
 from align_circuits.tasks.layout import Style, layout
 from align_circuits.tasks.lexicon import check_text, lexicon
-from align_circuits.tasks.references import REFERENCES, reference_accuracies
+from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.streams import Streams
 
 CHUNK = 256

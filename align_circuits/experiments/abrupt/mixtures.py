@@ -1,6 +1,7 @@
 """Abrupt learning (Reddy, 2024): both solutions at once, and as many labels as pairs, Figs. A.1 and A.5."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ FIGA1 = Experiment(
     name="abrupt/figA1",
     title="Both solutions at once, where only both reach zero loss",
     source=f"{SOURCE}, Fig. A.1",
-    scales={"smoke": _figa1(SMOKE, 16), "cpu": _figa1(CPU, 64), "paper": _figa1(PAPER, 256)},
+    scales={"smoke": _figa1(SMOKE, 16), "cpu": _figa1(replace(CPU, seeds=3), 64), "paper": _figa1(PAPER, 256)},
     run=curves_only, draw=_draw_a1, check=_check_a1, makes_models=True,
     published="In all cases of 0 < p_B < 1 and 0 < p_C < 1 it learns both; with p_B < 1 and p_C = 0, the weights.",
 )  # fmt: skip
@@ -125,7 +126,7 @@ FIGA5 = Experiment(
     source=f"{SOURCE}, Fig. A.5",
     scales={
         "smoke": _figa5(SMOKE, 16, (2,), (2, 8)),
-        "cpu": _figa5(CPU, 64, (4, 8), (4, 8, 16)),
+        "cpu": _figa5(replace(CPU, seeds=4), 64, (4, 8), (4, 8, 16)),
         "paper": _figa5(PAPER, 256, (4, 8, 16), (4, 8, 16, 32)),
     },
     run=curves_only, draw=_draw_a5, check=_check_a5, makes_models=True,

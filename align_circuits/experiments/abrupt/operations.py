@@ -1,7 +1,8 @@
 """Abrupt learning (Reddy, 2024): the four operations of an induction head, Fig. 5, and what happens without them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits import plots
+from align_circuits.clamps import Hold, Hook, Operation, clamped_to_label, clamped_to_previous
 from align_circuits.experiments.abrupt.network import NAMES, SOURCE, controlled, measured, on
 from align_circuits.experiments.abrupt.sweeps import (
+    CLAMPS,
     CPU,
     PAPER,
     SMOKE,
     Size,
     Sweep,
     at_end,
+    by_seed,
     curves_only,
     mean_curves,
     over_seeds,
@@ -32,13 +36,14 @@ from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of
 from align_circuits.tables import Table
+from align_circuits.tasks.exemplars import Exemplars
 
 NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One of the four, and the activation that carries it."""
+class Carrier:
+    """One of the four operations, and the activation that carries it."""
 
     said: str
     site: HeadSite
@@ -49,90 +54,143 @@ class Operation:
     """At which tokens the same activation should not matter: the control."""
 
 
-OPERATIONS = (
-    Operation("(i) labels attend to the item before", "pattern", 0, "labels", "items"),
-    Operation("(ii) the item's content is written to its label", "v", 0, "items", "labels"),
-    Operation("(iii) the target matches what was written", "q", 1, "target", "items"),
-    Operation("(iv) the label's content is written to the target", "v", 1, "labels", "items"),
-)
+CARRIERS: dict[Operation, Carrier] = {
+    "look back": Carrier("(i) labels attend to the item before", "pattern", 0, "labels", "items"),
+    "write": Carrier("(ii) the item's content is written to its label", "v", 0, "items", "labels"),
+    "match": Carrier("(iii) the target matches what was written", "q", 1, "target", "items"),
+    "read": Carrier("(iv) the label's content is written to the target", "v", 1, "labels", "items"),
+}
+
+GIVEN: dict[Operation, tuple[Callable[[Any], Hold], Callable[[Any], Hold]]] = {
+    "look back": (partial(clamped_to_previous, tokens="labels"), partial(clamped_to_previous, tokens="items")),
+    "match": (clamped_to_label, partial(clamped_to_label, right=False)),
+}
+"""Attention has a gold to be clamped to, and a place beside it; what a matrix writes has none."""
 
 
-def accuracy_without(net: Any, inputs: Float[Tensor, "prompt pos d_in"], label: Tensor, operation: Operation,
-                     tokens: str) -> float:  # fmt: skip
-    """Returns the accuracy when one activation comes from another sequence: the next one.
+def accuracy_under(net: Any, batch: Exemplars, hooks: Sequence[Hook] = ()) -> float:
+    """Returns the accuracy of one member under hooks."""
+    with torch.no_grad():
+        logits = net.run_with_hooks(batch.inputs, fwd_hooks=list(hooks))
+    return (logits.argmax(-1) == batch.label).float().mean().item()
 
-    For the pattern of layer 1 it is even attention instead, since all sequences share theirs.
+
+def replaced(
+    net: Any, inputs: Float[Tensor, "member prompt pos d_in"], carrier: Carrier, tokens: str, how: str
+) -> Patch:
+    """Returns the patch that puts another activation in.
+
+    Args:
+        net: One member.
+        inputs: Its sequences.
+        carrier: Which activation.
+        tokens: Where: `"labels"`, `"items"` (without the target) or `"target"`.
+        how: `"patched"`: that of another sequence, the next one. `"ablated"`: the mean over sequences; of attention,
+            which sequences share but for their content, even attention.
     """
-    name = name_of(operation.site, operation.layer)
+    name = name_of(carrier.site, carrier.layer)
     with torch.no_grad():
         _, cache = net.run_with_cache(inputs)
-        values = cache[name].roll(1, 0)
-        if operation.site == "pattern":
-            even = torch.ones_like(values).tril()
-            values = even / even.sum(-1, keepdim=True)
-        positions = _positions(inputs, tokens)
-        edit = Patch(heads=[(operation.layer, 0)], site=operation.site, positions=positions, values={name: values})
-        logits = net.run_with_hooks(inputs, fwd_hooks=edit.fwd_hooks(net))
-    return (logits.argmax(-1) == label).float().mean().item()
+    values: Tensor = cache[name]
+    if how == "patched":
+        values = values.roll(1, 0)
+    elif carrier.site == "pattern":
+        even = torch.ones_like(values).tril()
+        values = even / even.sum(-1, keepdim=True)
+    else:
+        values = values.mean(0, keepdim=True).expand_as(values)
+    positions = _positions(values.shape[0], inputs.shape[-2], tokens).to(inputs.device)
+    return Patch(heads=[(carrier.layer, 0)], site=carrier.site, positions=positions, values={name: values})
 
 
-def _positions(inputs: Float[Tensor, "prompt pos d_in"], tokens: str) -> Bool[Tensor, "prompt pos"]:
-    pos = torch.arange(inputs.shape[1], device=inputs.device)
-    target = pos == len(pos) - 1
+def _positions(prompts: int, length: int, tokens: str) -> Bool[Tensor, "prompt pos"]:
+    pos = torch.arange(length)
+    target = pos == length - 1
     chosen = {"labels": pos % 2 == 1, "items": (pos % 2 == 0) & ~target, "target": target}[tokens]
-    return chosen.expand(inputs.shape[:2])
+    return chosen.expand(prompts, -1)
 
 
 def _run_fig5(config: Sweep, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     table, (trained,) = train_sweep(config, folder)
-    batch = trained.worlds.batch(0, config.size.probe, "icl")
     rows = []
     for seed in range(config.size.seeds):
-        net, inputs, label = trained.net.member(seed), batch.inputs[seed], batch.label[seed]
-        with torch.no_grad():
-            whole = (net.logits(inputs).argmax(-1) == label).float().mean().item()
-        rows.append({"operation": NOTHING, "at": NOTHING, "seed": seed, "value": whole})
-        for operation in OPERATIONS:
-            for at, tokens in (("operation", operation.tokens), ("elsewhere", operation.others)):
-                value = accuracy_without(net, inputs, label, operation, tokens)
-                rows.append({"operation": operation.said, "at": at, "seed": seed, "value": value})
+        net, batch = trained.net.member(seed), trained.worlds.of(seed).batch(0, config.size.probe, "icl")
+        rows += [
+            {"operation": operation, "how": how, "at": at, "seed": seed, "value": accuracy_under(net, batch, hooks)}
+            for operation, how, at, hooks in _changes(net, batch)
+        ]
     frame = pd.DataFrame(rows).assign(measure="icl", low=np.nan, high=np.nan, n=config.size.probe)
     return replace(table, frame=frame)
 
 
-def _loss_of(table: Table, operation: str, at: str) -> Float[ndarray, " seed"]:
+def _changes(net: Any, batch: Exemplars) -> Iterator[tuple[str, str, str, Sequence[Hook]]]:
+    """Each operation, how it is changed and where, and the hooks that do it; first, nothing."""
+    yield NOTHING, NOTHING, NOTHING, ()
+    for operation, carrier in CARRIERS.items():
+        for at, tokens in (("operation", carrier.tokens), ("elsewhere", carrier.others)):
+            for how in ("patched", "ablated"):
+                yield operation, how, at, replaced(net, batch.inputs, carrier, tokens, how).fwd_hooks(net)
+    for operation, holds in GIVEN.items():
+        for at, hold in zip(("operation", "elsewhere"), holds, strict=True):
+            yield operation, "clamped", at, hold(net)(batch)
+
+
+def _loss_of(table: Table, operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
     """How much accuracy each seed loses."""
     whole, left = (
-        table.where(operation=name, at=where).frame.sort_values("seed")["value"].to_numpy()
-        for name, where in ((NOTHING, NOTHING), (operation, at))
+        table.where(operation=name, how=what, at=where).frame.sort_values("seed")["value"].to_numpy()
+        for name, what, where in ((NOTHING, NOTHING, NOTHING), (operation, how, at))
     )
     return whole - left
 
 
 def _draw_fig5(table: Table) -> dict[str, go.Figure]:
-    rows = []
-    for place, operation in enumerate(OPERATIONS, start=1):
-        for at in ("operation", "elsewhere"):
-            values = table.where(operation=operation.said, at=at).frame["value"].to_numpy()
-            said = "where the operation is" if at == "operation" else "the same activation elsewhere"
-            rows.append({"operation": place, "patched": said, **vars(over_seeds(values))})
-    frame = pd.DataFrame(rows)
+    panels = {}
+    for at, said in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere")):
+        here: Any = table.where(at=at).frame
+        rows = [
+            {
+                "operation": list(CARRIERS).index(operation) + 1,
+                "how": how,
+                **vars(over_seeds(found["value"].to_numpy())),
+            }
+            for (operation, how), found in here.groupby(["operation", "how"], sort=False)
+        ]
+        panels[said] = pd.DataFrame(rows).sort_values(["how", "operation"])
     return {
-        "accuracy in context with one operation taken away": plots.curves(
-            {"": frame}, x="operation", by="patched", label="operation (i) to (iv)"
+        "accuracy in context with one operation changed": plots.curves(
+            panels, x="operation", by="how", label="operation (i) to (iv)"
         )
     }
 
 
 def _check_fig5(table: Table) -> list[Check]:
-    return [
+    taken = [
         Check(
-            f"Without it the answer is lost: {operation.said} (accuracy lost)", relation=">=", threshold=0.4,
-            **measured(_loss_of(table, operation.said, "operation")),
-            **controlled(_loss_of(table, operation.said, "elsewhere"), f"the same activation at {operation.others}"),
+            f"Without it the answer is lost: {carrier.said} ({how}; accuracy lost)", relation=">=", threshold=0.4,
+            **measured(_loss_of(table, operation, how)),
+            **controlled(_loss_of(table, operation, how, "elsewhere"), f"the same activation at {carrier.others}"),
         )
-        for operation in OPERATIONS
+        for operation, carrier in CARRIERS.items()
+        for how in ("patched", "ablated")
+        if (operation, how) != ("look back", "patched")
     ]  # fmt: skip
+    positional = Check(
+        "(i) goes by position: the attention of another sequence does as well (accuracy lost)", relation="<=",
+        threshold=0.1, **measured(_loss_of(table, "look back", "patched")),
+        **controlled(_loss_of(table, "look back", "ablated"), "even attention"),
+    )  # fmt: skip
+    given = Check(
+        "(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)", relation="<=",
+        threshold=0.05, **measured(_loss_of(table, "match", "clamped")),
+        **controlled(_loss_of(table, "match", "clamped", "elsewhere"), "clamped to the other labels"),
+    )  # fmt: skip
+    back = Check(
+        "(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)", relation="<=",
+        threshold=0.05, **measured(_loss_of(table, "look back", "clamped")),
+        **controlled(_loss_of(table, "look back", "ablated"), "even attention"),
+    )  # fmt: skip
+    return [*taken, positional, back, given]
 
 
 def _base(size: Size, n_classes: int) -> Size:
@@ -145,7 +203,7 @@ def _fig5(size: Size, n_classes: int) -> Sweep:
 
 FIG5 = Experiment(
     name="abrupt/fig5",
-    title="The four operations of an induction head, each taken away by a patch",
+    title="The four operations of an induction head, each patched, ablated and clamped",
     source=f"{SOURCE}, Fig. 5",
     scales={"smoke": _fig5(SMOKE, 16), "cpu": _fig5(CPU, 64), "paper": _fig5(PAPER, 256)},
     run=_run_fig5, draw=_draw_fig5, check=_check_fig5, makes_models=True,
@@ -158,47 +216,106 @@ FIG5 = Experiment(
 
 def _draw_clamped(table: Table) -> dict[str, go.Figure]:
     shown = {"icl": NAMES["icl"], "tila2": NAMES["tila2"], "tla2": NAMES["tla2"]}
+    held = [clamp for clamp in table.frame["clamp"].unique() if clamp.startswith("no ")]
     panels = {clamp: mean_curves(table, shown, clamp=clamp) for clamp in table.frame["clamp"].unique()}
-    return {"held while training": plots.curves(panels, x="step", by="measure", label="step", value="measure")}
+    return {
+        title: plots.curves(
+            {clamp: panel for clamp, panel in panels.items() if (clamp in held) == taken}, x="step", by="measure",
+            label="step", value="measure",
+        )
+        for title, taken in (("given or held while training", False), ("taken away while training", True))
+    }  # fmt: skip
+
+
+def brought_forward(table: Table, clamp: str) -> Float[ndarray, " seed"]:
+    """Returns how much sooner the transition comes, as a share of its step; without one it counts at the end."""
+    last = float(table.frame["step"].to_numpy().max())
+    free, held = (np.nan_to_num(transitions(table, clamp=name), nan=last) for name in (NOTHING, clamp))
+    return (free - held) / free
 
 
 def _check_clamped(table: Table) -> list[Check]:
-    last = float(table.frame["step"].to_numpy().max())
+    items = controlled(brought_forward(table, "previous, items"), "only items clamped")
+    free = at_end(table, "icl", clamp=NOTHING)
 
-    def sooner(clamp: str) -> Float[ndarray, " seed"]:
-        """How much sooner the transition comes, as a share of its step; without one it counts at the end."""
-        free, held = (np.nan_to_num(transitions(table, clamp=name), nan=last) for name in (NOTHING, clamp))
-        return (free - held) / free
+    def lost(operation: str, at: str = "") -> Float[ndarray, " seed"]:
+        return free - at_end(table, "icl", clamp=f"no {operation}{at}")
 
     return [
         Check(
             "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)",
-            relation=">=", threshold=0.2, **measured(sooner("previous")),
-            **controlled(sooner("previous, items"), "only items clamped"),
+            relation=">=", threshold=0.2, **measured(brought_forward(table, "previous")), **items,
         ),
         Check(
             "It is the labels' attention that matters (only labels clamped; share of its step)", relation=">=",
-            threshold=0.2, **measured(sooner("previous, labels")),
-            **controlled(sooner("previous, items"), "only items clamped"),
+            threshold=0.2, **measured(brought_forward(table, "previous, labels")), **items,
         ),
         Check(
             "TLA2 is not needed (accuracy at the end while the target cannot prefer labels): H1 and H2 are excluded",
             relation=">=", threshold=0.9, **measured(at_end(table, "icl", clamp="labels")),
             **controlled(at_end(table, "tla2", clamp="labels"), "TLA2 there, which must stay low"),
         ),
+        Check(
+            "CLA need not be learned (accuracy at the end while labels outside the context are ruled out): H1 and H3 "
+            "are excluded", relation=">=", threshold=0.9, **measured(at_end(table, "icl", clamp="context")),
+            **controlled(by_seed(table, "icl", clamp="context").iloc[0].to_numpy(), "there before training"),
+        ),
+        *(
+            Check(
+                f"Taken away from the start, nothing takes its place: {carrier.said} (accuracy lost at the end)",
+                relation=">=", threshold=0.4, **measured(lost(operation)),
+                **controlled(lost(operation, ", elsewhere"), "the same where the operation is not"),
+            )
+            for operation, carrier in CARRIERS.items()
+        ),
     ]  # fmt: skip
 
 
+HYPOTHESES = {
+    "H1: CLA → TLA2 → ILA1 and TILA2": ("labels", "context"),
+    "H2: TLA2 → ILA1 and TILA2": ("labels",),
+    "H3: CLA → ILA1 and TILA2": ("context",),
+}
+"""What the paper considers as the cause of the transition, and the clamps under which the cause cannot act."""
+
+
+def hypotheses(table: Table) -> pd.DataFrame:
+    """Returns which of H1 to H3 the interventions exclude.
+
+    A hypothesis is excluded if some cause that it names was held fixed from the start and every seed made the
+    transition all the same, ILA1 and TILA2 above one half at the end.
+
+    Args:
+        table: Of `abrupt/clamped`.
+    """
+    rows = []
+    for hypothesis, clamps in HYPOTHESES.items():
+        for clamp in clamps:
+            ends = [at_end(table, measure, clamp=clamp) for measure in ("ila1", "tila2")]
+            formed = ~np.isnan(transitions(table, clamp=clamp)) & (np.minimum(*ends) > 0.5)
+            rows.append({
+                "hypothesis": hypothesis, "held": {"labels": "TLA2", "context": "CLA"}[clamp],
+                "seeds in which the head forms": str(over_seeds(formed.astype(float))),
+                "step": f"{over_seeds(transitions(table, clamp=clamp)):.0f}",
+                "step, nothing held": f"{over_seeds(transitions(table, clamp=NOTHING)):.0f}",
+                "excluded": "yes" if formed.all() else "no",
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def _clamped(size: Size, n_classes: int) -> Sweep:
-    clamps = (NOTHING, "previous", "previous, labels", "previous, items", "labels")
-    return Sweep(_base(size, n_classes), tuple({"clamp": clamp} for clamp in clamps))
+    return Sweep(_base(size, n_classes), tuple({"clamp": clamp} for clamp in CLAMPS))
 
 
 CLAMPED = Experiment(
     name="abrupt/clamped",
     title="Operations held fixed while the network trains",
-    source=f"beyond {SOURCE}: its hypotheses H1 and H2 by intervention",
-    scales={"smoke": _clamped(SMOKE, 16), "cpu": _clamped(CPU, 64), "paper": _clamped(PAPER, 256)},
+    source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
+    scales={
+        "smoke": _clamped(SMOKE, 16),
+        "cpu": _clamped(replace(CPU, seeds=4, steps=2000), 64),
+        "paper": _clamped(PAPER, 256),
+    },
     run=curves_only, draw=_draw_clamped, check=_check_clamped, makes_models=True,
-    published="Not in the paper, which tests H2 by holding beta_2 = 0 in the reduced model (Fig. 6 b).",
+    published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
 )  # fmt: skip

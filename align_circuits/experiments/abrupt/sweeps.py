@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +14,20 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.clamps import (
+    OPERATIONS,
+    Hold,
+    clamped_to_label,
+    clamped_to_previous,
+    within_context,
+    without,
+    without_labels,
+)
 from align_circuits.ensembles import train_ensemble
 from align_circuits.experiments.experiment import Measured
 from align_circuits.models.exemplar_net import Ensemble, ExemplarNet, ExemplarNetConfig
 from align_circuits.models.induction_head import InductionHead, InductionHeadConfig
-from align_circuits.progress import Hook, clamped_to_previous, crossing_step, without_labels
+from align_circuits.progress import crossing_step
 from align_circuits.stats import bootstrap
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask, Worlds
@@ -27,15 +37,20 @@ Model = Literal["network", "three", "two", "none"]
 """The full network; the induction head with three parameters, with two (β_2 = 0), and with none of them, which attends
 evenly whatever it is taught: the control."""
 
-CLAMPS: dict[str, Callable[[Any], list[Hook]]] = {
-    "nothing": lambda _: [],
-    "previous": lambda net: clamped_to_previous(net),
-    "previous, labels": lambda net: clamped_to_previous(net, "labels"),
-    "previous, items": lambda net: clamped_to_previous(net, "items"),
+CLAMPS: dict[str, Callable[[Any], Hold | None]] = {
+    "nothing": lambda _: None,
+    "previous": clamped_to_previous,
+    "previous, labels": partial(clamped_to_previous, tokens="labels"),
+    "previous, items": partial(clamped_to_previous, tokens="items"),
+    "target's label": clamped_to_label,
     "labels": without_labels,
+    "context": within_context,
+    **{f"no {operation}": partial(without, operation=operation) for operation in OPERATIONS},
+    **{f"no {operation}, elsewhere": partial(without, operation=operation, elsewhere=True) for operation in OPERATIONS},
 }
 """What is held fixed while a network trains and is measured: nothing; the first layer's attention, at the previous
-token, of all tokens or of some; the share of the target's attention that goes to labels."""
+token, of all tokens or of some; the target's attention, at its label; the share of it that goes to labels; the share of
+the guess that goes to labels of the context; each operation, taken away, or the same done where it is not."""
 
 FIXED = {"three": (), "two": ("beta_2",), "none": ("alpha", "beta_1", "beta_2")}
 
@@ -59,7 +74,9 @@ class Size:
     d_head: int = 128
     d_hidden: int = 128
     log_every: int = 1000
+    """Steps between probes: at least ten before a transition, for less than 5% of the time."""
     probe: int = 1000
+    """Sequences of each sort in a probe."""
 
     @property
     def train(self) -> TrainConfig:
@@ -75,7 +92,7 @@ PAPER = Size(ExemplarTask(), steps=150_000)
 
 CPU = Size(
     ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16), steps=3000, batch_size=64, lr=0.1,
-    d_head=32, d_hidden=64, log_every=50, probe=500,
+    d_head=32, d_hidden=64, log_every=100, probe=300,
 )  # fmt: skip
 """The smallest tried: the induction head is born abruptly after a plateau at 1/N, within a minute on one core."""
 
@@ -155,7 +172,7 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
         out = folder / "training" / f"abrupt-{_hash(sweep.size, worlds, kind)}"
         run = train_ensemble(
             net, worlds, sweep.size.train, batch_size=sweep.size.batch_size, probe=sweep.size.probe,
-            hooks=CLAMPS[kind["clamp"]](net), out=out, recipe=kind,
+            hold=CLAMPS[kind["clamp"]](net), out=out, recipe=kind,
         )  # fmt: skip
         keys = pd.DataFrame([{column: _value(sweep, cell, column) for column in sweep.columns} for cell, _ in members])
         frame = run.table.frame

@@ -1,0 +1,249 @@
+"""What the figures of contextual recall share: a size, the trainings that they reuse, and curves over seeds."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from align_circuits.experiments.experiment import Measured
+from align_circuits.models.gpt2 import small_gpt2
+from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, train_stage
+from align_circuits.prompts import Prompts
+from align_circuits.stats import bootstrap
+from align_circuits.tables import Provenance, Table
+from align_circuits.tasks.recall import RecallWorld
+from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
+from align_circuits.training import TrainConfig, TrainRun
+
+SOURCE = "Vasudeva et al. (2026)"
+
+Finetuned = Literal["icl", "icl+grm"]
+"""What a model is finetuned on: demonstrations, or demonstrations with short grammar."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the world, the sequences, the model and its trainings are."""
+
+    world: RecallWorld
+    """The base; a seed draws its own facts and chains."""
+    n_facts: int = 5
+    grammar_len: int = 80
+    p_grammar: float = 0.2
+    n_demos: int = 16
+    grammar_lens: tuple[int, int] = (1, 5)
+    """S_ft of ICL+Grm."""
+    n_seen: int = 128
+    """M_ft, the subjects that are finetuned on."""
+    d_model: int = 256
+    pretraining: TrainConfig = PRETRAINING
+    finetuning: TrainConfig = FINETUNING
+    batch_size: int = 64
+    seeds: int = 2
+    """Each draws a world, initial weights, batches and the split into seen and held-out subjects."""
+    probe: int = 512
+    """Prompts of each kind that are measured at every row of the log."""
+
+    def of(self, seed: int) -> RecallWorld:
+        """The world of a seed."""
+        return replace(self.world, world_seed=seed)
+
+    def facts(self, seed: int) -> FactsTask:
+        """PT."""
+        return FactsTask(self.of(seed), self.n_facts, self.grammar_len, self.p_grammar)
+
+    def demonstrations(self, seed: int, kind: Finetuned, *, held_out: bool = False, **changes: Any) -> Any:
+        """ICL or ICL+Grm about seen subjects, the last one held out or not."""
+        world = self.of(seed)
+        seen, others = world.split(self.n_seen, seed=seed)
+        lens = self.grammar_lens if kind == "icl+grm" else (0, 0)
+        task = DemonstrationsTask(world, self.n_demos, lens, seen, others if held_out else None)
+        return replace(task, **changes)
+
+    def probes(self, seed: int) -> dict[str, Prompts]:
+        """What finetuning is measured by: `pt`; `icl` and `grm` (one grammar token), the query subject seen or not."""
+        asked: dict[str, Any] = {"pt": self.facts(seed)}
+        formats: dict[str, tuple[Finetuned, dict[str, Any]]] = {
+            "icl": ("icl", {}),
+            "grm": ("icl+grm", {"grammar_lens": (1, 1)}),
+        }
+        for name, (kind, changes) in formats.items():
+            for held_out in (False, True):
+                task = self.demonstrations(seed, kind, held_out=held_out, **changes)
+                asked[f"{name}_{'held_out' if held_out else 'seen'}"] = task
+        return {name: task.sample(self.probe, seed=seed) for name, task in asked.items()}
+
+    def changed(self, **changes: Any) -> "Size":
+        """Returns the size with other numbers, among them `div` and `n_subjects` of its world.
+
+        With other subjects, half of them are seen, and types with a value for each subject go on having one.
+        """
+        world = {name: changes.pop(name) for name in ("div", "n_subjects") if name in changes}
+        if "n_subjects" in world:
+            before, now = self.world.n_subjects, world["n_subjects"]
+            world["n_values"] = tuple(now if count == before else min(count, now) for count in self.world.n_values)
+            changes = {"n_seen": now // 2} | changes
+        return replace(self, world=replace(self.world, **world), **changes)
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence of any stage."""
+        return max(self.facts(0).length, self.demonstrations(0, "icl+grm").length)
+
+
+PAPER = Size(RecallWorld.paper())
+"""App. B; chains and G are not given there."""
+
+SMOKE = Size(
+    RecallWorld.small(), n_facts=2, grammar_len=4, n_demos=3, grammar_lens=(1, 2), n_seen=8, d_model=16,
+    pretraining=TrainConfig(8, lr=3e-3, log_every=4), finetuning=TrainConfig(6, lr=1e-3, log_every=3), batch_size=8,
+    seeds=2, probe=24,
+)  # fmt: skip
+"""Learns nothing: whether everything runs."""
+
+
+CPU = Size(
+    RecallWorld(n_subjects=64, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=16, n_demos=8,
+    grammar_lens=(1, 4), n_seen=32, d_model=64,
+    pretraining=TrainConfig(1500, lr=0.02, optimizer="muon", rest_lr=3e-3, weight_decay=1e-3, warmup=100, log_every=50,
+                            checkpoint_every=50),
+    finetuning=TrainConfig(600, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=50,
+                           checkpoint_every=50),
+    batch_size=24, seeds=3, probe=256,
+)  # fmt: skip
+"""A few minutes a seed on one core, with Muon, which the paper does not use, because it is several times sooner."""
+
+
+def pretrained(size: Size, seed: int, folder: Path) -> TrainRun:
+    """Returns a model that has read PT; from `folder` where it is there, so that figures share it."""
+    probes = {"pt": size.facts(seed), "icl": DemonstrationsTask(size.of(seed), size.n_demos)}
+    return train_stage(
+        small_gpt2(size.world.d_vocab, size.n_ctx, d_model=size.d_model, seed=seed),
+        Stage(size.facts(seed), size.pretraining, size.batch_size),
+        probes={name: task.sample(size.probe, seed=seed) for name, task in probes.items()},
+        seed=seed, out=_folder(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed), progress=False,
+    )  # fmt: skip
+
+
+def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
+    """Returns a pretrained model finetuned on seen subjects; from `folder` where it is there."""
+    return train_stage(
+        pretrained(size, seed, folder).model,
+        Stage(size.demonstrations(seed, kind), size.finetuning, size.batch_size),
+        probes=size.probes(seed), seed=seed, out=_folder(folder, kind, size, seed), progress=False,
+    )  # fmt: skip
+
+
+def _folder(folder: Path, stage: str, size: Size, seed: int) -> Path:
+    told = [stage, asdict(replace(size, seeds=0)), seed]
+    return folder / "training" / f"recall-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Which trainings a figure rests on."""
+
+    size: Size
+    stages: tuple[Literal["pt", "icl", "icl+grm"], ...]
+    """Pretraining, and finetuning on one or the other."""
+    cells: tuple[Mapping[str, Any], ...] = ({},)
+    """What each cell changes of the size: `Size.changed`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The key columns that cells add to the table."""
+        return list(dict.fromkeys(name for cell in self.cells for name in cell))
+
+
+def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
+    """Trains what is not trained yet.
+
+    Returns:
+        The curves, keyed by stage, what cells change, seed, step, `probe` (`pt`, `icl`, ...) and `match` (`exact`,
+        `type`, `subject`, `attribute`): a row a seed, the share of prompts; low and high are NaN.
+    """
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
+    frames = []
+    for cell in config.cells:
+        size = config.size.changed(**cell)
+        for stage in config.stages:
+            for seed in range(size.seeds):
+                run = pretrained(size, seed, folder) if stage == "pt" else finetuned(size, seed, stage, folder)
+                frames.append(_long(run.log).assign(stage=stage, **cell, seed=seed, n=size.probe))
+    settings = {"size": asdict(config.size), "cells": [dict(cell) for cell in config.cells]}
+    return Table(pd.concat(frames, ignore_index=True), Provenance("recall_study", settings))
+
+
+def _long(log: pd.DataFrame) -> pd.DataFrame:
+    """The log of a stage, a row for each probe and match."""
+    measured = [name for name in log.columns if "." in name]
+    long = log.melt("step", measured, var_name="measure", value_name="value")
+    long[["probe", "match"]] = long.pop("measure").str.split(".", expand=True)
+    return long.assign(low=np.nan, high=np.nan)
+
+
+def by_seed(table: Table, **where: Any) -> pd.DataFrame:
+    """Returns one measure's curves, steps down and seeds across."""
+    return table.where(**where).frame.pivot(index="step", columns="seed", values="value").sort_index()
+
+
+def at_end(table: Table, **where: Any) -> Float[ndarray, " seed"]:
+    """Returns each seed's last value."""
+    return by_seed(table, **where).iloc[-1].to_numpy(float)
+
+
+def at_start(table: Table, **where: Any) -> Float[ndarray, " seed"]:
+    """Returns each seed's value at step 0."""
+    return by_seed(table, **where).iloc[0].to_numpy(float)
+
+
+def best(table: Table, **where: Any) -> Float[ndarray, " seed"]:
+    """Returns each seed's highest value, as Fig. 5 counts it."""
+    return by_seed(table, **where).max().to_numpy(float)
+
+
+def reached(table: Table, level: float, **where: Any) -> Float[ndarray, " seed"]:
+    """Returns the first step of the log at which each seed is at `level` or above; infinite where it never is."""
+    curves = by_seed(table, **where)
+    steps, above = curves.index.to_numpy(float), curves.to_numpy(float) >= level
+    return np.where(above.any(0), steps[above.argmax(0)], np.inf)
+
+
+def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
+    """Returns the mean over seeds with a 95% bootstrap interval, rough for as few as there are."""
+    low, high = bootstrap(values[None], np.ones((1, len(values))))
+    return Measured(float(values.mean()), float(low[0]), float(high[0]))
+
+
+def measured(values: Float[ndarray, " seed"]) -> dict[str, Any]:
+    """The measured part of a check."""
+    return {"measured": over_seeds(values)}
+
+
+def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
+    """The control part of a check."""
+    return {"control": over_seeds(values), "control_is": what}
+
+
+def mean_curves(table: Table, names: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Returns curves over steps, means over seeds with intervals, as `plots.curves` draws them.
+
+    Args:
+        table: Of `study`.
+        names: What each curve is called, and the keys of its rows.
+    """
+    frames = []
+    for name, where in names.items():
+        curves = by_seed(table, **where)
+        rows = [vars(over_seeds(row)) for row in curves.to_numpy(float)]
+        frames.append(pd.DataFrame(rows).assign(step=curves.index.to_numpy(), curve=name))
+    return pd.concat(frames, ignore_index=True)
