@@ -154,5 +154,6 @@ if __name__ == "__main__":
         lines += compare(title.format(width), depth, width, **options, whole=everything)
         if arguments.out:
             columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-            settings = {**vars(arguments), "processor": processor(), "threads": 1, "time": "of the processor"}
+            asked = {name: value for name, value in vars(arguments).items() if name != "out"}
+            settings = {**asked, "processor": processor(), "threads": 1, "time": "of the processor"}
             Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
