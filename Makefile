@@ -14,8 +14,8 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test test-tl3 check lint types demos docs wheel clean
 
 demo: $(READY)
-	$(BIN)/align-circuits localize --model planted --style standard --out runs/demo/planted
-	$(BIN)/align-circuits localize --out runs/demo/toy-llama
+	$(BIN)/align-circuits localize --model planted --out runs/demo/planted
+	$(BIN)/align-circuits localize --model toy-llama-ica --out runs/demo/toy-llama-ica
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -153,10 +153,9 @@ class Evaluate(Job):
 class Localize(Job):
     """Find the heads that align and those that look up, and test that the model needs them."""
 
-    model: str = "toy-llama"
-    """A folder, a hub name, "toy-llama", or "planted": a circuit built by hand for the task (--style standard)."""
-    task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=lambda: Seq2SeqTask(style="pre-aligned"))
-    """The task that prompts are sampled from."""
+    model: str = "toy-llama-ica"
+    """A folder, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), or "planted": a circuit built by
+    hand for the task."""
     draws: int = 20
     """Sets of random heads to ablate beside those that were found."""
     out: Path = Path("runs/localize")
@@ -223,9 +222,8 @@ class Tune(Job):
 class Pretrain:
     """Train a small Llama from scratch, by a recipe of the package; a killed run goes on where it was."""
 
-    recipe: Literal["toy-llama", "tunable", "smoke"] = "toy-llama"
-    """"toy-llama" made the bundled model; "tunable", to be tuned in context, is on trial; "smoke" takes seconds
-    and teaches nothing."""
+    recipe: Literal["toy-llama", "smoke"] = "toy-llama"
+    """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
     seed: int = 0
     """Of the weights and the documents."""
     out: Path = Path("runs/pretrain")

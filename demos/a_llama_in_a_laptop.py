@@ -11,7 +11,7 @@
 # %% [markdown]
 # # A Llama in a laptop
 #
-# `toy-llama` is a Llama of less than two million parameters that comes with the package, in less than 4 MB, pretrained from scratch on symbols, letters and lines. It has
+# `toy-llama` is a Llama of about two million parameters that comes with the package, in less than 5 MB, pretrained from scratch on symbols, letters and lines. It has
 # induction heads, it looks up in context, and it shows the gap of the paper: it solves a task when the aligned symbols are written out, and fails when it must find them.
 
 # %%

@@ -20,7 +20,8 @@ for module in (ac, ac.hooks):
     place = pathlib.Path(module.__file__).resolve()
     assert site in place.parents, f"{module.__name__} comes from {place}, not from the installed wheel"
 assert len(char_tokenizer()) == 64, "the wheel lacks the bundled tokenizer"
-assert ac.load("toy-llama").cfg.n_layers == 6, "the wheel lacks the bundled model"
+for name in ("toy-llama", "toy-llama-ica"):
+    assert ac.load(name).cfg.n_layers == 7, f"the wheel lacks {name}"
 assert "hooks" not in sys.modules, "hooks/ was imported under a second name"
 print("the wheel imports and carries its data")
 EOF

@@ -23,7 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.protocol import HookedModel, parameters_of
 
-BUNDLED: dict[str, Callable[[], Any]] = {"toy-llama": lambda: Path(__file__).parent / "weights" / "toy-llama"}
+WEIGHTS = Path(__file__).parent / "weights"
+
+BUNDLED: dict[str, Callable[[], Any]] = {
+    "toy-llama": lambda: WEIGHTS / "toy-llama", "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
+}  # fmt: skip
 """Names that mean a model of this package, and what makes it: a folder or a model."""
 
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -48,7 +52,8 @@ def load(
     the hub that is not a folder here.
 
     Args:
-        source: "toy-llama", the bundled model; a folder in the Hugging Face format, a folder with a PEFT adapter, a
+        source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; a folder in the Hugging
+            Face format, a folder with a PEFT adapter, a
             name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is
             wrapped in place, not copied; a TransformerLens model is returned as it is.
         device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
