@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,7 +45,7 @@ def course(table: Table, until: float = np.inf) -> pd.DataFrame:
     kinds = dict.fromkeys(MEASURES, "all") | {"accuracy": "first"}
     columns = {}
     for measure, kind in kinds.items():
-        frame = table.where(metric=measure, kind=kind, ood=False, offset=ALL_OFFSETS).frame
+        frame: Any = table.where(metric=measure, kind=kind, ood=False, offset=ALL_OFFSETS).frame
         frame = frame[frame["step"] <= until]
         if frame["step"].nunique() < SUSTAINED:
             raise ValueError(
@@ -168,7 +169,7 @@ def forecast(
     """
     if len(runs) < 3 or not 0 < share < 1:
         raise ValueError(f"{len(runs)} runs, share={share}: give at least 3, and a share between 0 and 1")
-    whole = [course(run) for run in runs]
+    whole: list[Any] = [course(run) for run in runs]
     observed = np.array([_emerged(found[metric]) for found in whole])
     rows = []
     for place, (run, found) in enumerate(zip(runs, whole, strict=True)):
@@ -176,7 +177,7 @@ def forecast(
         until = float(share * observed[others].min())
         shared = fit([whole[other] for other in np.flatnonzero(others)], loss, schedule)[0].shared
         fitted = fit([course(run, until)], loss, schedule, shared)[0]
-        said = fitted.course(found.index.to_numpy(float), schedule)[metric]
+        said: Any = fitted.course(found.index.to_numpy(float), schedule)[metric]
         rows.append({
             "observed": observed[place], "until": until, "theory": _emerged(said), "others": observed[others].mean()
         })  # fmt: skip

@@ -77,7 +77,7 @@ def test_clamping_is_credited_only_if_the_transition_comes_sooner():
 
 def test_a_hypothesis_is_excluded_only_where_its_cause_was_held():
     def excluded(found: Table) -> dict[str, set[str]]:
-        return {name[:2]: set(rows["excluded"]) for name, rows in hypotheses(found).groupby("hypothesis")}
+        return {str(name)[:2]: set(rows["excluded"]) for name, rows in hypotheses(found).groupby("hypothesis")}
 
     assert excluded(clamped()) == {"H1": {"yes"}, "H2": {"yes"}, "H3": {"yes"}}
     assert excluded(clamped(context=1e9)) == {"H1": {"yes", "no"}, "H2": {"yes"}, "H3": {"no"}}

@@ -1,6 +1,7 @@
 """What is held while a network trains, beside the attention and logits that it leaves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -126,8 +127,8 @@ def test_to_read_nothing_is_to_read_zero_values():
 
         hold = without(net, operation)
         if operation == "write":  # zero values of items reach items too: compare where these read nothing either
-            both = [*hold(BATCH), *_items_read_no_items()]
-            values = [(name_of("v", layer), zero)]
+            both: Any = [*hold(BATCH), *_items_read_no_items()]
+            values: Any = [(name_of("v", layer), zero)]
         else:
             both, values = [*hold(BATCH)], [(name_of("v", layer), zero)]
         torch.testing.assert_close(

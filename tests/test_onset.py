@@ -1,5 +1,7 @@
 """The theory of onset: its derivatives, known parameters recovered, forecasts where one is possible and where not."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -49,7 +51,7 @@ def test_known_parameters_are_recovered():
     known = [Onset(LOSS, 0.4, (1.0, 1.5, beta, kappa)) for beta, kappa in ((0.4, 0.8), (0.0, 0.5))]
     went = [one.course(STEPS, SCHEDULE) for one in known]
     generator = np.random.default_rng(0)
-    noisy = [one + generator.normal(0, 0.01, one.shape) for one in went]
+    noisy: list[Any] = [one + generator.normal(0, 0.01, one.shape) for one in went]
     found = fit(noisy, LOSS, SCHEDULE)
     for one, other in zip(found, known, strict=True):
         assert one.shared == found[0].shared
@@ -63,13 +65,13 @@ def test_known_parameters_are_recovered():
     assert 60 < emergence_step(STEPS, true) < 400
 
 
-def error_saved(found: pd.DataFrame) -> float:
+def error_saved(found: Any) -> float:
     others, theory = ((found[name] - found["observed"]).abs().mean() for name in ("others", "theory"))
     return (others - theory) / found["observed"].mean()
 
 
 def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
-    possible = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
+    possible: Any = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert (possible["until"] < possible["observed"]).all()
     assert error_saved(possible) > 0.1
     impossible = forecast([untold(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_impossible_networks_are_refused(sizes, message):
 
 def test_the_loss_is_the_mean_over_what_is_asked():
     net = network()
-    for task, predict in ((FACTS, "all"), (DemonstrationsTask(WORLD, 2, (1, 3)), "all"), (FACTS, "last")):
+    cases: list[Any] = [(FACTS, "all"), (DemonstrationsTask(WORLD, 2, (1, 3)), "all"), (FACTS, "last")]
+    for task, predict in cases:
         tokens, labels = task.batch(3, 6, predict)
         log_probs = net(tokens).logits.detach().log_softmax(-1)
         losses = [

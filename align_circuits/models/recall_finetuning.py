@@ -262,7 +262,7 @@ class Finetuning:
             asked, ov = model.W_Q[:, separator], model.W_O[:, :d_vocab].mT
             attention = (asked[:, tokens] + asked[:, places]).softmax(-1)  # [head prompt pos]
             read = [torch.zeros(n, d_vocab).scatter_add_(1, tokens, part) for part in attention]
-            error = sum(g @ out.T for g, out in zip(read, ov, strict=True)).softmax(-1)
+            error = torch.stack([g @ out.T for g, out in zip(read, ov, strict=True)]).sum(0).softmax(-1)
             error[torch.arange(n), answers] -= 1
             change = []
             for part, out in zip(attention, ov, strict=True):

@@ -78,7 +78,9 @@ def as_table(went: pd.DataFrame) -> Table:
 def _run(config: Forecast, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
     frame, about = measure_tuned("course", models[0], [config.arm], jobs=jobs, folder=folder)
     tuned = [Table(rows.drop(columns=["arm", "seed"]), Provenance("tune")) for _, rows in frame.groupby("seed")]
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in config.arm.config.items()}
+    plain: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.arm.config.items()
+    }
     loss = AlignedLogits(_LETTERS, config.arm.task.get("x_len", 5))
     schedules = {TUNED: TuneConfig(**plain).train_config()}
     schedules |= dict.fromkeys((SIMULATED, UNTOLD), TrainConfig(config.steps, schedule="linear"))
@@ -91,7 +93,10 @@ def _run(config: Forecast, *, models: Sequence[str], jobs: int, folder: Path) ->
         said = forecast(tables, loss, schedules[source])
         steps = said.reset_index(names="seed").melt("seed", var_name="of").assign(source=source, step=-1)
         curves = [
-            course(table)["align_query"].reset_index(name="value").assign(source=source, seed=seed, of="course")
+            course(table)[["align_query"]]
+            .set_axis(["value"], axis=1)
+            .reset_index()
+            .assign(source=source, seed=seed, of="course")
             for seed, table in enumerate(tables)
         ]
         found += [steps, *curves]
