@@ -1,5 +1,6 @@
 """The pretraining mixture teaches no alignment task; the recipe makes a folder that anyone can load."""
 
+import itertools
 import re
 from typing import Any
 
@@ -20,8 +21,8 @@ def texts(kind: str, n: int = 60, length: int = 120, **options: Any) -> list[str
     return ["".join(tokenizer.convert_ids_to_tokens(row[1:].tolist())) for row in ids]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "copies"])
-def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("copies", "shuffled")])
+def test_no_document_has_the_form_of_a_standard_prompt_of_several_symbols(kind):
     standard = re.compile(r"[A-Z]{2,}[:;!][a-z]{2,}\n")
     assert standard.search("ACB:rijjpr\n")
     assert not any(standard.search(text) for text in texts(kind))
@@ -38,12 +39,31 @@ def test_no_document_holds_a_standard_prompt_of_several_symbols(kind):
         ("echoes", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("halves", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("outputs", r"(([A-Z]:)?[a-z]{2,32}\n)*"),
+        ("shuffled", r"([A-Z]{2,8}:[a-z]{2,32}\n)*"),
     ],
 )
 def test_documents_have_the_form_of_their_kind(kind, form):
     for text in texts(kind):
         whole = text[: text.rfind("\n") + 1] if "\n" in text else text
         assert re.fullmatch(form, whole), text
+
+
+def test_shuffled_lines_are_no_standard_prompts_since_nothing_is_aligned():
+    """With one edge a state, each symbol of a standard prompt would have the same phrase in all lines."""
+    same, pairs, chance = 0, 0, 0.0
+    for text in texts("shuffled", n=200, most_symbols=5, most_edges=1):
+        lines = re.findall(r"([A-Z]+):([a-z]+)\n", text)
+        m = len(lines[0][0]) if lines else 0
+        for (one, left), (other, right) in itertools.pairwise(lines):
+            c = len(left) // m
+            for symbol in one:
+                first, second = (
+                    body[c * at :][:c] for body, at in ((left, one.index(symbol)), (right, other.index(symbol)))
+                )
+                same += first == second
+                pairs, chance = pairs + 1, chance + 1 / m
+    assert pairs > 1000
+    assert abs(same - chance) / pairs < 0.06, "two automata may write one phrase, more often than that they do not"
 
 
 def test_echoes_are_of_the_symbol_whose_turn_it_is_and_the_lower_layers_are_asked_for_it():

@@ -1,7 +1,4 @@
-"""Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?
-
-The path from alignment through keys or through queries into lookup is not measured here.
-"""
+"""Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +14,15 @@ from align_circuits import plots
 from align_circuits.ablation import all_heads, reference_of
 from align_circuits.engine import capture
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
-from align_circuits.experiments.accuracy import difference_of, share_of
+from align_circuits.experiments.accuracy import difference_of, mean_of, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
+from align_circuits.graph import Graph
 from align_circuits.hooks.edits import Ablate, Clamp, Edit, Head, Patch, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.localize import localize
+from align_circuits.paths import patch_paths
 from align_circuits.prompts import Prompts
 from align_circuits.scoring import score_heads
 from align_circuits.tables import VALUES, Provenance, Table
@@ -61,8 +60,9 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
         **run: As for `tuned`.
 
     Returns:
-        First-token accuracy by what was done (`done`), beside the history ceiling; and for each role the number of
-        heads that `localize` names before and after, with their names.
+        First-token accuracy by what was done (`done`), beside the history ceiling; for each role the number of heads
+        that `localize` names before and after, with their names; and what aligners do through the queries and the keys
+        of lookup heads (`_paths`), before and after.
     """
     seed, generator = FRESH + run["seed"], np.random.default_rng(run["seed"])
     before, after, task = loaded(run["model"]), tuned(**run).model, task_of(run["task"], run["seed"])
@@ -87,6 +87,11 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     measure("after", after)
     rows.append({"done": "history ceiling", "metric": "first", "heads": "-",
                  **_first(before, drawn, predictor="history")})  # fmt: skip
+    other = task.sample(prompts, after.tokenizer, seed + 2)
+    for part, model in (("before", before), ("after", after)):
+        for name, senders in (("", aligners), (", control", _others(after, aligners, generator))):
+            found = _paths(model, drawn, other, senders, heads["lookup"])
+            rows += [{"done": f"{part}: through {side}{name}", "metric": "path", **row} for side, row in found.items()]
     held = reference_of(after, drawn, "mean")
     said = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
     for control in (False, True):
@@ -100,6 +105,35 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
             at = sorted({head for role in roles for head in clamped[role]})
             measure(f"clamped: {what}", before, [Clamp(clamped[role], role) for role in roles], at)
     return pd.DataFrame(rows)
+
+
+def _paths(
+    model: Any, prompts: Prompts, other: Prompts, senders: Sequence[Head], receivers: Sequence[Head]
+) -> dict[str, dict[str, Any]]:
+    """What senders do through the queries and through the keys of receivers, in nats of the gold first token.
+
+    Each sender says to one receiver what it says on other prompts, written by other automata on other symbols; below
+    zero, the path is needed. The value is the sum over all pairs in which the receiver comes later, 0 where none does;
+    its ends are those of the pairs added up, so the interval is wide rather than narrow.
+    """
+    graph = Graph.of(model.cfg)
+    found: dict[str, dict[str, Any]] = {}
+    for side, site in (("queries", "q"), ("keys", "k")):
+        names = sorted({
+            read.name for read in graph.receivers for layer, head in receivers
+            if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
+        })  # fmt: skip
+        later = [layer for layer, _ in receivers if layer > min(layer for layer, _ in senders)]
+        about = {"heads": f"{describe(senders)} to {' '.join(names)}", "n": len(prompts)}
+        effect = np.zeros(len(VALUES) - 1)
+        if later:
+            table = patch_paths(
+                model, clean=prompts, corrupted=replace(other, targets=prompts.targets), kind="first",
+                senders=[describe([head]) for head in senders], receivers=names,
+            )  # fmt: skip
+            effect = table.frame[["value", "low", "high"]].to_numpy().sum(0)
+        found[side] = {**about, **dict(zip(("value", "low", "high"), effect.tolist(), strict=True))}
+    return found
 
 
 def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: str = "model") -> dict[str, float]:
@@ -210,7 +244,16 @@ def _check(table: Table) -> list[Check]:
             control=against(f"clamped: {both}, control", "before"), control_is="as many other heads clamped",
         ),
     ]  # fmt: skip
-    return [*checks, *_twofold_checks(table)]
+    paths = [
+        Check(
+            claim=f"Lookup uses alignment through its {side} (nats of the gold first token without that path)",
+            measured=mean_of(table.where(done=f"after: through {side}")), relation="<=", threshold=-0.1,
+            control=mean_of(table.where(done=f"after: through {side}, control")),
+            control_is="as many other heads in place of the aligners",
+        )
+        for side in ("queries", "keys")
+    ]  # fmt: skip
+    return [*checks, *paths, *_twofold_checks(table)]
 
 
 def _twofold_checks(table: Table) -> list[Check]:
@@ -244,15 +287,15 @@ def _twofold_checks(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    rows: Any = table.where(metric="first").frame
+    rows: Any = table.frame
     rows = rows.assign(seed="seed " + rows["seed"].astype(str))
-    two = rows["done"].str.endswith(("monotonic", "swapped"))
-    panels = {name: _by_place(rows[mask]) for name, mask in (("m = 5", ~two), ("m = 4, OOD", two))}
+    first, two = rows["metric"] == "first", rows["done"].str.endswith(("monotonic", "swapped"))
+    panels = {"m = 5": first & ~two, "m = 4, OOD": first & two, "paths": rows["metric"] == "path"}
     figures = {}
-    for name, (frame, labels) in panels.items():
-        drawn = plots.curves({"": frame}, x="place", by="seed", label="", value="first token").update_traces(
-            mode="markers"
-        )
+    for name, mask in panels.items():
+        frame, labels = _by_place(rows[mask])
+        value = "effect (nats)" if name == "paths" else "first token"
+        drawn = plots.curves({"": frame}, x="place", by="seed", label="", value=value).update_traces(mode="markers")
         figures[name] = drawn.update_xaxes(dtick=None, tickvals=list(range(len(labels))), ticktext=labels)
     return figures
 

@@ -201,6 +201,22 @@ def outputs(source: Source) -> Document:
     return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
 
 
+def shuffled(source: Source) -> Document:
+    """Lines in the form of a standard prompt whose phrases follow in an order drawn anew for each line.
+
+    There is no alignment: the input says which symbols wrote the phrases, and nothing of where.
+    """
+    rng = source.rng
+    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
+    n = source.lines(m + 2 + m * c)
+    order, which = (np.argsort(rng.random((n, m)), 1) for _ in range(2))
+    colon, newline = (np.full((n, 1), token) for token in (COLON, NEWLINE))
+    phrases = source.phrases(which, c).reshape(n, -1)
+    ids = np.concatenate([source.names(m)[order], colon, phrases, newline], 1)
+    weight = [0.0] * m + [QUIET] + ([UNCERTAIN] + [1.0] * (c - 1)) * m + [QUIET]
+    return _flat(ids, np.tile(weight, (n, 1)))
+
+
 def copies(source: Source) -> Document:
     """A random segment repeated, or short random words in random order; the first time of each is not predicted."""
     rng = source.rng
@@ -229,7 +245,7 @@ def copies(source: Source) -> Document:
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
     "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "copies": copies, "echoes": echoes, "halves": halves,
+    "outputs": outputs, "shuffled": shuffled, "copies": copies, "echoes": echoes, "halves": halves,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 
