@@ -175,5 +175,5 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
 
 def test_localize_refuses_a_circuit_in_another_style(tmp_path, capsys):
-    assert main(["localize", "--model", "planted", "--out", str(tmp_path)]) == 2
+    assert main(["localize", "--model", "planted", "--style", "marked", "--out", str(tmp_path)]) == 2
     assert "standard style only" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 def _check(table: Table) -> list[Check]:
-    divs, lens = (sorted(table.frame[name].unique()) for name in ("div", "grammar_len"))
+    divs, lens = (sorted(table.frame[name].unique().tolist()) for name in ("div", "grammar_len"))
     low, high, longest = divs[0], divs[-1], lens[-1]
     short = max(length for length in lens if length <= 5)
     middle = lens[len(lens) // 2 + 1] if len(lens) > 3 else longest
