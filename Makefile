@@ -11,6 +11,9 @@ READY3 := $(VENV3)/.ready
 
 export HF_HUB_OFFLINE := 1
 
+# Waiting for each other, threads make small models slower.
+demos docs: export OMP_NUM_THREADS := 1
+
 .PHONY: demo test test-tl3 check lint types demos docs wheel clean
 
 demo: $(READY)
