@@ -154,7 +154,7 @@ def forecast(
     the first of the others' steps of emergence: nothing of the run itself is known but its probes up to there.
 
     Args:
-        runs: The tables of at least three `TuneRun`s that differ in their seed.
+        runs: The tables of at least three runs of `tune` that differ in their seed.
         loss: The theory.
         schedule: How the learning rate went.
         metric: Which of `MEASURES` emerges.
