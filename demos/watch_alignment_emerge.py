@@ -67,7 +67,7 @@ for name, asked in {"as they are": prompts, "labels corrupted": corrupted, "out 
 
 # %%
 config = ac.TuneConfig(
-    loss_on="all", steps=120, batch=8, lr=2e-3, alpha=16, dropout=0, projections=("q", "k", "v", "o"), probe_every=15
+    loss_on="all", steps=120, batch=8, lr=4e-3, alpha=16, dropout=0, projections=("q", "k", "v", "o"), probe_every=15
 )
 run = ac.tune(before, task, config, seed=0, progress=False)
 run.log[["step", "loss", "first", "later", "align_query", "align_key", "lookup"]].round(2)
