@@ -1,5 +1,6 @@
 """The world of contextual recall and what is told of it, against a reader that goes token by token."""
 
+import inspect
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from align_circuits.prompts import Prompts, Role
+from align_circuits.tasks import recall_tasks
 from align_circuits.tasks.recall import RecallWorld, distances
 from align_circuits.tasks.recall_posterior import type_ceiling, type_posterior
 from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask
@@ -314,3 +316,43 @@ def test_the_ceiling_is_what_the_best_guess_reaches():
     right = (guessed == prompts.latent["type"][:, 0].numpy()).mean()
     assert type_ceiling(PLAIN, 8, 3000, seed=1).mean() == pytest.approx(right, abs=0.03)
     assert type_ceiling(PLAIN, 1, 10) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("kind", ["subject", "type"])
+@pytest.mark.parametrize("task", TASKS)
+def test_corrupted_prompts_ask_for_something_else_and_tell_facts_too(task, kind):
+    world, prompts = task.world, task.sample(30, seed=2)
+    corrupted = task.corrupt(prompts, kind, seed=1)
+    start = (~prompts.mask).sum(1).tolist()
+    one_subject = isinstance(task, FactsTask)
+    for index in range(30):
+        old, new = (p.tokens[index, start[index] :].tolist() for p in (prompts, corrupted))
+        before, after = read(world, old), read(world, new)
+        assert [part["at"] for part in before] == [part["at"] for part in after]
+        target = int(prompts.targets["token"][index])
+        answer = [int(corrupted.latent[name][index, -1]) for name in ("type", "subject")]
+        assert int(world.facts[answer[0], answer[1]]) != target
+        assert (world.type_of[target] == answer[0]) == (kind == "subject")
+        for part in after:
+            if "value" in part:
+                assert (
+                    new[part["value"][0]] == world.facts[world.type_of[new[part["value"][0]]], new[part["subject"][0]]]
+                )
+        changed = {pos for pos, (one, other) in enumerate(zip(old, new, strict=True)) if one != other}
+        subjects = {pos for part in before for pos in part.get("subject", [])}
+        asked = set(before[-1]["subject"])
+        if kind == "subject":
+            assert changed & subjects == (subjects if one_subject else asked)
+            assert not changed & {pos for part in before for pos in part.get("grammar", []) + part.get("relation", [])}
+        else:
+            assert not changed & subjects
+            last = set(range(before[-1]["at"], len(old)))
+            assert changed <= last if one_subject else {p["value"][0] for p in before[:-1]} <= changed
+        signs = [pos for part in after[-1:] for pos in part.get("relation", [])]
+        assert all(new[pos] == world.relation_ids[answer[0]] for pos in signs)
+
+
+def test_an_unknown_corruption_is_refused():
+    unchecked = inspect.unwrap(recall_tasks._corrupt)  # past the type check of the import hook, as for users without it
+    with pytest.raises(ValueError, match="choose one of 'subject', 'type'"):
+        unchecked(PLAIN, TASKS[2].sample(2), "grammar", 0, one_subject=True)

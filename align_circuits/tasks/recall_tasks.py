@@ -1,7 +1,7 @@
 """What is told of a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,12 @@ from align_circuits.tasks.streams import Streams
 
 IGNORED = -100
 """The label of what is not predicted; PyTorch's cross-entropy leaves it out."""
+
+Corruption = Literal["subject", "type"]
+"""What a corrupted prompt asks otherwise."""
+
+LATENT = ("subject", "type", "tells", "grammar_len")
+"""What prompts keep of what was drawn."""
 
 Predicted = Literal["all", "last"]
 """Which tokens a batch asks for: every next one, or the last attribute alone."""
@@ -71,6 +77,22 @@ class FactsTask:
         """
         drawn = self._draw(n, Streams(_seed(n, seed), "facts"))
         return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
+
+    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+
+        - `"subject"`: the subject becomes another whose answer differs, wherever it stands, and its attributes with it.
+        - `"type"`: the last subsequence is told as one of another type: other grammar, or another relation token.
+
+        Args:
+            prompts: What `sample` of this task returned, or some of them.
+            kind: What changes.
+            seed: Which change.
+
+        Raises:
+            ValueError: An unknown kind, or no other answer.
+        """
+        return _corrupt(self.world, prompts, kind, seed, one_subject=True)
 
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
@@ -145,6 +167,22 @@ class DemonstrationsTask:
         """
         drawn = self._draw(n, Streams(_seed(n, seed), "demonstrations"))
         return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
+
+    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+
+        - `"subject"`: the subject that is asked about becomes another whose answer differs, where it stands last.
+        - `"type"`: all demonstrations are of another type: other attributes of the same subjects, other grammar.
+
+        Args:
+            prompts: What `sample` of this task returned, or some of them.
+            kind: What changes.
+            seed: Which change.
+
+        Raises:
+            ValueError: An unknown kind, or no other answer.
+        """
+        return _corrupt(self.world, prompts, kind, seed, one_subject=False)
 
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
@@ -251,14 +289,54 @@ def _batch(
     return tokens[:, :-1], tokens[:, 1:].where(asked, IGNORED)
 
 
+def _asked(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"], Int[ndarray, "prompt pos"]]:
+    """The tokens without the attribute that is due, padded on the left, and places from the first; below 0: padding."""
+    tokens = _write(world, drawn)
+    lengths = _lengths(world, drawn.grammar_len, drawn.subject.shape[1])[:, None] - 1
+    pos = np.arange(lengths.max()) - (lengths.max() - lengths)
+    return np.where(pos >= 0, np.take_along_axis(tokens, pos.clip(0), 1), 0), pos
+
+
+def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, one_subject: bool) -> Prompts:
+    """Prompts about another subject or of another type; `one_subject` tells facts from demonstrations."""
+    if kind not in get_args(Corruption):
+        raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
+    subject, type_, tells, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
+    streams, n = Streams(seed, f"corrupt {kind}"), len(prompts)
+    where = slice(None) if one_subject == (kind == "subject") else slice(-1, None)
+    if kind == "subject":
+        value = world.facts[type_[:, -1]]
+        other = value != np.take_along_axis(value, subject[:, -1:], 1)
+        if not other.any(1).all():
+            raise ValueError("all subjects have the same value of a type: there is no other answer to corrupt to")
+        subject[:, where] = np.where(other, streams.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
+    else:
+        shift = 1 + _below(streams, "type", (n, 1), world.n_types - 1)
+        type_[:, where] = (type_[:, -1:] + shift) % world.n_types
+    steps = int(grammar_len.max()) + 2
+    text = np.full((n, tells.shape[1], steps), world.separator)  # with relation tokens, grammar stays
+    if not world.relation_tokens:
+        text = _grammar(world, streams, np.where(tells, type_, world.n_types), steps, grammar_len)
+    written, pos = _asked(world, _Drawn(subject, type_, tells, grammar_len, text))
+    part = (pos // (grammar_len[:, None] + 3)).clip(0)
+    retold = np.take_along_axis(type_ != prompts.latent["type"].numpy(), part, 1) & np.take_along_axis(tells, part, 1)
+    roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
+    named = (roles == Role.INPUT) | (roles == Role.OUTPUT)
+    anew = named if world.relation_tokens else named | (retold & (roles == Role.TEXT))
+    inputs[anew] = written[anew]
+    told = roles == Role.RELATION
+    inputs[told] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[told]
+    latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
+    return replace(
+        prompts, inputs=torch.from_numpy(inputs), latent={**prompts.latent, **latent},
+        task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}},
+    )  # fmt: skip
+
+
 def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts:
     n, parts = drawn.subject.shape
-    tokens = _write(world, drawn)
-    lengths = _lengths(world, drawn.grammar_len, parts)[:, None] - 1  # without the attribute that is due
-    width = drawn.grammar_len[:, None] + 3
-    pos = np.arange(lengths.max()) - (lengths.max() - lengths)  # counted from the first real token; padding is below 0
-    mask = pos >= 0
-    inputs = np.where(mask, np.take_along_axis(tokens, pos.clip(0), 1), 0)
+    inputs, pos = _asked(world, drawn)
+    mask, width = pos >= 0, drawn.grammar_len[:, None] + 3
     part, place = pos.clip(0) // width, pos.clip(0) % width
     at_value = width - 2 + world.relation_tokens
     silent = ~np.take_along_axis(drawn.tells, part, 1)
@@ -280,7 +358,7 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
         "grammar": grammar & own,
         "relation": relation & own,
     }
-    each, query = torch.arange(n), int(lengths.max()) - 1
+    each, query = torch.arange(n), inputs.shape[1] - 1
     targets = pd.DataFrame(
         {"prompt": each, "query_pos": query, "target_pos": query + 1,
          "token": world.facts[drawn.type[:, -1], drawn.subject[:, -1]], "phrase": parts - 1, "offset": 0,
