@@ -25,7 +25,8 @@ import torch
 import align_circuits as ac
 from align_circuits.clamps import clamped_to_previous
 from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.abrupt.sweeps import aligned_curves, mean_curves, over_seeds, transitions
+from align_circuits.experiments.abrupt.sweeps import aligned_curves, mean_curves, transitions
+from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
 from align_circuits.tasks.exemplars import Worlds
 from align_circuits.training import TrainConfig

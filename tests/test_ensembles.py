@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.abrupt.sweeps import aligned_curves, at_end, half_rises, over_seeds, transitions
+from align_circuits.experiments.abrupt.sweeps import aligned_curves, at_end, half_rises, transitions
+from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
 from align_circuits.progress import (
     MEASURES,

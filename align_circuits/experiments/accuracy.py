@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.cells import Cell, run_cells
@@ -19,7 +19,7 @@ from align_circuits.experiments.experiment import Measured
 from align_circuits.models.load import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.scoring import score_heads
-from align_circuits.stats import binomial_interval
+from align_circuits.stats import binomial_interval, bootstrap
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -115,6 +115,25 @@ def value_of(table: Table, **where: Any) -> Measured:
 def share_of(there: Bool[ndarray, " seed"]) -> Measured:
     """Returns the share of seeds in which something is there, with its exact binomial interval."""
     return Measured(float(there.mean()), *binomial_interval(int(there.sum()), len(there)))
+
+
+def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
+    """Returns the mean over seeds with a 95% bootstrap interval; a seed without a value (NaN) is left out."""
+    weights = (~np.isnan(values)).astype(float)[None]
+    if not weights.any():
+        return Measured(float("nan"), float("nan"), float("nan"))
+    low, high = bootstrap(values[None], weights)
+    return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
+
+
+def measured(values: Float[ndarray, " seed"]) -> dict[str, Measured]:
+    """Returns the measured value of a check."""
+    return {"measured": over_seeds(values)}
+
+
+def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
+    """Returns the control of a check."""
+    return {"control": over_seeds(values), "control_is": what}
 
 
 def _row(table: Table, place: int) -> Measured:

@@ -103,9 +103,6 @@ class NestedLogits:
         return near, far, rise_far * (1 + 1 / (2 * self.n_pairs)), rise_far
 
 
-ALIGNED_PARAMETERS = (*PARAMETERS, "kappa")
-
-
 @dataclass(frozen=True)
 class AlignedLogits:
     """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.

@@ -10,18 +10,9 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
-from align_circuits.experiments.abrupt.network import SOURCE, controlled, measured, on
-from align_circuits.experiments.abrupt.sweeps import (
-    CPU,
-    PAPER,
-    SMOKE,
-    Size,
-    Sweep,
-    at_end,
-    cells_of,
-    curves_only,
-    over_seeds,
-)
+from align_circuits.experiments.abrupt.network import SOURCE, on
+from align_circuits.experiments.abrupt.sweeps import CPU, PAPER, SMOKE, Size, Sweep, at_end, cells_of, curves_only
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.tables import Table
 

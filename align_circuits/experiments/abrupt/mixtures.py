@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
-from align_circuits.experiments.abrupt.network import BOTH, SOURCE, controlled, measured, on
+from align_circuits.experiments.abrupt.network import BOTH, SOURCE, on
 from align_circuits.experiments.abrupt.sweeps import (
     CPU,
     PAPER,
@@ -24,6 +24,7 @@ from align_circuits.experiments.abrupt.sweeps import (
     curves_only,
     mean_curves,
 )
+from align_circuits.experiments.accuracy import controlled, measured
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.tables import Table
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from align_circuits import plots
 from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.abrupt.sweeps import (
+from align_circuits.experiments.abrupt.sweeps import (  # fmt: skip
     CPU,
     PAPER,
     SMOKE,
@@ -28,11 +28,11 @@ from align_circuits.experiments.abrupt.sweeps import (
     half_rises,
     mean_curves,
     network,
-    over_seeds,
     train_sweep,
     transitions,
-)  # fmt: skip
-from align_circuits.experiments.experiment import Check, Experiment, Measured
+)
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
+from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.hooks.names import name_of
 from align_circuits.progress import PROGRESS
 from align_circuits.tables import Table
@@ -45,16 +45,6 @@ LEARNED = 0.9
 ACCURACIES = {"icl": "in context", "iwl": "in weights", "swap": "swapped labels"}
 BOTH = {"icl": "in context", "iwl": "in weights"}
 NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
-
-
-def measured(values: Float[ndarray, " seed"]) -> dict[str, Measured]:
-    """The measured value of a check."""
-    return {"measured": over_seeds(values)}
-
-
-def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
-    """The control of a check."""
-    return {"control": over_seeds(values), "control_is": what}
 
 
 def first_probe(table: Table, measure: str, **where: Any) -> Float[ndarray, " seed"]:

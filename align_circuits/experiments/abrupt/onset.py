@@ -13,7 +13,8 @@ from numpy import ndarray
 
 from align_circuits import plots
 from align_circuits.evaluate import ALL_OFFSETS
-from align_circuits.experiments.abrupt.network import SOURCE, controlled, measured
+from align_circuits.experiments.abrupt.network import SOURCE
+from align_circuits.experiments.accuracy import controlled, measured
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.tuned import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, measure_tuned
 from align_circuits.models.nested_logits import AlignedLogits

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from align_circuits import plots
 from align_circuits.clamps import OPERATIONS, Hold, Hook, Operation, clamped_to_label, clamped_to_previous
-from align_circuits.experiments.abrupt.network import NAMES, SOURCE, controlled, measured, on
-from align_circuits.experiments.abrupt.sweeps import (
+from align_circuits.experiments.abrupt.network import NAMES, SOURCE, on
+from align_circuits.experiments.abrupt.sweeps import (  # fmt: skip
     CPU,
     PAPER,
     SMOKE,
@@ -27,10 +27,10 @@ from align_circuits.experiments.abrupt.sweeps import (
     by_seed,
     curves_only,
     mean_curves,
-    over_seeds,
     train_sweep,
     transitions,
-)  # fmt: skip
+)
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment, Scale
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of

@@ -11,16 +11,14 @@ from numpy import ndarray
 
 from align_circuits import plots
 from align_circuits.experiments.abrupt.mixtures import stalled
-from align_circuits.experiments.abrupt.network import (
+from align_circuits.experiments.abrupt.network import (  # fmt: skip
     BOTH,
     LEARNED,
     SOURCE,
     check_alignment,
-    controlled,
     draw_measures,
-    measured,
     on,
-)  # fmt: skip
+)
 from align_circuits.experiments.abrupt.sweeps import (
     CPU,
     PAPER,
@@ -32,6 +30,7 @@ from align_circuits.experiments.abrupt.sweeps import (
     curves_only,
     mean_curves,
 )  # fmt: skip
+from align_circuits.experiments.accuracy import controlled, measured
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.tables import Table
 

@@ -24,7 +24,6 @@ from align_circuits.clamps import (
     without_labels,
 )
 from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.experiment import Measured
 from align_circuits.models.exemplar_net import Ensemble, ExemplarNet, ExemplarNetConfig
 from align_circuits.models.induction_head import InductionHead, InductionHeadConfig
 from align_circuits.progress import crossing_step
@@ -230,15 +229,6 @@ def half_rises(table: Table, measure: str, **where: Any) -> Float[ndarray, " see
     return np.array(
         [crossing_step(steps, curves[seed].to_numpy(), level) for seed, level in zip(curves, middle, strict=True)]
     )
-
-
-def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
-    """Returns the mean over seeds with a 95% bootstrap interval; a seed without a value (NaN) is left out."""
-    weights = (~np.isnan(values)).astype(float)[None]
-    if not weights.any():
-        return Measured(float("nan"), float("nan"), float("nan"))
-    low, high = bootstrap(values[None], weights)
-    return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
 
 
 def mean_curves(table: Table, measures: Mapping[str, str], **where: Any) -> pd.DataFrame:

@@ -15,18 +15,10 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.heads import Training, measure
-from align_circuits.experiments.recall.trainings import (
-    SOURCE,
-    at_end,
-    at_start,
-    controlled,
-    long,
-    mean_curves,
-    measured,
-    over_seeds,
-)
+from align_circuits.experiments.recall.trainings import SOURCE, at_end, at_start, long, mean_curves
 from align_circuits.metrics import MATCHES
 from align_circuits.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, train_stage

@@ -8,20 +8,9 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
-from align_circuits.experiments.recall.trainings import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Study,
-    at_end,
-    best,
-    controlled,
-    measured,
-    over_seeds,
-    study,
-)
+from align_circuits.experiments.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Study, at_end, best, study
 from align_circuits.tables import Table
 
 _HELD_OUT = {"stage": "icl+grm", "probe": "icl_held_out", "match": "exact"}

@@ -10,8 +10,9 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
-from align_circuits.experiments.recall.trainings import SOURCE, controlled, measured, over_seeds
+from align_circuits.experiments.recall.trainings import SOURCE
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_posterior import type_ceiling

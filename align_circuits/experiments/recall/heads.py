@@ -15,7 +15,7 @@ from torch import nn
 from align_circuits import plots
 from align_circuits.cells import Cell, run_cells
 from align_circuits.engine import capture
-from align_circuits.experiments.abrupt.sweeps import over_seeds
+from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.recall.constructions import SOURCE
 from align_circuits.hooks.names import name_of

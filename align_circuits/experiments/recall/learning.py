@@ -5,6 +5,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from align_circuits import plots
+from align_circuits.experiments.accuracy import controlled, measured
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.trainings import (
     CPU,
@@ -15,9 +16,7 @@ from align_circuits.experiments.recall.trainings import (
     Study,
     at_end,
     at_start,
-    controlled,
     mean_curves,
-    measured,
     reached,
     study,
 )

@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from align_circuits import plots
 from align_circuits.evaluate import predict
+from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.trainings import (
     CPU,
@@ -23,10 +24,7 @@ from align_circuits.experiments.recall.trainings import (
     SOURCE,
     Finetuned,
     Size,
-    controlled,
     finetuned,
-    measured,
-    over_seeds,
     pretrained,
 )
 from align_circuits.metrics import group_cosines, silhouette

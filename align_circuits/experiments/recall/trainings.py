@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.experiments.experiment import Measured
+from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.prompts import Prompts
-from align_circuits.stats import bootstrap
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
@@ -216,22 +215,6 @@ def reached(table: Table, level: float, **where: Any) -> Float[ndarray, " seed"]
     curves = by_seed(table, **where)
     steps, above = curves.index.to_numpy(float), curves.to_numpy(float) >= level
     return np.where(above.any(0), steps[above.argmax(0)], np.inf)
-
-
-def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
-    """Returns the mean over seeds with a 95% bootstrap interval, rough for as few as there are."""
-    low, high = bootstrap(values[None], np.ones((1, len(values))))
-    return Measured(float(values.mean()), float(low[0]), float(high[0]))
-
-
-def measured(values: Float[ndarray, " seed"]) -> dict[str, Any]:
-    """The measured part of a check."""
-    return {"measured": over_seeds(values)}
-
-
-def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
-    """The control part of a check."""
-    return {"control": over_seeds(values), "control_is": what}
 
 
 def mean_curves(table: Table, names: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
