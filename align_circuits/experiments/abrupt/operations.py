@@ -285,7 +285,8 @@ def hypotheses(table: Table) -> pd.DataFrame:
     """Returns which of H1 to H3 the interventions exclude.
 
     A hypothesis is excluded if some cause that it names was held fixed from the start and every seed made the
-    transition all the same, with ILA1 above one half at the end and TILA2 above one half of TLA2, which bounds it.
+    transition all the same, with ILA1 above one half at the end and TILA2 above one half of TLA2, which bounds it. The
+    bound on TILA2 was set after the kept results were seen; the first, one half, cannot be reached while TLA2 is held.
 
     Args:
         table: Of `abrupt/clamped`.
