@@ -126,7 +126,9 @@ def _folder(source: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{name!r} is no folder here, and not to be had from the hub: {reason}") from error
+        raise ValueError(
+            f"{name!r} is no folder here, and not to be had from the hub: {reason} Bundled are {', '.join(BUNDLED)}"
+        ) from error
 
 
 def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
