@@ -139,6 +139,7 @@ def save_adapter(adapted: Any, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     adapted.save_pretrained(partial, save_embedding_layers=False)  # else PEFT asks the hub about the base's vocabulary
     writable_folder(folder)
-    for name in ("README.md", "adapter_model.safetensors", "adapter_config.json"):
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
         (partial / name).replace(folder / name)
+    (partial / "README.md").unlink()  # a form left blank, and the path of the base on this machine
     partial.rmdir()
