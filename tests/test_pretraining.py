@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import string
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,18 @@ def test_halves_complete_each_other():
     assert both > 30
 
 
+def test_unaided_halves_have_lines_of_one_sort():
+    assert all("\n!" in text and not re.search(r"\n[A-Z]", text) for text in texts("halves", unaided=1.0))
+
+
+def test_phrases_of_crowded_documents_begin_alike():
+    few, many = (
+        [len({*text} & {*string.ascii_lowercase}) for text in texts("shuffled", crowded=share)] for share in (1.0, 0.0)
+    )
+    assert max(few) <= 12
+    assert np.mean(few) < np.mean(many) / 2
+
+
 def test_copies_repeat():
     def repeats(text: str) -> bool:
         return any(text[:n] == text[n : 2 * n] for n in range(3, 60)) or len(set(text)) < len(text) / 2
@@ -142,6 +155,11 @@ def test_automata_stay_within_their_edges():
         ({"shares": {}, "heard": (0.8, 0.2)}, r"heard=\(0.8, 0.2\): give the least and the greatest share"),
         ({"shares": {}, "heard": (-0.1, 0.2)}, r"heard=\(-0.1, 0.2\)"),
         ({"shares": {}, "heard": (0.2, 1.1)}, r"heard=\(0.2, 1.1\)"),
+        ({"shares": {}, "unaided": 1.5}, "unaided=1.5: give the share of documents, 0 to 1"),
+        ({"shares": {}, "crowded": -0.1}, "crowded=-0.1"),
+        ({"shares": {}, "swapped": 2.0}, "swapped=2.0"),
+        ({"shares": {}}, "shares={}: give shares of 0 or more, and one above 0"),
+        ({"shares": {"pairs": -1.0, "copies": 2.0}}, "shares={'pairs': -1.0"),
     ],
 )
 def test_an_impossible_mixture_is_refused(options, said):

@@ -25,6 +25,9 @@ QUIET = 0.1
 UNCERTAIN = 0.4
 """The loss weight of tokens of which little can be known."""
 
+CROWD = (5, 13)
+"""Letters of automata that write few: at least the first, fewer than the second."""
+
 Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
 """Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
 must tell in its place, `PAD` for none."""
@@ -43,6 +46,8 @@ class Source:
     """The most symbols in the input of a pre-aligned prompt."""
     heard: tuple[float, float]
     """Of echoes: the least and the greatest share of letters that their symbol replaces."""
+    unaided: float
+    """Of halves: the share of documents without pre-aligned lines."""
 
     def phrases(self, symbol: Int[ndarray, "line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
         """Writes a phrase for each symbol, as token ids."""
@@ -124,6 +129,8 @@ def halves(source: Source) -> Document:
     order = np.argsort(rng.random((n, m)), 1)
     names, phrases = source.names(m)[order], source.phrases(order, c)
     heard, told = _heard(rng, n, m, c, 0.05), rng.random(n) < rng.uniform(0.1, 1)
+    if source.unaided and rng.random() < source.unaided:
+        told[:] = True
     ids: list[Any] = []
     weights: list[Any] = []
     for line in range(n):
@@ -262,6 +269,10 @@ class Mixture:
     """The most edges that leave a state of an automaton."""
     heard: tuple[float, float] = (0.2, 0.8)
     """Of echoes: the least and the greatest share of letters that their symbol replaces."""
+    unaided: float = 0.0
+    """Of halves: the share of documents all of whose lines have `!`; more come by chance."""
+    crowded: float = 0.0
+    """The share of documents whose automata write few letters, so that many phrases begin alike."""
     swapped: float = 0.1
     """The share of documents in which symbols and letters swap their case (not of kind "single")."""
 
@@ -275,6 +286,11 @@ class Mixture:
             )
         if len(self.heard) != 2 or not 0 <= self.heard[0] <= self.heard[1] <= 1:
             raise ValueError(f"heard={self.heard}: give the least and the greatest share of letters, 0 to 1")
+        for name in ("unaided", "crowded", "swapped"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give the share of documents, 0 to 1")
+        if not all(share >= 0 for share in self.shares.values()) or not sum(self.shares.values()) > 0:
+            raise ValueError(f"shares={dict(self.shares)}: give shares of 0 or more, and one above 0")
 
     def sample(
         self, n: int, length: int, seed: int
@@ -299,8 +315,12 @@ class Mixture:
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
         early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
-            own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
-            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols, self.heard))
+            letter, to, n_edges = (table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges))
+            if self.crowded and rng.random() < self.crowded:
+                few = torch.from_numpy(rng.permutation(len(LETTERS)))
+                letter = few[letter.long() % int(rng.integers(*CROWD))].to(letter.dtype)
+            source = Source(rng, Automata(letter, to, n_edges), length - 1, self.most_symbols, self.heard, self.unaided)
+            text, weight, asked = KINDS[kind](source)
             if kind != "single" and rng.random() < self.swapped:
                 text, asked = SWAPPED[text], SWAPPED[asked]
             ids[row, 1:], weights[row, 1:], early[row, 1:] = (part[: length - 1] for part in (text, weight, asked))
