@@ -67,7 +67,7 @@ for name, asked in {"as they are": prompts, "labels corrupted": corrupted, "out 
 
 # %%
 config = ac.TuneConfig(
-    loss_on="all", steps=120, batch=8, lr=4e-3, alpha=16, dropout=0, projections=("q", "k", "v", "o"), probe_every=15
+    loss_on="all", steps=100, batch=8, lr=3e-3, alpha=64, dropout=0, projections=("q", "k", "v", "o"), probe_every=10
 )
 run = ac.tune(before, task, config, seed=0, progress=False)
 run.log[["step", "loss", "first", "later", "align_query", "align_key", "lookup"]].round(2)
@@ -76,7 +76,7 @@ run.log[["step", "loss", "first", "later", "align_query", "align_key", "lookup"]
 run.figures["best heads"]
 
 # %% [markdown]
-# A whole run takes a few minutes: the settings above with `steps=400`. When a metric emerged is then a number, with an interval over seeds (`reproduce icatune/fig4`); here, from one seed and few
+# A whole run takes a few minutes: the settings above with `steps=200`. When a metric emerged is then a number, with an interval over seeds (`reproduce icatune/fig4`); here, from one seed and few
 # prompts:
 
 # %%

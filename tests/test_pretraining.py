@@ -1,8 +1,6 @@
 """The pretraining mixture teaches no alignment task; the recipe makes a folder that anyone can load."""
 
-import itertools
 import re
-import string
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ def texts(kind: str, n: int = 60, length: int = 120, **options: Any) -> list[str
     return ["".join(tokenizer.convert_ids_to_tokens(row[1:].tolist())) for row in ids]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("copies", "shuffled")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "copies"])
 def test_no_document_has_the_form_of_a_standard_prompt_of_several_symbols(kind):
     standard = re.compile(r"[A-Z]{2,}[:;!][a-z]{2,}\n")
     assert standard.search("ACB:rijjpr\n")
@@ -37,34 +35,15 @@ def test_no_document_has_the_form_of_a_standard_prompt_of_several_symbols(kind):
         ("pairs", r"([A-Z][:;]?[a-z]{1,4}\n)*"),
         ("phrases", r"([A-Z][a-z]{1,4})*[A-Z]?"),
         ("strings", r"([a-z]{3,12}\n)*"),
-        ("echoes", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
+        ("echoes", r"(![A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("halves", r"(!?[A-Z]{2,8}:(?=[^\n]*[A-Z])[A-Za-z]{2,32}\n)*"),
         ("outputs", r"(([A-Z]:)?[a-z]{2,32}\n)*"),
-        ("shuffled", r"([A-Z]{2,8}:[a-z]{2,32}\n)*"),
     ],
 )
 def test_documents_have_the_form_of_their_kind(kind, form):
     for text in texts(kind):
         whole = text[: text.rfind("\n") + 1] if "\n" in text else text
         assert re.fullmatch(form, whole), text
-
-
-def test_shuffled_lines_are_no_standard_prompts_since_nothing_is_aligned():
-    """With one edge a state, each symbol of a standard prompt would have the same phrase in all lines."""
-    same, pairs, chance = 0, 0, 0.0
-    for text in texts("shuffled", n=200, most_symbols=5, most_edges=1):
-        lines = re.findall(r"([A-Z]+):([a-z]+)\n", text)
-        m = len(lines[0][0]) if lines else 0
-        for (one, left), (other, right) in itertools.pairwise(lines):
-            c = len(left) // m
-            for symbol in one:
-                first, second = (
-                    body[c * at :][:c] for body, at in ((left, one.index(symbol)), (right, other.index(symbol)))
-                )
-                same += first == second
-                pairs, chance = pairs + 1, chance + 1 / m
-    assert pairs > 1000
-    assert abs(same - chance) / pairs < 0.06, "two automata may write one phrase, more often than that they do not"
 
 
 def test_echoes_are_of_the_symbol_whose_turn_it_is_and_the_lower_layers_are_asked_for_it():
@@ -98,18 +77,6 @@ def test_halves_complete_each_other():
                     assert letter == symbol or phrase.setdefault((symbol, offset), letter) == letter
         both += len(sorts) == 2
     assert both > 30
-
-
-def test_unaided_halves_have_lines_of_one_sort():
-    assert all("\n!" in text and not re.search(r"\n[A-Z]", text) for text in texts("halves", unaided=1.0))
-
-
-def test_phrases_of_crowded_documents_begin_alike():
-    few, many = (
-        [len({*text} & {*string.ascii_lowercase}) for text in texts("shuffled", crowded=share)] for share in (1.0, 0.0)
-    )
-    assert max(few) <= 12
-    assert np.mean(few) < np.mean(many) / 2
 
 
 def test_copies_repeat():
@@ -155,9 +122,7 @@ def test_automata_stay_within_their_edges():
         ({"shares": {}, "heard": (0.8, 0.2)}, r"heard=\(0.8, 0.2\): give the least and the greatest share"),
         ({"shares": {}, "heard": (-0.1, 0.2)}, r"heard=\(-0.1, 0.2\)"),
         ({"shares": {}, "heard": (0.2, 1.1)}, r"heard=\(0.2, 1.1\)"),
-        ({"shares": {}, "unaided": 1.5}, "unaided=1.5: give the share of documents, 0 to 1"),
-        ({"shares": {}, "crowded": -0.1}, "crowded=-0.1"),
-        ({"shares": {}, "swapped": 2.0}, "swapped=2.0"),
+        ({"shares": {}, "swapped": 2.0}, "swapped=2.0: give the share of documents, 0 to 1"),
         ({"shares": {}}, "shares={}: give shares of 0 or more, and one above 0"),
         ({"shares": {"pairs": -1.0, "copies": 2.0}}, "shares={'pairs': -1.0"),
     ],

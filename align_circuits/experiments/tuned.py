@@ -32,8 +32,8 @@ TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
 """What the bundled model is tuned on."""
 
 TOY: Mapping[str, Any] = {
-    "loss_on": "all", "steps": 400, "batch": 8, "lr": 4e-3, "r": 16, "alpha": 16.0, "dropout": 0.0,
-    "projections": ("q", "k", "v", "o"), "probe_every": 10, "probe_prompts": 10, "checkpoint_every": 20,
+    "loss_on": "all", "steps": 200, "batch": 8, "lr": 3e-3, "r": 16, "alpha": 64.0, "dropout": 0.0,
+    "projections": ("q", "k", "v", "o"), "probe_every": 5, "probe_prompts": 10, "checkpoint_every": 20,
 }  # fmt: skip
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 

@@ -25,9 +25,6 @@ QUIET = 0.1
 UNCERTAIN = 0.4
 """The loss weight of tokens of which little can be known."""
 
-CROWD = (5, 13)
-"""Letters of automata that write few: at least the first, fewer than the second."""
-
 Document = tuple[Int[ndarray, " pos"], Float[ndarray, " pos"], Int[ndarray, " pos"]]
 """Token ids, at least as many as were asked for; the weight of each in the loss; and the token that the lower layers
 must tell in its place, `PAD` for none."""
@@ -46,8 +43,6 @@ class Source:
     """The most symbols in the input of a pre-aligned prompt."""
     heard: tuple[float, float]
     """Of echoes: the least and the greatest share of letters that their symbol replaces."""
-    unaided: float
-    """Of halves: the share of documents without pre-aligned lines."""
 
     def phrases(self, symbol: Int[ndarray, "line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
         """Writes a phrase for each symbol, as token ids."""
@@ -94,26 +89,19 @@ def pre_aligned(source: Source) -> Document:
 def echoes(source: Source) -> Document:
     """`!` and a monotonic prompt in whose phrases some letters are replaced by the symbol that they belong to.
 
-    The lower layers are asked for that symbol everywhere. In one of four documents there is no `!`, phrases follow in
-    an unknown order, and any symbols replace their letters.
+    The lower layers are asked for that symbol everywhere.
     """
     rng = source.rng
     m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    told = rng.random() < 0.75
-    n = source.lines(m + 2 + told + m * c)
+    n = source.lines(m + 3 + m * c)
     order = np.argsort(rng.random((n, m)), 1)
     names = source.names(m)
-    heard = _heard(rng, n, m, c, rng.uniform(*source.heard))
     own = np.broadcast_to(names[order][..., None], (n, m, c))
-    phrases = source.phrases(order if told else np.argsort(rng.random((n, m)), 1), c)
-    body = np.where(heard, own if told else rng.choice(SYMBOLS, (n, m, c)), phrases)
-    asked = own if told else body
-    bang, colon, newline = (
-        np.full((n, width), token) for width, token in ((int(told), BANG), (1, COLON), (1, NEWLINE))
-    )
+    body = np.where(_heard(rng, n, m, c, rng.uniform(*source.heard)), own, source.phrases(order, c))
+    bang, colon, newline = (np.full((n, 1), token) for token in (BANG, COLON, NEWLINE))
     ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
-    early = np.concatenate([np.full((n, m + told + 1), PAD), asked.reshape(n, -1), np.full((n, 1), PAD)], 1)
-    weight = [0.0] * (m + told) + [QUIET] + [1.0 if told else UNCERTAIN] * (m * c) + [QUIET]
+    early = np.concatenate([np.full((n, m + 2), PAD), own.reshape(n, -1), np.full((n, 1), PAD)], 1)
+    weight = [0.0] * (m + 1) + [QUIET] + [1.0] * (m * c) + [QUIET]
     return ids.ravel(), np.tile(weight, n), early.ravel()
 
 
@@ -129,8 +117,6 @@ def halves(source: Source) -> Document:
     order = np.argsort(rng.random((n, m)), 1)
     names, phrases = source.names(m)[order], source.phrases(order, c)
     heard, told = _heard(rng, n, m, c, 0.05), rng.random(n) < rng.uniform(0.1, 1)
-    if source.unaided and rng.random() < source.unaided:
-        told[:] = True
     ids: list[Any] = []
     weights: list[Any] = []
     for line in range(n):
@@ -208,22 +194,6 @@ def outputs(source: Source) -> Document:
     return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
 
 
-def shuffled(source: Source) -> Document:
-    """Lines in the form of a standard prompt whose phrases follow in an order drawn anew for each line.
-
-    There is no alignment: the input says which symbols wrote the phrases, and nothing of where.
-    """
-    rng = source.rng
-    m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
-    n = source.lines(m + 2 + m * c)
-    order, which = (np.argsort(rng.random((n, m)), 1) for _ in range(2))
-    colon, newline = (np.full((n, 1), token) for token in (COLON, NEWLINE))
-    phrases = source.phrases(which, c).reshape(n, -1)
-    ids = np.concatenate([source.names(m)[order], colon, phrases, newline], 1)
-    weight = [0.0] * m + [QUIET] + ([UNCERTAIN] + [1.0] * (c - 1)) * m + [QUIET]
-    return _flat(ids, np.tile(weight, (n, 1)))
-
-
 def copies(source: Source) -> Document:
     """A random segment repeated, or short random words in random order; the first time of each is not predicted."""
     rng = source.rng
@@ -252,7 +222,7 @@ def copies(source: Source) -> Document:
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
     "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "shuffled": shuffled, "copies": copies, "echoes": echoes, "halves": halves,
+    "outputs": outputs, "copies": copies, "echoes": echoes, "halves": halves,
 }  # fmt: skip
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 
@@ -269,10 +239,6 @@ class Mixture:
     """The most edges that leave a state of an automaton."""
     heard: tuple[float, float] = (0.2, 0.8)
     """Of echoes: the least and the greatest share of letters that their symbol replaces."""
-    unaided: float = 0.0
-    """Of halves: the share of documents all of whose lines have `!`; more come by chance."""
-    crowded: float = 0.0
-    """The share of documents whose automata write few letters, so that many phrases begin alike."""
     swapped: float = 0.1
     """The share of documents in which symbols and letters swap their case (not of kind "single")."""
 
@@ -286,9 +252,8 @@ class Mixture:
             )
         if len(self.heard) != 2 or not 0 <= self.heard[0] <= self.heard[1] <= 1:
             raise ValueError(f"heard={self.heard}: give the least and the greatest share of letters, 0 to 1")
-        for name in ("unaided", "crowded", "swapped"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give the share of documents, 0 to 1")
+        if not 0 <= self.swapped <= 1:
+            raise ValueError(f"swapped={self.swapped}: give the share of documents, 0 to 1")
         if not all(share >= 0 for share in self.shares.values()) or not sum(self.shares.values()) > 0:
             raise ValueError(f"shares={dict(self.shares)}: give shares of 0 or more, and one above 0")
 
@@ -315,12 +280,8 @@ class Mixture:
         ids, weights = np.full((n, length), BOS), np.zeros((n, length), np.float32)
         early = np.full((n, length), PAD)
         for row, kind in enumerate(kinds):
-            letter, to, n_edges = (table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges))
-            if self.crowded and rng.random() < self.crowded:
-                few = torch.from_numpy(rng.permutation(len(LETTERS)))
-                letter = few[letter.long() % int(rng.integers(*CROWD))].to(letter.dtype)
-            source = Source(rng, Automata(letter, to, n_edges), length - 1, self.most_symbols, self.heard, self.unaided)
-            text, weight, asked = KINDS[kind](source)
+            own = Automata(*(table[row : row + 1] for table in (automata.letter, automata.next, automata.n_edges)))
+            text, weight, asked = KINDS[kind](Source(rng, own, length - 1, self.most_symbols, self.heard))
             if kind != "single" and rng.random() < self.swapped:
                 text, asked = SWAPPED[text], SWAPPED[asked]
             ids[row, 1:], weights[row, 1:], early[row, 1:] = (part[: length - 1] for part in (text, weight, asked))
