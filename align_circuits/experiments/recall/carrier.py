@@ -60,7 +60,7 @@ def run(config: Carrier, *, models: Sequence[str], jobs: int, folder: Path) -> T
         tokens of one role), site, layer, positions and metric (`"accuracy"`, `"log_prob"`): a row a seed, the change on
         the clean prompts' answers. Positions are `places_of`, `"all"`, and for `resid_post` of layer 1 also the last k
         demonstrations. `resid_pre` of layer 0 everywhere is the whole prompt: the most that a patch can do. Rows of the
-        edit `"none"` are the clean and the corrupted prompts' own accuracy (`positions`).
+        edit `"none"` are not changes but the model's own numbers on the clean prompts.
     """
     frames = []
     for kind in config.kinds:
@@ -70,12 +70,13 @@ def run(config: Carrier, *, models: Sequence[str], jobs: int, folder: Path) -> T
             task = size.demonstrations(seed, "icl", held_out=True)
             clean = task.sample(size.probe, seed=seed)
             corrupted = task.corrupt(clean, "type", seed=seed)
-            frames.append(_measure(model, clean, corrupted).assign(kind=kind, seed=seed, n=size.probe))
+            frames.append(measure(model, clean, corrupted).assign(kind=kind, seed=seed, n=size.probe))
     frame = pd.concat(frames, ignore_index=True).assign(low=np.nan, high=np.nan)
     return Table(frame, Provenance("recall_carrier", asdict(config)))
 
 
-def _measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
+def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
+    """Returns the rows of one model: see `run`."""
     places = places_of(clean) | {EVERYWHERE: clean.mask}
     frames: list[Any] = []
     for direction in DIRECTIONS:
@@ -146,8 +147,8 @@ def _check(table: Table) -> list[Check]:
         into = {"kind": kind, "edit": "denoise", "site": "resid_post", "layer": 0}
         checks.append(
             Check(
-                f"After {said}, it reads the type where the attributes of demonstrations stand (gain of exact match from "
-                "the residual stream between the layers, there)", relation=">=", threshold=0.5,
+                f"After {said}, it reads the type where the attributes of demonstrations stand (gain of exact match "
+                "from the residual stream between the layers, there)", relation=">=", threshold=0.5,
                 **measured(_change(table, positions="attributes", **into)),
                 **controlled(_change(table, positions="subjects", **into), "at the demonstrations' subjects"),
             )

@@ -159,7 +159,7 @@ def _check(table: Table) -> list[Check]:
         Check(
             "attention-only: finetuning changes where the relation head looks (loss of exact match with the "
             "pretrained one's pattern)", relation=">=", threshold=0.5, **measured(looks),
-            **controlled(reads, "with its values"), published="W_KQ and W_OV of the relation head, W_KQ of the subject's",
+            **controlled(reads, "with its values"), published="W_KQ of both heads, and W_OV of this one",
         )
     )  # fmt: skip
     return checks

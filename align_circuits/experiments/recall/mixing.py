@@ -89,7 +89,8 @@ def _check(table: Table) -> list[Check]:
         ),
         Check(
             "And keeps the facts better, which two stages may forget (exact match on PT, one stage minus two)",
-            relation=">=", threshold=0.1, **measured(kept - left), **controlled(at_first - left, "before training minus two stages"),
+            relation=">=", threshold=0.1, **measured(kept - left),
+            **controlled(at_first - left, "before training minus two stages"),
         ),
         Check(
             "One stage answers about held-out subjects as about seen ones (exact match, seen minus held-out)",

@@ -24,6 +24,8 @@ KEPT = ("weight", "attention", "exact")
 
 Strategy = Literal["suppress", "boost"]
 
+_SAID: dict[Strategy, str] = {"suppress": "taken from others' values", "boost": "added to its own values"}
+
 
 def run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     """Trains models with relative positions as `recall/heads` does, over more seeds; its table, without maps."""
@@ -78,7 +80,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     panels = {}
     for stage in ("pretrained", "finetuned"):
         rows = []
-        for strategy, said in (("suppress", "taken from others' values"), ("boost", "added to its own values")):
+        for strategy, said in _SAID.items():
             values = strength(table, stage, strategy)
             rows.append(pd.DataFrame({"seed": np.arange(len(values)), "curve": said, "value": values}))
         panels[stage] = pd.concat(rows).assign(low=np.nan, high=np.nan)
