@@ -32,7 +32,7 @@ CHAINS = RecallWorld.small()
 ICL = DemonstrationsTask(CHAINS, 5)
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: Any) -> Table:
     return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=10), Provenance("test"))
 
 
@@ -82,7 +82,7 @@ def test_patching_the_whole_prompt_is_the_other_prompt():
     model = ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=3))
     clean = ICL.sample(60, seed=1)
     corrupted = ICL.corrupt(clean, "type", seed=1)
-    found = Table(measure(model, clean, corrupted), Provenance("test")).where(metric="log_prob")
+    found = table(measure(model, clean, corrupted)).where(metric="log_prob")
     own, other = (
         float(
             ac.evaluate(model, prompts)
@@ -183,7 +183,7 @@ def test_exchanges_are_credited_to_the_head_that_matters():
 
 
 def test_a_mixture_draws_from_both_tasks():
-    facts, shown = FactsTask(CHAINS, 2, 3), DemonstrationsTask(CHAINS, 3)
+    facts, shown = FactsTask(CHAINS, 2, 3), ICL
     lengths = {facts.length - 1: "facts", shown.length - 1: "demonstrations"}
     kinds = [lengths[MixedTask(facts, shown, 0.3).batch(seed, 2)[0].shape[1]] for seed in range(200)]
     assert 0.2 < np.mean([kind == "demonstrations" for kind in kinds]) < 0.4

@@ -183,7 +183,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 CARRIER = Experiment(
     name="recall/carrier", title="Is layer-2 attention the task vector's carrier?", source=f"Beyond {SOURCE}",
-    scales={"smoke": Carrier(SMOKE), "cpu": Carrier(CPU), "paper": Carrier(PAPER)},
+    scales={"smoke": Carrier(SMOKE), "cpu": Carrier(CPU, ("icl",)), "paper": Carrier(PAPER)},
     run=run, draw=_draw, check=_check, makes_models=True,
     published="§3.4 steers with this output; whether the model itself uses it so is not tested there.",
 )  # fmt: skip
