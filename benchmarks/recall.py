@@ -4,7 +4,8 @@ Both loops train the paper's model (two layers of one head, d_model 256) on the 
 minGPT's: attention written out as a masked softmax, GELU written out as a formula, all logits, AdamW one tensor after
 the other, clipping; without dropout, and without a data loader, so that only what computes is compared. Ours is
 `train` with `next_token_loss`: fused attention and GELU, logits where a label is, fused AdamW, and a checkpoint every
-100 steps; in fp32 as the plain one, and with `precision="bf16"`, which pays where the processor multiplies bfloat16. Steps alternate, so that whatever else the machine does meets both; times are those of the process. Run:
+100 steps; in fp32 as the plain one, and with `precision="bf16"`, which pays where the processor multiplies bfloat16.
+Steps alternate, so that whatever else the machine does meets both; times are those of the process. Run:
 python benchmarks/recall.py
 """
 
