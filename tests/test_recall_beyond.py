@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import align_circuits as ac
 from align_circuits.experiments.recall.carrier import CARRIER, last_demonstrations, measure, places_of
@@ -52,7 +53,7 @@ def test_the_constructions_exchange_what_the_theorem_says():
 
 
 def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
-    nets = [ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=seed)) for seed in (0, 1)]
+    nets: list[Any] = [ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=seed)) for seed in (0, 1)]
     prompts = ICL.sample(200, seed=0)
     tokens, gold = prompts.tokens, prompts.column("token")
     rows = {(row["site"], row["layer"]): row["value"] for row in exchanged(*nets, prompts)}
@@ -69,7 +70,7 @@ def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
 def test_places_are_what_a_reader_finds():
     prompts = ICL.sample(4, seed=0)
     places = places_of(prompts)
-    assert (sum(mask.int() for mask in places.values()) == 1).all()
+    assert (torch.stack(list(places.values())).sum(0) == 1).all()
     assert places["query"].nonzero()[:, 1].tolist() == [15] * 4
     assert places["attributes"].nonzero()[:5, 1].tolist() == [1, 4, 7, 10, 13]
     assert (prompts.roles[places["subjects"]] == Role.INPUT).all()
@@ -83,20 +84,19 @@ def test_patching_the_whole_prompt_is_the_other_prompt():
     clean = ICL.sample(60, seed=1)
     corrupted = ICL.corrupt(clean, "type", seed=1)
     found = table(measure(model, clean, corrupted)).where(metric="log_prob")
-    own, other = (
-        float(
-            ac.evaluate(model, prompts)
-            .where(predictor="model", metric="log_prob", kind="all", offset=-1)
-            .frame["value"]
-            .iloc[0]
-        )
-        for prompts in (clean, corrupted)
-    )
-    whole = {edit: found.where(edit=edit, site="resid_pre").frame["value"].item() for edit in ("denoise", "noise")}
+    rows = {"predictor": "model", "metric": "log_prob", "kind": "all", "offset": -1}
+    tables = [ac.evaluate(model, prompts).where(**rows).frame for prompts in (clean, corrupted)]
+    own, other = (frame["value"].to_numpy(float).item() for frame in tables)
+    whole = {
+        edit: found.where(edit=edit, site="resid_pre").frame["value"].to_numpy(float).item()
+        for edit in ("denoise", "noise")
+    }
     assert whole["denoise"] == pytest.approx(own - other, abs=1e-5)
     assert whole["noise"] == pytest.approx(other - own, abs=1e-5)
-    assert found.where(edit="none", positions="clean").frame["value"].item() == pytest.approx(own, abs=1e-5)
-    after = found.where(edit="denoise", site="resid_post", layer=1).frame.set_index("positions")["value"]
+    assert found.where(edit="none", positions="clean").frame["value"].to_numpy(float).item() == pytest.approx(
+        own, abs=1e-5
+    )
+    after: Any = found.where(edit="denoise", site="resid_post", layer=1).frame.set_index("positions")["value"]
     assert after["query"] == pytest.approx(whole["denoise"], abs=1e-5)  # nothing else reaches the answer any more
     assert after["attributes"] == 0
 

@@ -170,7 +170,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     for model in ("GPT-2", "attention-only"):
         panels = {}
         for receiver, said in (("pt", "pretrained, one head finetuned"), ("ft", "finetuned, one head pretrained")):
-            frame = table.where(model=model, receiver=receiver, probe="icl").frame
+            frame: Any = table.where(model=model, receiver=receiver, probe="icl").frame
             panels[said] = frame.groupby(["part", "site"], sort=False)["value"].mean().unstack("site")
         figures[model] = plots.accuracy_grids(panels, x="taken from the other", y="head", value="exact match")
     return figures

@@ -80,7 +80,7 @@ def run(config: Localized, *, models: Sequence[str], jobs: int, folder: Path) ->
 
 def _named(table: Table, stage: str, sequences: str, role: str) -> Float[ndarray, " seed"]:
     """Whether any head of each seed has the role."""
-    rows = table.where(stage=stage, sequences=sequences, role=role, metric="named").frame
+    rows: Any = table.where(stage=stage, sequences=sequences, role=role, metric="named").frame
     return rows.groupby("seed")["value"].max().to_numpy(float)
 
 

@@ -43,9 +43,9 @@ def strength(table: Table, stage: str, strategy: Strategy) -> Float[ndarray, " s
     Zero is what attending there adds to tokens that are no values. The head is the one that attends to the subject
     after pretraining.
     """
-    weights = table.where(stage=stage, metric="weight").frame
+    weights: Any = table.where(stage=stage, metric="weight").frame
     head = named(table, "subject", "relative")
-    rows = weights[weights["head"] == weights["seed"].map(dict(enumerate(head)))]
+    rows = weights[weights["head"].to_numpy() == head[weights["seed"].to_numpy()]]
     grid = rows.pivot(index="seed", columns="what", values="value")
     values = grid["subject to own" if strategy == "boost" else "subject to other values"].to_numpy(float)
     return (1 if strategy == "boost" else -1) * (values - grid["subject to other tokens"].to_numpy(float))
