@@ -56,7 +56,7 @@ def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
     nets: list[Any] = [ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=seed)) for seed in (0, 1)]
     prompts = ICL.sample(200, seed=0)
     tokens, gold = prompts.tokens, prompts.column("token")
-    rows = {(row["site"], row["layer"]): row["value"] for row in exchanged(*nets, prompts)}
+    rows = {(row["site"], row["layer"]): row["value"] for row in exchanged(nets[0], nets[1], prompts)}
     for (site, layer), found in rows.items():
         hooks = []
         if site != "none":
@@ -191,6 +191,6 @@ def test_a_mixture_draws_from_both_tasks():
         for mine, theirs in zip(MixedTask(facts, shown, share).batch(5, 3), task.batch(5, 3), strict=True):
             assert (mine == theirs).all()
     with pytest.raises(ValueError, match="share is 2"):
-        MixedTask(facts, shown, 2)
+        MixedTask(facts, shown, 2.0)
     with pytest.raises(ValueError, match="two worlds"):
         MixedTask(facts, replace(shown, world=replace(CHAINS, world_seed=1)), 0.5)

@@ -88,8 +88,7 @@ def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
         ]
         frames += [table.where(kind="all").frame.assign(edit=direction) for table in patched]
     frames.append(_ablated(model, clean, places))
-    columns = ["edit", "site", "layer", "positions", "metric", "value"]
-    return pd.concat(frames, ignore_index=True)[columns]
+    return pd.concat(frames, ignore_index=True).loc[:, ["edit", "site", "layer", "positions", "metric", "value"]]
 
 
 def _ablated(model: Any, clean: Prompts, places: Mapping[str, Bool[Tensor, "prompt pos"]]) -> pd.DataFrame:
