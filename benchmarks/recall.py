@@ -4,7 +4,8 @@ Both loops train the paper's model (two layers of one head, d_model 256) on the 
 minGPT's: attention written out as a masked softmax, GELU written out as a formula, all logits, AdamW one tensor after
 the other, clipping; without dropout, and without a data loader, so that only what computes is compared. Ours is
 `train` with `next_token_loss`: fused attention and GELU, logits where a label is, fused AdamW, and a checkpoint every
-100 steps. Steps alternate, so that whatever else the machine does meets both; times are those of the process. Run:
+100 steps; in fp32 as the plain one, and with `precision="bf16"`, which pays where the processor multiplies bfloat16.
+Steps alternate, so that whatever else the machine does meets both; times are those of the process. Run:
 python benchmarks/recall.py
 """
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=7, help="of each loop, on each kind of sequences")
     parser.add_argument("--batches", type=int, default=20, help="of each sampler")
+    parser.add_argument("--sequences", nargs="*", help="which kinds, by their names in the table; all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     world = RecallWorld.paper()
@@ -122,11 +124,14 @@ def main() -> None:
         "ICL, N = 16": Stage(DemonstrationsTask(world), FINETUNING),
         "ICL+Grm, S_ft = 1..5": Stage(DemonstrationsTask(world, grammar_lens=(1, 5)), FINETUNING),
     }
-    print("64 sequences a batch   sampler, Mtokens/s  plain, s/step  ours, s/step  ratio")
-    for name, stage in stages.items():
+    print("64 sequences a batch   sampler, Mtokens/s  precision  plain, s/step  ours, s/step  ratio")
+    for name in arguments.sequences or stages:
+        stage = stages[name]
         rate = tokens_a_second(stage.task, stage.batch_size, arguments.batches)
-        plain, ours = compare(stage, arguments.steps)
-        print(f"{name:22} {rate / 1e6:18.1f} {plain:14.3f} {ours:13.3f} {plain / ours:6.2f}", flush=True)
+        for precision in ("fp32", "bf16"):
+            plain, ours = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
+            told = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {plain / ours:6.2f}"
+            print(told, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from align_circuits.metrics import recall_matches
 from align_circuits.prompts import Prompts
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask, Predicted
+from align_circuits.tasks.streams import Streams
 from align_circuits.training import TrainConfig, TrainRun, train
 
 PRETRAINING = TrainConfig(steps=20_000, lr=1e-4, weight_decay=1e-3, clip=None, log_every=500, checkpoint_every=100)
@@ -23,10 +24,42 @@ FINETUNING = TrainConfig(steps=2000, lr=1e-4, weight_decay=1e-3, clip=None, log_
 
 
 @dataclass(frozen=True)
+class MixedTask:
+    """Pretraining and finetuning at once: each batch is of one kind, drawn at random.
+
+    Raises:
+        ValueError: A share outside [0, 1], or tasks of two worlds.
+    """
+
+    facts: FactsTask
+    demonstrations: DemonstrationsTask
+    share: float
+    """Of the batches that are demonstrations."""
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share is {self.share}: give a share of the batches, from 0 to 1")
+        if self.facts.world != self.demonstrations.world:
+            raise ValueError("facts and demonstrations are of two worlds: give both tasks the same one")
+
+    @property
+    def world(self) -> RecallWorld:
+        """What both are about."""
+        return self.facts.world
+
+    def batch(
+        self, seed: int, n: int, predict: Predicted = "all"
+    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
+        drawn = Streams(seed, "mixture").uniform("kind", 1).item()
+        return (self.demonstrations if drawn < self.share else self.facts).batch(seed, n, predict)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One training: what is read, how, and in which batches."""
 
-    task: FactsTask | DemonstrationsTask
+    task: FactsTask | DemonstrationsTask | MixedTask
     """Where sequences come from, new ones in every step."""
     train: TrainConfig = field(default_factory=lambda: PRETRAINING)
     batch_size: int = 64

@@ -241,7 +241,7 @@ SMOKE = Training(
 )  # fmt: skip
 CPU = Training(
     n_subjects=64, n_values=8, n_types=4, n_grammar=10, n_slots=6, n_facts=4, n_demos=5, n_seen=32, d_head=64,
-    pretraining=800, finetuning=500, batch_size=32, lr=3e-3,
+    pretraining=2000, finetuning=500, batch_size=32, lr=3e-3,
 )  # fmt: skip
 PAPER = Training()
 """App. B: 2,000 and 1,000 steps to validate the constructions; Figs. 13 and 14 have 5,000 and 2,000."""

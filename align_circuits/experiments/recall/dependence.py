@@ -131,7 +131,7 @@ FIG5 = Experiment(
     name="recall/fig5", title="Held-out accuracy against the subjects finetuned on", source=f"{SOURCE}, Fig. 5",
     scales={
         "smoke": Study(SMOKE, ("icl", "icl+grm"), _cells(n_seen=(4, 12))),
-        "cpu": Study(CPU, ("icl", "icl+grm"), _cells(n_seen=(8, 32, 48))),
+        "cpu": Study(CPU, ("icl", "icl+grm"), _cells(n_seen=(12, 48, 72))),
         "paper": Study(PAPER, ("icl", "icl+grm"), _cells(n_seen=(16, 32, 64, 128, 192))),
     },
     run=study, draw=_draw_seen, check=_check_seen, makes_models=True,
@@ -142,7 +142,7 @@ FIG6 = Experiment(
     name="recall/fig6", title="Grammar length and diversity of the chains", source=f"{SOURCE}, Fig. 6",
     scales={
         "smoke": Study(SMOKE, ("pt", "icl+grm"), _lengths((0.2, 0.5), (3, 5), {})),
-        "cpu": Study(CPU, ("pt", "icl+grm"), _lengths((0.2, 0.5), (6, 16), {})),
+        "cpu": Study(CPU, ("pt", "icl+grm"), _lengths((0.2, 0.5), (6, 20), {})),
         "paper": Study(PAPER, ("pt", "icl+grm"), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
     },
     run=study, draw=_draw_grid("grammar_len", "S"), check=_check_grid("grammar_len", "S"), makes_models=True,
@@ -153,7 +153,7 @@ FIG7 = Experiment(
     name="recall/fig7", title="Subjects in pretraining", source=f"{SOURCE}, Fig. 7",
     scales={
         "smoke": Study(SMOKE, ("pt", "icl+grm"), _cells(div=(0.2, 0.5), n_subjects=(8, 16))),
-        "cpu": Study(CPU, ("pt", "icl+grm"), _cells(div=(0.2, 0.5), n_subjects=(16, 64))),
+        "cpu": Study(CPU, ("pt", "icl+grm"), _cells(div=(0.2, 0.5), n_subjects=(24, 96))),
         "paper": Study(PAPER, ("pt", "icl+grm"), _cells(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
     },
     run=study, draw=_draw_grid("n_subjects", "M"), check=_check_grid("n_subjects", "M"), makes_models=True,

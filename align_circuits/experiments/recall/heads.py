@@ -329,13 +329,13 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return drawn
 
 
-_CPU = Training(
+CPU = Training(
     n_subjects=32, n_values=4, n_types=3, n_grammar=6, n_slots=4, n_facts=3, n_demos=5, n_seen=16, d_head=64,
     pretraining=1200, finetuning=400, lr=5e-3,
 )  # fmt: skip
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
-_SMOKE = Training(
+SMOKE = Training(
     n_subjects=8, n_values=4, n_types=2, n_grammar=4, n_slots=2, n_facts=2, n_demos=2, n_seen=4, d_head=8,
     pretraining=6, finetuning=3, batch_size=4, n=12,
 )  # fmt: skip
@@ -344,7 +344,7 @@ HEADS = Experiment(
     name="recall/heads",
     title="The heads of trained attention-only models beside the constructions",
     source=f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
-    scales={"smoke": Trainings(_SMOKE, 1), "cpu": Trainings(_CPU, 2), "paper": Trainings(Training(), 3)},
+    scales={"smoke": Trainings(SMOKE, 1), "cpu": Trainings(CPU, 2), "paper": Trainings(Training(), 3)},
     run=_run, draw=_draw, check=_check, makes_models=True,
     published="One head 'closely matches f_subj', one 'matches f_rel', before and after finetuning; one seed is shown.",
 )  # fmt: skip

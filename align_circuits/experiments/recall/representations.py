@@ -339,7 +339,7 @@ def _experiment(
 
 _SCALES: dict[Literal["smoke", "cpu", "paper"], Clusters] = {
     "smoke": Clusters(SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), shown=(0, 3)),
-    "cpu": Clusters(CPU, (0.2, 0.5), (0, 1, 2, 4, 6, 8), shown=(0, 2, 8)),
+    "cpu": Clusters(CPU, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", shown=(0, 2, 8)),
     "paper": Clusters(PAPER, (0.2, 0.5), tuple(range(16)), shown=(0, 2, 10, 15)),
 }
 

@@ -110,9 +110,9 @@ SMOKE = Size(
 
 
 CPU = Size(
-    RecallWorld(n_subjects=64, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=16, n_demos=8,
-    grammar_lens=(1, 4), n_seen=32, d_model=64,
-    pretraining=TrainConfig(1500, lr=0.02, optimizer="muon", rest_lr=3e-3, weight_decay=1e-3, warmup=100, log_every=50,
+    RecallWorld(n_subjects=96, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=20, n_demos=8,
+    grammar_lens=(1, 4), n_seen=48, d_model=64,
+    pretraining=TrainConfig(1600, lr=0.02, optimizer="muon", rest_lr=5e-3, weight_decay=1e-3, warmup=100, log_every=50,
                             checkpoint_every=50),
     finetuning=TrainConfig(600, lr=0.004, optimizer="muon", rest_lr=6e-4, weight_decay=1e-3, warmup=20, log_every=50,
                            checkpoint_every=50),
@@ -128,7 +128,7 @@ def pretrained(size: Size, seed: int, folder: Path) -> TrainRun:
         small_gpt2(size.world.d_vocab, size.n_ctx, d_model=size.d_model, seed=seed),
         Stage(size.facts(seed), size.pretraining, size.batch_size),
         probes={name: task.sample(size.probe, seed=seed) for name, task in probes.items()},
-        seed=seed, out=_folder(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed), progress=False,
+        seed=seed, out=folder_of(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed), progress=False,
     )  # fmt: skip
 
 
@@ -137,11 +137,12 @@ def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
     return train_stage(
         pretrained(size, seed, folder).model,
         Stage(size.demonstrations(seed, kind), size.finetuning, size.batch_size),
-        probes=size.probes(seed), seed=seed, out=_folder(folder, kind, size, seed), progress=False,
+        probes=size.probes(seed), seed=seed, out=folder_of(folder, kind, size, seed), progress=False,
     )  # fmt: skip
 
 
-def _folder(folder: Path, stage: str, size: Size, seed: int) -> Path:
+def folder_of(folder: Path, stage: str, size: Size, seed: int) -> Path:
+    """Returns where a training is kept, by all that it rests on."""
     told = [stage, asdict(replace(size, seeds=0)), seed]
     return folder / "training" / f"recall-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
 
