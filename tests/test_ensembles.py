@@ -104,7 +104,7 @@ def test_reduced_heads_train_as_alone(dtype, near):
         return net
 
     together = head(tasks, SEEDS)
-    assert (together.alpha.detach().diff().abs() > 1e-3).all()  # each went its own way
+    assert (together.alpha.detach().diff().abs() > 1e-4).all()  # each went its own way
     for index, (task, seed) in enumerate(zip(tasks, SEEDS, strict=True)):
         for one, other in zip(together.member(index).parameters(), head([task], [seed]).parameters(), strict=True):
             torch.testing.assert_close(one, other, atol=near, rtol=0)
