@@ -100,12 +100,11 @@ def train_ensemble(
 
 
 def _table(log: pd.DataFrame, worlds: Worlds, settings: dict[str, Any]) -> Table:
-    rows = [
-        pd.DataFrame(
-            {"member": member, "seed": seed, "step": log["step"], "measure": name, "value": log[f"{name}/{member}"]}
-        )
-        for member, seed in enumerate(worlds.seeds)
-        for name in MEASURES
-    ]
-    frame = pd.concat(rows, ignore_index=True).round({"value": 6}).assign(low=np.nan, high=np.nan, n=settings["probe"])
+    members = range(len(worlds))
+    each = pd.MultiIndex.from_product([members, MEASURES, log["step"]], names=["member", "measure", "step"])
+    keys = each.to_frame(index=False)
+    keys.insert(1, "seed", np.array(worlds.seeds)[keys["member"]])
+    values = log[[f"{name}/{member}" for member in members for name in MEASURES]].to_numpy(float)
+    frame = keys[["member", "seed", "step", "measure"]].assign(value=values.T.ravel().round(6))
+    frame = frame.assign(low=np.nan, high=np.nan, n=settings["probe"])
     return Table(frame, Provenance("train_ensemble", settings))

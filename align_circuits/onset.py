@@ -151,7 +151,8 @@ def forecast(
     """Predicts, for each tuning of a model, when a metric emerges, from its own beginning and what the others were.
 
     Rate, ξ and α are fitted to the others' whole courses, β_1 and κ to the run's beginning, which ends at a share of
-    the first of the others' steps of emergence: nothing of the run itself is known but its probes up to there.
+    the first of the others' steps of emergence, or at the third probe if that is later: nothing of the run itself is
+    known but its probes up to there. It is a forecast only where `until` lies before `observed`.
 
     Args:
         runs: The tables of at least three runs of `tune` that differ in their seed.
@@ -161,8 +162,9 @@ def forecast(
         share: Of the way to the first of the others' steps.
 
     Returns:
-        One row a run: `observed`, by `emergence_step`; `until`, where the beginning ended; `theory`; and `others`, the
-        mean step of the other runs, the control. A run, or a prediction, that does not emerge counts at its last step.
+        One row a run: `observed`, by `emergence_step`; `emerged`, whether it did; `until`, where the beginning ended;
+        `theory`; and `others`, the mean step of the other runs, the control. A run, or a prediction, that does not
+        emerge counts at its last step.
 
     Raises:
         ValueError: Fewer than three runs, or a share that is not in (0, 1).
@@ -170,25 +172,28 @@ def forecast(
     if len(runs) < 3 or not 0 < share < 1:
         raise ValueError(f"{len(runs)} runs, share={share}: give at least 3, and a share between 0 and 1")
     whole: list[Any] = [course(run) for run in runs]
-    observed = np.array([_emerged(found[metric]) for found in whole])
+    emerged = [not np.isnan(_step(found[metric])) for found in whole]
+    observed = np.array([_step_or_last(found[metric]) for found in whole])
     rows = []
     for place, (run, found) in enumerate(zip(runs, whole, strict=True)):
         others = np.arange(len(runs)) != place
-        until = float(share * observed[others].min())
+        until = max(float(share * observed[others].min()), float(found.index[SUSTAINED - 1]))
         shared = fit([whole[other] for other in np.flatnonzero(others)], loss, schedule)[0].shared
         fitted = fit([course(run, until)], loss, schedule, shared)[0]
         said: Any = fitted.course(found.index.to_numpy(float), schedule)[metric]
         rows.append({
-            "observed": observed[place], "until": until, "theory": _emerged(said), "others": observed[others].mean()
+            "observed": observed[place], "emerged": emerged[place], "until": until, "theory": _step_or_last(said),
+            "others": observed[others].mean(),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _emerged(curve: pd.Series) -> float:
-    """The step of emergence; the last step without one."""
-    steps = curve.index.to_numpy(float)
-    step = emergence_step(steps, curve.to_numpy(float))
-    return float(steps[-1]) if np.isnan(step) else step
+def _step(curve: pd.Series) -> float:
+    return emergence_step(curve.index.to_numpy(float), curve.to_numpy(float))
+
+
+def _step_or_last(curve: pd.Series) -> float:
+    return float(curve.index[-1]) if np.isnan(step := _step(curve)) else step
 
 
 def _seen(

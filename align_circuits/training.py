@@ -186,7 +186,11 @@ def train(
         for parameter in trained.values():
             parameter.grad = None
         value.backward()
-        norm.copy_(nn.utils.clip_grad_norm_(trained.values(), math.inf if config.clip is None else config.clip))
+        gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        if config.clip is not None:
+            nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
+        norm.copy_(total)
         number, length = torch.stack([value.detach().double(), norm.double()]).tolist()
         if not math.isfinite(number + length):
             raise FloatingPointError(

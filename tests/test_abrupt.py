@@ -8,12 +8,14 @@ import pandas as pd
 import pytest
 
 from align_circuits import plots
+from align_circuits.experiments.abrupt import ABRUPT
 from align_circuits.experiments.abrupt.dependence import FIG2, grid_of
 from align_circuits.experiments.abrupt.landscape import width_of_fall
 from align_circuits.experiments.abrupt.mixtures import FIGA5
 from align_circuits.experiments.abrupt.network import FIG4, check_alignment
-from align_circuits.experiments.abrupt.operations import CLAMPED, FIG5, WITHOUT, hypotheses
+from align_circuits.experiments.abrupt.operations import CLAMPED, CONFIRMED, FIG5, WITHOUT, formed, hypotheses
 from align_circuits.experiments.abrupt.sweeps import CLAMPS, SMOKE, Sweep, network
+from align_circuits.experiments.experiment import SCALES
 from align_circuits.progress import MEASURES
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.exemplars import ExemplarTask
@@ -82,6 +84,36 @@ def test_a_hypothesis_is_excluded_only_where_its_cause_was_held():
     assert excluded(clamped()) == {"H1": {"yes"}, "H2": {"yes"}, "H3": {"yes"}}
     assert excluded(clamped(context=1e9)) == {"H1": {"yes", "no"}, "H2": {"yes"}, "H3": {"no"}}
     assert excluded(clamped(labels=1e9)) == {"H1": {"yes", "no"}, "H2": {"no"}, "H3": {"yes"}}
+
+
+def test_a_head_counts_as_formed_only_with_transition_and_attention():
+    whole = {"icl": 200.0, "ila1": 200.0, "tila2": 200.0, "tla2": 100.0}
+    assert formed(table(curves(whole, clamp="nothing")), "nothing").tolist() == [True] * 3
+    for lacks in ("icl", "ila1", "tila2"):
+        without = {name: step for name, step in whole.items() if name != lacks}
+        assert not formed(table(curves(without, clamp="nothing")), "nothing").any()
+
+
+def test_what_is_to_be_confirmed_can_fail():
+    confirmed = CONFIRMED.check(clamped(context=1e9))
+    assert [check.holds and check.control_fails for check in confirmed] == [True] * 3
+    assert [check.holds for check in CONFIRMED.check(clamped(labels=1e9))] == [True, False, False]
+    assert not CONFIRMED.check(clamped(context=1e9, no_match=200.0))[0].control_fails
+
+
+def test_fresh_seeds_are_seeds_that_no_other_clamping_had():
+    for scale in SCALES:
+        fresh, before = CONFIRMED.scales[scale].size, CLAMPED.scales[scale].size
+        assert fresh.first_seed >= before.first_seed + before.seeds
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_tasks_of_every_sweep_fit_at_every_scale(scale):
+    configs = [one.scales[scale] for one in ABRUPT]
+    sweeps = [sweep for config in configs if isinstance(sweep := getattr(config, "sweep", config), Sweep)]
+    assert len(sweeps) == len(ABRUPT) - 3  # flows and tunings are no sweeps
+    for sweep in sweeps:
+        assert sum(map(len, sweep.ensembles())) == len(sweep.cells)
 
 
 def test_each_operation_is_changed_where_it_is_and_elsewhere(tmp_path):

@@ -12,6 +12,7 @@ from align_circuits.ensembles import train_ensemble
 from align_circuits.experiments.abrupt.sweeps import aligned_curves, at_end, half_rises, transitions
 from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
+from align_circuits.models.induction_head import InductionHead, InductionHeadConfig
 from align_circuits.progress import (
     MEASURES,
     Evaluation,
@@ -91,6 +92,22 @@ def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
         for one, other in zip(plain_of(together.member(index)).parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, atol=near, rtol=0)
         assert not torch.allclose(start.blocks[0].attn.W_Q, alone.blocks[0].attn.W_Q, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_reduced_heads_train_as_alone(dtype, near):
+    tasks = [replace(task, n_positions=0) for task in TASKS]
+
+    def head(tasks, seeds):
+        net = InductionHead(InductionHeadConfig(6, TASK.d_content, d_hidden=7), seeds, fixed=["beta_2"]).to(dtype)
+        train_ensemble(net, Worlds(tasks, seeds, dtype=dtype), CONFIG, batch_size=16, probe=4, progress=False)
+        return net
+
+    together = head(tasks, SEEDS)
+    assert (together.alpha.detach().diff().abs() > 1e-4).all()  # each went its own way
+    for index, (task, seed) in enumerate(zip(tasks, SEEDS, strict=True)):
+        for one, other in zip(together.member(index).parameters(), head([task], [seed]).parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=near, rtol=0)
 
 
 def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.emergence import emergence_step
-from align_circuits.experiments.abrupt.onset import ONSET, as_table, simulated, untold
+from align_circuits.experiments.abrupt.onset import ONSET, as_table, errors, simulated, untold
 from align_circuits.models.nested_logits import AlignedLogits, NestedLogits
 from align_circuits.onset import MEASURES, Onset, clock, course, fit, forecast
 from align_circuits.tables import Provenance, Table
@@ -73,6 +73,7 @@ def error_saved(found: Any) -> float:
 def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
     possible: Any = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert (possible["until"] < possible["observed"]).all()
+    assert possible["emerged"].tolist() == (possible["observed"] < SCHEDULE.steps).tolist() == [True, True, False]
     assert error_saved(possible) > 0.1
     impossible = forecast([untold(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert error_saved(impossible) < 0.1
@@ -101,12 +102,35 @@ def test_what_cannot_be_forecast_is_refused():
         fit([course(table).iloc[1:]], LOSS, SCHEDULE)
 
 
-def test_the_check_tells_a_forecast_from_chance():
+def steps_table(**changes: float) -> Table:
+    """Three seeds of each source, with what `forecast` said; the theory is off by 5 steps, where it can know."""
     rows = [
         {"source": source, "seed": seed, "step": -1, "of": of, "value": value, "metric": "align_query"}
         for source, error in (("tuned", 5.0), ("simulated", 5.0), ("untold", 60.0))
         for seed, observed in enumerate((100.0, 200.0, 300.0))
-        for of, value in (("observed", observed), ("theory", observed + error), ("others", 200.0), ("until", 50.0))
+        for of, value in (
+            {"observed": observed, "emerged": 1.0, "theory": observed + error, "others": 200.0, "until": 50.0} | changes
+        ).items()
     ]
-    table = Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("forecast"))
-    assert [check.holds and check.control_fails for check in ONSET.check(table)] == [True, True]
+    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("forecast"))
+
+
+def test_the_check_tells_a_forecast_from_chance():
+    table = steps_table()
+    assert errors(table, "tuned", "theory").tolist() == [5.0] * 3
+    assert errors(table, "tuned", "others").tolist() == [100.0, 0.0, 100.0]
+    assert [check.holds and check.control_fails for check in ONSET.check(table)] == [True] * 3
+    assert not ONSET.check(steps_table(until=150.0))[0].holds
+    assert not ONSET.check(steps_table(emerged=0.0))[0].holds
+
+
+def test_a_beginning_is_three_probes_long_and_a_run_may_not_emerge():
+    steps = pd.Index(range(0, 60, 10), name="step")
+    early, never = (
+        as_table(pd.DataFrame({measure: [0.2, *[level] * 5] for measure in MEASURES}, index=steps))
+        for level in (0.9, 0.2)
+    )
+    found = forecast([early, early, never], LOSS, TrainConfig(50))
+    assert found["emerged"].tolist() == [True, True, False]
+    assert found["observed"].tolist() == [10.0, 10.0, 50.0]
+    assert found["until"].tolist() == [20.0] * 3

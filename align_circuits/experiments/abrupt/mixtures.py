@@ -127,7 +127,7 @@ FIGA5 = Experiment(
     source=f"{SOURCE}, Fig. A.5",
     scales={
         "smoke": _figa5(SMOKE, 16, (2,), (2, 8)),
-        "cpu": _figa5(replace(CPU, seeds=4), 64, (4, 8), (4, 8, 16)),
+        "cpu": _figa5(CPU, 64, (4,), (4, 8, 16)),
         "paper": _figa5(PAPER, 256, (4, 8, 16), (4, 8, 16, 32)),
     },
     run=curves_only, draw=_draw_a5, check=_check_a5, makes_models=True,

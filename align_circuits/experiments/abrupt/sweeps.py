@@ -66,6 +66,9 @@ class Size:
     """The base, of which a figure varies some numbers."""
     steps: int
     seeds: int = 6
+    """How many."""
+    first_seed: int = 0
+    """The others follow it."""
     batch_size: int = 128
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -163,7 +166,8 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     frames, trained = [], []
     for cells in sweep.ensembles():
-        members = [(cell, seed) for cell in cells for seed in range(sweep.size.seeds)]
+        first = sweep.size.first_seed
+        members = [(cell, seed) for cell in cells for seed in range(first, first + sweep.size.seeds)]
         seeds = [seed for _, seed in members]
         worlds = Worlds([sweep.task(cell) for cell, _ in members], seeds, device)
         kind = {name: cells[0].get(name, value) for name, value in DEFAULTS.items()}
