@@ -44,7 +44,8 @@ DIVERGING = "PuOr"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 """Okabe and Ito (2008), without black and yellow, which vanish on dark and light pages."""
 
-SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond")
+SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond", "square")
+"""One more than there are colours, so that a pair of both does not come back before the 43rd."""
 _GREY = "#808080"  # the one text colour with contrast on white and on black
 _RING = "#D55E00"  # stands out from every colour of both scales
 _MOST_NUMBERS = 100
