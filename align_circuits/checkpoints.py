@@ -63,8 +63,9 @@ class Checkpoints:
         except ValueError:
             self.close()
             raise
-        for abandoned in self.folder.glob(".*.partial"):
-            abandoned.unlink()
+        for unfinished in (".*.partial", ".tmp*"):  # ours, and what safetensors renames at its end
+            for abandoned in self.folder.glob(unfinished):
+                abandoned.unlink()
         self.step: int = max(*steps, 0)
         """The step of the newest whole checkpoint; 0 where there is none."""
         self._older = 0 if steps[0] < steps[1] else 1

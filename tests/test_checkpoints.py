@@ -241,6 +241,13 @@ def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
     assert not same_weights(broken, whole)
 
 
+def test_what_a_killed_life_left_unfinished_is_removed(tmp_path):
+    for name in (".checkpoint-0.safetensors.0a1b2c3d.partial", ".tmpjdYe94"):  # ours, and that of safetensors
+        (tmp_path / name).touch()
+    checkpoints.Checkpoints(tmp_path, {}).close()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+
+
 def test_a_finished_run_returns_at_once(tmp_path):
     first = quiet(network(), sample, loss, TrainConfig(10), out=tmp_path, metrics=norms)
     again = quiet(network(), failing(at=1), loss, TrainConfig(10), out=tmp_path, metrics=norms)
