@@ -497,5 +497,5 @@ def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
     figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis)
+    figure.update_yaxes(**axis, automargin=True)  # long names of rows need more room on the left
     return figure
