@@ -5,16 +5,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# TransformerLens 3, whose HookedTransformer many notebooks hold, in front of all else that is installed in $(VENV).
+# In front of all else that is installed in $(VENV): TransformerLens 3, whose HookedTransformer many notebooks hold; and
+# bitsandbytes, which slows every import down and warns.
 VENV3  := .venv-tl3
 READY3 := $(VENV3)/.ready
+VENV4  := .venv-four-bit
+READY4 := $(VENV4)/.ready
 
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
 demos docs: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 check lint types demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit check lint types demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --out runs/demo/planted
@@ -26,7 +29,10 @@ test: $(READY)
 test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
 
-check: lint types test test-tl3 demos docs wheel
+test-four-bit: $(READY4)
+	$(VENV4)/bin/python -m pytest tests/test_tuning.py -k four_bit
+
+check: lint types test test-tl3 test-four-bit demos docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,12 +60,22 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llama-models
 	touch $@
 
-$(READY3): $(READY) Makefile
-	$(PYTHON) -m venv --clear $(VENV3)
-	$(VENV3)/bin/python -m pip install --quiet --no-deps transformer-lens==3.9.0 better-abc==0.0.3
+# $(call overlay,FOLDER,PACKAGES): an environment with these packages, and with those of $(VENV) beneath them.
+define overlay
+	$(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet --no-deps $(2)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
-		> $$($(VENV3)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beneath.pth
+		> $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beneath.pth
+endef
+
+$(READY3): $(READY) Makefile
+	$(call overlay,$(VENV3),transformer-lens==3.9.0 better-abc==0.0.3)
+	touch $@
+
+$(READY4): $(READY) Makefile
+	$(call overlay,$(VENV4),bitsandbytes==0.50.2)
+	$(VENV4)/bin/python -c "import bitsandbytes"  # without it the tests would be skipped
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV3) build dist *.egg-info docs/_build runs
+	rm -rf $(VENV) $(VENV3) $(VENV4) build dist *.egg-info docs/_build runs

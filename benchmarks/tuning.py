@@ -6,6 +6,8 @@ weights, or the comparison means nothing. Neither writes checkpoints; `tune` tak
 which are not timed. Each runs in a process of its own, in turn; a step's time is the median from batch to batch,
 of processor time, which on one thread and a quiet machine is the time on the clock.
 
+Then the share of the time that probes every 10 steps take, at 1, 8 and 16 prompts a step.
+
 The vocabulary is that of Llama 3 by default, since logits are what `Trainer` computes at all positions; `--vocab 64`
 shows what is left of the difference without them.
 
@@ -33,6 +35,7 @@ import align_circuits as ac
 from align_circuits import tuning
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.training import _seeds
+from align_circuits.watching import Watch
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=15)
 LR, R, ALPHA = 2e-4, 16, 8
@@ -75,6 +78,24 @@ def ours(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]
     return times, peak() - before, {name.replace("._original_component", ""): value for name, value in weights.items()}
 
 
+def share_of_probes(vocab: int, batch: int) -> float:
+    """Returns the part of the time that probes every 10 steps take: the last of two beside 10 mean steps."""
+    spent, real = [], Watch.take
+
+    def timed(*given: Any) -> dict[str, float]:
+        start = time.process_time()
+        row = real(*given)
+        spent.append(time.process_time() - start)
+        return row
+
+    model = ac.load(llama(vocab), tokenizer=char_tokenizer())
+    config = ac.TuneConfig(steps=10, batch=batch, lr=LR, r=R, alpha=ALPHA, probe_every=10)
+    Watch.take, start = timed, time.process_time()
+    tuning.tune(model, TASK, config, progress=False)
+    whole, Watch.take = time.process_time() - start, real
+    return spent[-1] / (whole - spent[0])
+
+
 def theirs(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
     """Tunes with `Trainer`."""
     base = llama(vocab)
@@ -111,8 +132,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--only", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
+    parser.add_argument("--probes", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.probes:
+        print(share_of_probes(arguments.vocab, arguments.probes))
+        return
     if arguments.only:
         times, memory, weights = (ours if arguments.only == "ours" else theirs)(arguments.vocab, arguments.steps)
         seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
@@ -142,6 +167,15 @@ def main() -> None:
         print(f"{title:16} {length / seconds:8.0f} tokens/s   {memory:6.0f} MB above the model")
     ratios = sorted(one["seconds"] / other["seconds"] for one, other in zip(*found.values(), strict=True))
     print(f"{statistics.median(ratios):.2f} times the tokens a second ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    for batch in (1, 8, 16):
+        command = [sys.executable, __file__, "--probes", str(batch), "--vocab", str(arguments.vocab)]
+        shares = []
+        for _ in range(arguments.rounds):
+            shares.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]))
+        print(
+            f"probes every 10 steps of {batch} take {100 * statistics.median(shares):.1f}% of the time "
+            f"({100 * min(shares):.1f} to {100 * max(shares):.1f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Tuning: what is trained and what is not, adapters elsewhere, probes, kills, and bad input."""
 
 import importlib.util
-import math
 import os
 import signal
 import sys
@@ -264,13 +263,39 @@ def test_a_narrow_model_has_a_wide_adapter(folder):
     assert {dtype for key, dtype in dtypes.items() if "lora" not in key} == {torch.bfloat16}
 
 
-def test_four_bit(llama):
-    config = replace(QUICK, four_bit=True)
-    if importlib.util.find_spec("bitsandbytes") is None:
-        with pytest.raises(ImportError, match=r"align-circuits\[four-bit\]"):
-            run(llama, config=config)
-    else:
-        assert math.isfinite(run(llama, config=config).log["loss"].iloc[-1])
+def test_four_bit_without_its_package(llama, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"align-circuits\[four-bit\]"):
+        run(llama, config=replace(QUICK, four_bit=True))
+
+
+def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, tmp_path, monkeypatch):
+    bnb = pytest.importorskip("bitsandbytes")
+    module, seen = sys.modules["align_circuits.tuning"], []
+    real = module._loss
+
+    def looking(model, batch):
+        seen.append({type(child) for child in model.modules()})
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return real(model, batch)
+
+    config = replace(QUICK, dropout=0.0, four_bit=True)
+    narrow = run(llama, config=config, out=tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_loss", looking)
+        with pytest.raises(KeyboardInterrupt):
+            run(llama, config=config, out=tmp_path / "stopped")
+    assert all(bnb.nn.Linear4bit in types for types in seen)
+    rest = run(llama, config=config, out=tmp_path / "stopped")
+    pd.testing.assert_frame_equal(rest.log, narrow.log)
+    wide = run(llama, config=replace(config, four_bit=False))
+    assert narrow.log["loss"][1] == pytest.approx(wide.log["loss"][1], rel=0.1)
+    assert narrow.log["loss"][1] != wide.log["loss"][1]
+    assert narrow.log["first"][0] == wide.log["first"][0], "the probe at step 0 read the quantised weights"
+    plain, tuned = parameters_of(llama), parameters_of(narrow.model)
+    same = [key for key in tuned if key in plain]
+    assert same and all(torch.equal(tuned[key], plain[key]) for key in same)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +314,14 @@ def test_four_bit(llama):
 def test_a_config_that_cannot_be_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         TuneConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [({}, 100), ({"batch": 8}, 20), ({"batch": 16}, 10), ({"method": "standard"}, 10), ({"probe_every": 3}, 3)],
+)
+def test_probes_are_rarer_where_updates_are_small(config, steps):
+    assert TuneConfig(**config).train_config().log_every == steps
 
 
 @pytest.mark.parametrize(("name", "known"), [("method", "'ica' or 'standard'"), ("loss_on", "'last' or 'all'")])

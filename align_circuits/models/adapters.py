@@ -119,9 +119,10 @@ def quantise(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head and not child.weight.requires_grad:
-                small = bnb.nn.Linear4bit(
-                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, quant_type="nf4"
-                )
+                small = bnb.nn.Linear4bit(  # on "meta", or its unused first weights would be drawn at random
+                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, quant_type="nf4",
+                    device="meta",
+                )  # fmt: skip
                 small.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
                 small.bias = child.bias
                 setattr(module, name, small.to(child.weight.device))
