@@ -279,11 +279,13 @@ def curves(
         value: What the values are, with their unit if they have one.
     """
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), shared_yaxes=True, horizontal_spacing=0.05)
+    places: dict[str, int] = {}
     for panel, frame in enumerate(panels.values(), start=1):
-        for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
+        for name, rows in frame.groupby(by, sort=False):
+            new, place = str(name) not in places, places.setdefault(str(name), len(places))
             line = go.Scatter(
                 x=rows[x], y=rows["value"], error_y=_error_bars(rows), mode="lines+markers", name=str(name),
-                legendgroup=str(name), showlegend=panel == 1,
+                legendgroup=str(name), showlegend=new,
                 marker={"size": 9, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
             )  # fmt: skip
             figure.add_trace(line, row=1, col=panel)

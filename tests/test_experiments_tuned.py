@@ -1,5 +1,6 @@
 """What experiments measure of tuned models: shared runs, attention, emergence, and checks that can fail."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,13 @@ def test_mean_attention_equals_a_loop(folder):
     colon = model.tokenizer.convert_tokens_to_ids(":")
     expected = {"align": np.zeros((6, 3)), "lookup": np.zeros((6, 6))}
     for row in range(4):
-        near, last = (tokens[row] == colon).nonzero()[-2:, 0].tolist()
-        symbols = {int(tokens[row, near - 3 + place]): place for place in range(3)}
+        *examples, last = (tokens[row] == colon).nonzero()[:, 0].tolist()
         for letter in range(6):
             for place in range(3):
                 symbol = int(tokens[row, last - 3 + place])
                 expected["align"][letter, place] += float(pattern[row, last + letter, last - 3 + place]) / 4
-                for offset in range(2):
-                    there = near + 1 + 2 * symbols[symbol] + offset
+                for near, offset in itertools.product(examples, range(2)):
+                    there = near + 1 + 2 * tokens[row, near - 3 : near].tolist().index(symbol) + offset
                     expected["lookup"][letter, 2 * place + offset] += float(pattern[row, last + letter, there]) / 4
     for what, wanted in expected.items():
         found: Any = tuned._mean_attention(model, prompts, (1, 2), what)

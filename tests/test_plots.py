@@ -66,6 +66,16 @@ def test_curves_fit_lengths_steps_and_nats():
     assert (steps.xaxis.dtick, steps.yaxis.range, steps.yaxis.title.text) == (None, None, "effect (nats)")
 
 
+def test_curves_tell_names_apart_across_panels():
+    def frame(*names: str) -> pd.DataFrame:
+        return pd.DataFrame({"x": 1, "value": 0.5, "low": 0.4, "high": 0.6, "by": list(names)})
+
+    drawn = plots.curves({"one": frame("a", "b"), "two": frame("c", "b")}, x="x", by="by", label="x").data
+    assert [(line.name, line.showlegend) for line in drawn] == [("a", True), ("b", True), ("c", True), ("b", False)]
+    colours = [line.marker.color for line in drawn]
+    assert colours[1] == colours[3] and len({*colours}) == 3
+
+
 @pytest.fixture
 def effects():
     """Effects in nats, 3 at L1H0 on first tokens and nothing elsewhere."""

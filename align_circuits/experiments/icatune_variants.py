@@ -130,12 +130,15 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
     whole = whole[whole["arm"].isin([_named(method, sizes[-1]) for method in ("ICA-Tune", "standard")])]
     aligned: Any = table.where(part="course", metric="align_query", of="best head").frame
     aligned = aligned.loc[aligned.groupby(["arm", "step"])["value"].idxmax()]
+    aligned["N"] = aligned["arm"].str.rpartition(" ")[2].astype(int)
+    aligned = aligned.sort_values(["N", "step"])
     by_method = {name: aligned[aligned["arm"].str.startswith(name)] for name in ("ICA-Tune", "standard")}
+    by_method = {name: rows.assign(arm="N = " + rows["N"].astype(str)) for name, rows in by_method.items()}
     steps = {"x": "step", "by": "arm", "label": "step"}
     return {
         "size": plots.curves(
             {name: right[right["condition"] == name] for name in SHOWN}, x="N", by="method", label="examples N"
-        ).update_xaxes(type="log", dtick=1),
+        ).update_xaxes(type="log", tickvals=sizes),
         "alignment": plots.curves(by_method, value="best align_query", **steps).update_xaxes(dtick=None),
         "OOD": plots.curves({name: whole[whole["condition"] == name] for name in SHOWN}, **steps).update_xaxes(
             dtick=None
@@ -226,6 +229,7 @@ def _check_decays(table: Table) -> list[Check]:
 
 def _draw_decays(table: Table) -> Mapping[str, go.Figure]:
     rows: Any = table.where(part="course", metric="accuracy", kind="first").frame
+    rows = rows.assign(decay=rows["arm"].str.rpartition(" ")[2].astype(float)).sort_values(["decay", "step"])
     panels = {condition: rows[rows["condition"] == condition] for condition in SHOWN}
     return {"fig7": plots.curves(panels, x="step", by="arm", label="step").update_xaxes(dtick=None)}
 

@@ -126,9 +126,9 @@ def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
     """Returns the mean attention of the best aligner and lookup head, before and after; the function of a cell.
 
     `align`: from the position that predicts each letter of the test output to each symbol of the test input. `lookup`:
-    from there to each letter of the last example, whose phrases are listed in the order in which the test example
-    translates their symbols, so that the gold lies on the diagonal. `score` says how much of the attention on all
-    candidates (input symbols; letters of all examples) is on gold, at first letters.
+    from there to each letter of the examples, all examples together, their phrases listed in the order in which the
+    test example translates their symbols, so that the gold lies on the diagonal. `score` says how much of a head's
+    attention is on gold, at first letters; the best head has the most.
 
     Args:
         prompts: How many the attention is averaged over.
@@ -136,7 +136,7 @@ def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
     """
     after = tuned(**run).model
     drawn = task_of(run["task"], run["seed"]).sample(prompts, after.tokenizer, FRESH + run["seed"])
-    asked = {"align": "align_query_mass", "lookup": "lookup"}
+    asked = {"align": "align_query_attention", "lookup": "lookup_attention"}
     best = score_heads(after, drawn, list(asked.values()))
     heads: dict[str, Head] = {}
     for what, metric in asked.items():
@@ -165,21 +165,23 @@ def _mean_attention(model: Any, prompts: Prompts, head: Head, what: str) -> pd.D
 
     prompt = torch.arange(n).repeat_interleave(len(queries))
     forward(model, prompts, prompt=prompt, query=queries.repeat(n), on_pattern=keep)
-    wide = places[:, None].expand(-1, len(queries), -1)
-    found = rows.view(n, len(queries), -1).gather(2, wide).flatten(1).T.double().numpy()
+    wide = places.flatten(1)[:, None].expand(-1, len(queries), -1)
+    found = rows.view(n, len(queries), -1).gather(2, wide).view(n, len(queries), *places.shape[1:]).sum(3)
+    found = found.flatten(1).T.double().numpy()
     keys = pd.MultiIndex.from_product([range(len(queries)), range(places.shape[1])], names=["query", "key"])
     return Table.from_prompts(keys.to_frame(index=False), found, np.ones_like(found), Provenance("attention")).frame
 
 
-def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key"]:
-    """The positions of the test input, or of the last example's letters in the order of the test example's symbols."""
+def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key place"]:
+    """Where each symbol of the test input stands, or each letter of its translation, in every example."""
     role, example, last = prompts.roles[0], prompts.example[0], int(prompts.example.max())
     if what == "align":
-        return ((role == Role.INPUT) & (example == last)).nonzero()[:, 0].expand(len(prompts), -1)
-    letters = ((role == Role.OUTPUT) & (example == last - 1)).nonzero()[:, 0]
-    symbol = prompts.latent["order"][:, -2:, prompts.task["aligned"]]
-    same = (symbol[:, 1, :, None] == symbol[:, 0, None]).int().argmax(2)
-    return letters.view(symbol.shape[2], -1)[same].flatten(1)
+        return ((role == Role.INPUT) & (example == last)).nonzero().expand(len(prompts), -1, 1)
+    letters = ((role == Role.OUTPUT) & (example < last)).nonzero()[:, 0]
+    symbol = prompts.latent["order"][:, :, prompts.task["aligned"]]
+    same = (symbol[:, -1, None, :, None] == symbol[:, :-1, None]).int().argmax(3)  # [prompt example symbol]
+    places = letters.view(last, symbol.shape[2], -1)[torch.arange(last)[:, None], same]
+    return places.flatten(2).transpose(1, 2)
 
 
 def measure_tuned(
