@@ -16,6 +16,7 @@ from align_circuits import plots
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.experiments import EXPERIMENTS
 from align_circuits.experiments.experiment import Scale, checks_html
+from align_circuits.experiments.tuned import TOY
 from align_circuits.files import writable_folder
 from align_circuits.localize import localize
 from align_circuits.models.load import load
@@ -179,15 +180,23 @@ class Localize(Job):
 
 @dataclass(frozen=True)
 class Tune(Job):
-    """Tune a model with LoRA and watch alignment emerge; a killed run goes on where it was."""
+    """Tune a model with LoRA, watch alignment emerge, and name the heads; a killed run goes on where it was."""
 
     model: str = "toy-llama"
-    """A folder, a hub name, or "toy-llama"."""
+    """A folder, a hub name, or "toy-llama", which takes about two minutes."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
-    """How it is tuned."""
+    """How it is tuned. Left as it is, "toy-llama" is tuned as `reproduce icatune/fig4` does, others as in the paper."""
+    heads: bool = True
+    """Whether `localize` names the tuned model's heads and ablates them."""
 
     def __call__(self) -> None:
         """Runs the verb."""
+        if self.model == "toy-llama" and self.config == TuneConfig():
+            replace(self, config=TuneConfig(**TOY), dtype=self.dtype or "float32")()
+            return
+        naming = self.heads and self.config.method == "ica"
+        if naming and self.n < 8:
+            raise ValueError(f"n={self.n}: give at least 8 prompts to find heads on and to test them, or --no-heads")
         model, prompts = self.prepare()
         if self.config.method == "standard":
             prompts = replace(self.task, n_examples=0).sample(self.n, model.tokenizer, seed=self.seed)
@@ -203,7 +212,13 @@ class Tune(Job):
         if "history" in set(after.frame["predictor"]):
             ceiling = after.where(metric="accuracy", kind="first", predictor="history").frame.iloc[0]
             verdict += f" (history ceiling {_interval(ceiling)})"
-        print(f"\n{verdict}.\nadapter: {self.out / 'adapter'}")
+        print(f"\n{verdict}.")
+        sections: list[tuple[str, str, Any]] = []
+        if naming:
+            found = localize(run.model, self.task, self.n, self.seed, **self._how)
+            print(f"{found.sentence}\nheads: {found.save(self.out / 'heads')}")
+            sections = [("Is it the heads?", found.sentence, plots.ablation(found.verdict))]
+        print(f"adapter: {self.out / 'adapter'}")
         self.finish(
             "tune",
             run.table,
@@ -214,6 +229,7 @@ class Tune(Job):
                 ("The best head over steps", "Another head may be the best at each step.", run.figures["best heads"]),
                 ("Afterwards", "On fresh prompts, beside what needs no alignment.", plots.accuracy(after)),
                 ("All heads afterwards", "Hover for the number.", plots.head_maps(scores, metrics)),
+                *sections,
             ],
         )
 

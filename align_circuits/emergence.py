@@ -36,7 +36,7 @@ def emergence_step(
         sustained: The number of probes in a row.
 
     Raises:
-        ValueError: No probes, steps that do not ascend, or a first probe without a value.
+        ValueError: Too few probes, steps that do not ascend, or a first probe without a value.
 
     >>> emergence_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
     40.0
@@ -46,8 +46,11 @@ def emergence_step(
             f"{len(values)} values at steps {np.asarray(steps).tolist()[:5]}...: give one value for each of ascending "
             "steps, the first of them a number"
         )
-    if len(values) < sustained:
-        return float("nan")
+    if len(values) <= sustained:
+        raise ValueError(
+            f"{len(values)} probes show no rise that {sustained} in a row sustain: probe more often, at least "
+            f"{sustained + 1} times"
+        )
     runs = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained).min(1)
     rise = runs.max() - values[0]
     there = runs >= values[0] + rise / 2

@@ -299,6 +299,30 @@ def curves(
     return styled(figure, title, height=380)
 
 
+def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") -> go.Figure:
+    """Returns values with 95% intervals in named rows, a colour and a symbol for each value of `by`.
+
+    Args:
+        frame: With the columns `row`, `by`, value, low and high.
+        row: The column whose values are rows, in order from the top.
+        by: The column that is told apart.
+        label: What the values are, with their unit if they have one.
+        title: Above the figure.
+    """
+    figure = go.Figure()
+    for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
+        figure.add_scatter(
+            x=rows["value"], y=rows[row], error_x=_error_bars(rows), mode="markers", name=str(name), orientation="h",
+            marker={"size": 8, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
+        )  # fmt: skip
+    names = list(dict.fromkeys(frame[row]))
+    figure.update_xaxes(title=label, side="top")
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")
+    figure.update_layout(scattermode="group", scattergap=0.3)
+    drawn = styled(figure, title, height=130 + 46 * len(names))
+    return drawn.update_layout(margin={"t": 95 if title else 60}, legend={"y": -0.02})
+
+
 def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     """Returns a table of edges or paths as a map, senders across and receivers from bottom to top.
 

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Watch alignment emerge
 #
-# The bundled Llama looks up what it has seen, but it cannot tell which input symbol comes next. Tuned *in context*, on prompts whose automata are new every time, it learns nothing but
-# to align. We look at the model before, load one that was tuned, and repeat the beginning of the tuning to see heads form.
+# The bundled Llama looks up what it has seen, but it cannot tell which input symbol comes next. Tuned *in context*, on prompts whose automata are new every time, it learns above all
+# to align. We look at the model before, load one that was tuned, and tune for half as long ourselves to see heads form.
 #
 # ## Before
 
@@ -63,7 +63,7 @@ for name, asked in {"as they are": prompts, "labels corrupted": corrupted, "out 
 # %% [markdown]
 # ## Meanwhile
 #
-# The first steps again, watched: every few steps a probe asks for accuracy and for every head, in distribution and out of it.
+# A shorter tuning, watched: every few steps a probe asks for accuracy and for every head, in distribution and out of it.
 
 # %%
 config = ac.TuneConfig(

@@ -139,12 +139,13 @@ def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", ["ica", "standard"])
 def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, method):
-    task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "4"]
+    task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "8"]
     config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
     first = ["tune", *task, *config, "--out", str(tmp_path / "first")]
     assert main(first) == 0
     printed = capsys.readouterr().out
     assert "right in" in printed and str(tmp_path / "first" / "adapter") in printed
+    assert (tmp_path / "first" / "heads" / "report.html").exists() == (method == "ica")
     assert (tmp_path / "first" / "report.html").exists()
     table = Table.load(tmp_path / "first")
     assert table.provenance.verb == "tune" and set(table.frame["step"]) == {0, 2}
@@ -154,6 +155,8 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
 
 
 def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
+    assert main(["tune", "--n", "4", "--out", str(tmp_path)]) == 2
+    assert "at least 8 prompts" in capsys.readouterr().err
     assert main(["tune", "--method", "standard", "--out", str(tmp_path)]) == 2
     assert "automata='task'" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ def looped(steps, values, least, sustained):
 
 @settings(deadline=None)
 @given(
-    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=1, max_size=12),
+    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
     sustained=st.integers(1, 4),
     least=st.sampled_from([0.1, 0.3, 0.6]),
 )
@@ -94,6 +94,8 @@ def test_what_makes_no_sense_is_refused():
         emergence_step(np.array([0.0, 0.0]), np.array([0.1, 0.2]))
     with pytest.raises(ValueError, match="ascending"):
         emergence_step(np.array([0.0]), np.array([math.nan]))
+    with pytest.raises(ValueError, match="3 probes show no rise"):
+        emergence_step(np.arange(3.0), np.array([0.0, 1.0, 1.0]))
     with pytest.raises(ValueError, match="no runs"):
         emergence([], "accuracy")
     with pytest.raises(KeyError, match="no metric 'accuracy'"):

@@ -76,6 +76,16 @@ def test_curves_tell_names_apart_across_panels():
     assert colours[1] == colours[3] and len({*colours}) == 3
 
 
+def test_dots_stand_in_rows_from_the_top():
+    frame = pd.DataFrame({"done": ["a", "b"] * 2, "seed": [0, 0, 1, 1], "value": [0.1, 0.2, 0.3, 0.4]})
+    drawn: Any = plots.dots(frame.assign(low=frame["value"] - 0.05, high=frame["value"]), "done", "seed", "nats")
+    assert [(dot.name, list(dot.y), list(dot.x)) for dot in drawn.data] == [
+        ("0", ["a", "b"], [0.1, 0.2]), ("1", ["a", "b"], [0.3, 0.4]),
+    ]  # fmt: skip
+    np.testing.assert_allclose(drawn.data[0].error_x.arrayminus, 0.05)
+    assert (drawn.layout.yaxis.categoryarray, drawn.layout.xaxis.title.text) == (("b", "a"), "nats")
+
+
 @pytest.fixture
 def effects():
     """Effects in nats, 3 at L1H0 on first tokens and nothing elsewhere."""

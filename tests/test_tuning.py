@@ -316,14 +316,6 @@ def test_a_config_that_cannot_be_is_refused(config, message):
         TuneConfig(**config)
 
 
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [({}, 100), ({"batch": 8}, 20), ({"batch": 16}, 10), ({"method": "standard"}, 10), ({"probe_every": 3}, 3)],
-)
-def test_probes_are_rarer_where_updates_are_small(config, steps):
-    assert TuneConfig(**config).train_config().log_every == steps
-
-
 @pytest.mark.parametrize(("name", "known"), [("method", "'ica' or 'standard'"), ("loss_on", "'last' or 'all'")])
 def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
     config = TuneConfig()

@@ -181,7 +181,7 @@ def _check(table: Table) -> list[Check]:
             control=mean_of(by_length.where(at=long, predictor="blind")), control_is="blind to the input",
         ),
         Check(
-            claim=f"The transformer does not, for long inputs (above the blind ceiling, m = {long})",
+            claim=f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})",
             measured=above("model", long), relation="<=", threshold=0.1, control=above("em", long), control_is="EM",
         ),
         Check(

@@ -14,7 +14,7 @@ from align_circuits import plots
 from align_circuits.ablation import all_heads, reference_of
 from align_circuits.engine import capture
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
-from align_circuits.experiments.accuracy import difference_of, mean_of, share_of
+from align_circuits.experiments.accuracy import difference_of, mean_of, over_seeds, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
@@ -53,7 +53,8 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     """Ablates, clamps and patches the heads that tuning made; the function of a cell.
 
     The heads are those that `localize` names in the tuned model; of a role for which it names none, the head with the
-    highest score. Controls take as many other heads of the same layers, where there are any.
+    highest score. Controls take as many other heads of the same layers, from anywhere where there are too few; for
+    paths, from below the highest lookup head, since from above there is no path.
 
     Args:
         prompts: How many for each measurement.
@@ -88,8 +89,9 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     rows.append({"done": "history ceiling", "metric": "first", "heads": "-",
                  **_first(before, drawn, predictor="history")})  # fmt: skip
     other = task.sample(prompts, after.tokenizer, seed + 2)
+    highest = max(layer for layer, _ in heads["lookup"])
     for part, model in (("before", before), ("after", after)):
-        for name, senders in (("", aligners), (", control", _others(after, aligners, generator))):
+        for name, senders in (("", aligners), (", control", _others(after, aligners, generator, below=highest))):
             found = _paths(model, drawn, other, senders, heads["lookup"])
             rows += [{"done": f"{part}: through {side}{name}", "metric": "path", **row} for side, row in found.items()]
     held = reference_of(after, drawn, "mean")
@@ -148,9 +150,9 @@ def _best(model: Any, prompts: Prompts, role: str) -> list[Head]:
     return [(int(best["layer"]), int(best["head"]))]
 
 
-def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator) -> list[Head]:
-    """As many heads of each layer that are not among `heads`; where a layer has too few, from anywhere."""
-    rest = [head for head in all_heads(model.cfg) if head not in heads]
+def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator, below: int | None = None) -> list[Head]:
+    """As many heads of each layer that are not among `heads`; where it has too few, from anywhere, or below a layer."""
+    rest = [head for head in all_heads(model.cfg) if head not in heads and (below is None or head[0] < below)]
     rest = [rest[at] for at in generator.permutation(len(rest))]
     drawn: list[Head] = []
     for layer, _ in heads:
@@ -218,15 +220,22 @@ def _check(table: Table) -> list[Check]:
     def against(name: str, base: str) -> Measured:
         return difference_of(done(name), done(base))
 
-    def named(part: str) -> Measured:
-        rows: Any = table.where(done=part, metric=["named align_query", "named align_key"]).frame
-        return share_of((rows.groupby("seed")["value"].sum() > 0).to_numpy())
+    def named(part: str, role: str) -> Measured:
+        return share_of(table.where(done=part, metric=f"named {role}").frame["value"].to_numpy() > 0)
+
+    def explained(name: str) -> Measured:
+        right = {done: table.where(done=done, metric="first").frame.set_index("seed")["value"]
+                 for done in ("before", "after", name)}  # fmt: skip
+        return over_seeds(((right[name] - right["before"]) / (right["after"] - right["before"])).to_numpy(float))
 
     both = "aligners and lookup heads"
     checks = [
-        Check(
-            claim="localize names an aligner (share of seeds)", measured=named("after"), relation=">=", threshold=0.8,
-            control=named("before"), control_is="before tuning",
+        *(
+            Check(
+                claim=f"localize names {role} heads (share of seeds)", measured=named("after", role), relation=">=",
+                threshold=0.8, control=named("before", role), control_is="before tuning",
+            )
+            for role in ROLES
         ),
         Check(
             claim="Without its aligners the first token falls to the history ceiling (difference)",
@@ -242,6 +251,11 @@ def _check(table: Table) -> list[Check]:
             claim="Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)",
             measured=against(f"clamped: {both}", "before"), relation=">=", threshold=0.2,
             control=against(f"clamped: {both}, control", "before"), control_is="as many other heads clamped",
+        ),
+        Check(
+            claim="Attention alone explains most of what tuning does to the first token (share of the gain)",
+            measured=explained(f"clamped: {both}"), relation=">=", threshold=0.5,
+            control=explained(f"clamped: {both}, control"), control_is="as many other heads clamped",
         ),
     ]  # fmt: skip
     paths = [
@@ -291,18 +305,10 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     rows = rows.assign(seed="seed " + rows["seed"].astype(str))
     first, two = rows["metric"] == "first", rows["done"].str.endswith(("monotonic", "swapped"))
     panels = {"m = 5": first & ~two, "m = 4, OOD": first & two, "paths": rows["metric"] == "path"}
-    figures = {}
-    for name, mask in panels.items():
-        frame, labels = _by_place(rows[mask])
-        value = "effect (nats)" if name == "paths" else "first token"
-        drawn = plots.curves({"": frame}, x="place", by="seed", label="", value=value).update_traces(mode="markers")
-        figures[name] = drawn.update_xaxes(dtick=None, tickvals=list(range(len(labels))), ticktext=labels)
-    return figures
-
-
-def _by_place(rows: Any) -> tuple[pd.DataFrame, list[str]]:
-    labels = list(dict.fromkeys(rows["done"]))
-    return rows.assign(place=[labels.index(done) for done in rows["done"]]), labels
+    return {
+        name: plots.dots(rows[mask], "done", "seed", "effect (nats)" if name == "paths" else "first token (accuracy)")
+        for name, mask in panels.items()
+    }
 
 
 CAUSAL = Experiment(

@@ -1,7 +1,7 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): what tuning in context does, step by step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits import plots
-from align_circuits.experiments.accuracy import difference_of, extreme_of, share_of
+from align_circuits.experiments.accuracy import difference_of, extreme_of, over_seeds, share_of
 from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.tuned import (
     ALL_SEEDS,
+    ATTENDED,
     KEYS,
     PAPER,
     SMOKE,
@@ -78,8 +79,11 @@ def before_in(table: Table, first: str, second: str, **where: Any) -> Measured:
 
 
 def layers_apart(table: Table, part: str) -> Measured:
-    """Returns by how many layers the best lookup head lies above the best aligner, on average over seeds."""
-    lookup, aligner = (best_heads(table, part, metric).frame for metric in ("lookup", "align_query"))
+    """Returns by how many layers the best lookup head lies above the best aligner, on average over seeds.
+
+    The best are those that give gold the most attention: by their share alone, many tie at 1.
+    """
+    aligner, lookup = (best_heads(table, part, metric).frame for metric in ATTENDED)
     apart: Any = lookup.set_index("seed")["layer"] - aligner.set_index("seed")["layer"]
     reach = 1.96 * float(apart.std(ddof=1)) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
     return Measured(float(apart.mean()), float(apart.mean()) - reach, float(apart.mean()) + reach)
@@ -118,6 +122,11 @@ def _check_emergence(table: Table) -> list[Check]:
     return [
         *checks,
         Check(
+            claim="Before, no head aligns (best align_query), in the highest seed",
+            measured=extreme_of(aligners["before"], highest=True), relation="<=", threshold=0.5,
+            control=extreme_of(aligners["after"], highest=False), control_is="after",
+        ),
+        Check(
             claim="A head aligns (best align_query), in the worst seed",
             measured=extreme_of(aligners["after"], highest=False), relation=">=", threshold=0.8,
             control=extreme_of(aligners["before"], highest=True), control_is="best before",
@@ -140,7 +149,7 @@ def order_checks(table: Table) -> list[Check]:
     """Returns the checks that alignment comes before lookup, and below it."""
     return [
         Check(
-            claim="Alignment emerges before lookup (share of seeds)",
+            claim="Alignment emerges before lookup, in the heads that are best at the end (share of seeds)",
             measured=before_in(table, "align_query", "lookup"), relation=">=", threshold=0.8,
             control=before_in(table, "lookup", "align_query"), control_is="lookup before alignment",
             published="near steps 85 and 110",
@@ -162,9 +171,21 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
     panels = {condition: right.assign(of=which)[right["condition"] == condition] for condition in SHOWN}
     layers = course.where(of="best head", condition="in distribution")
     return {
+        "steps of emergence": _draw_steps(table.where(part="emergence")),
         "accuracy": plots.curves(panels, by="of", x="step", label="step").update_xaxes(dtick=None),
         "layers": draw_layers(layers, {metric: metric for metric in ("align_query", "align_key", "lookup")}),
     }
+
+
+def _draw_steps(table: Table) -> go.Figure:
+    """Draws when what emerged, seed by seed and on average over those in which it did."""
+    steps: Any = table.frame.assign(what=table.frame["metric"].replace("accuracy", "first token"))
+    mean = pd.DataFrame(
+        {"what": what, "seed": "mean", **asdict(over_seeds(rows.to_numpy(float)))}
+        for what, rows in steps.groupby("what", sort=False)["value"]
+    )
+    seeds = steps.assign(seed="seed " + steps["seed"].astype(str))
+    return plots.dots(pd.concat([seeds, mean]), "what", "seed", "step of emergence")
 
 
 def draw_layers(course: Table, panels: Mapping[str, str]) -> go.Figure:

@@ -204,7 +204,7 @@ def _run_decays(config: Decays, *, models: Sequence[str], jobs: int, folder: Pat
 
 
 def _check_decays(table: Table) -> list[Check]:
-    names = [str(arm) for arm in table.frame["arm"].unique()]
+    names = sorted(map(str, table.frame["arm"].unique()), key=lambda name: float(name.rpartition(" ")[2]))
     weak, strong = names[0], names[-1]
     first = {"metric": "accuracy", "kind": "first", "condition": "in distribution"}
 

@@ -52,6 +52,9 @@ SMALL = 20_000_000
 FRESH = 3 * 10**9
 """Added to the seed for prompts that are evaluated before and after, which no tuning and no probe has met."""
 
+ATTENDED = ("align_query_attention", "lookup_attention")
+"""How much of all its attention a head gives to gold."""
+
 CONDITIONS = ("in distribution", "OOD", "labels corrupted")
 """Test inputs of the grammar; any permutation of the symbols; examples written by other automata."""
 
@@ -116,7 +119,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             drawn = asked.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right: Any = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
-            heads = score_heads(model, drawn, WATCHED).heads().frame.assign(kind="all", predictor="model")
+            heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             whole = right.assign(layer=-1, head=-1)
             frames += [frame.assign(part=part, condition=condition) for frame in (whole, heads)]
     return pd.concat(frames, ignore_index=True).drop(columns="offset")
