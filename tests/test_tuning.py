@@ -290,9 +290,10 @@ def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, 
     rest = run(llama, config=config, out=tmp_path / "stopped")
     pd.testing.assert_frame_equal(rest.log, narrow.log)
     wide = run(llama, config=replace(config, four_bit=False))
-    assert narrow.log["loss"][1] == pytest.approx(wide.log["loss"][1], rel=0.1)
-    assert narrow.log["loss"][1] != wide.log["loss"][1]
-    assert narrow.log["first"][0] == wide.log["first"][0], "the probe at step 0 read the quantised weights"
+    lost, first = (np.array([run.log[name] for run in (narrow, wide)]) for name in ("loss", "first"))
+    np.testing.assert_allclose(*lost[:, 1:], rtol=0.1)
+    assert (lost[0, 1:] != lost[1, 1:]).all()
+    assert first[0, 0] == first[1, 0], "the probe at step 0 read the quantised weights"
     plain, tuned = parameters_of(llama), parameters_of(narrow.model)
     same = [key for key in tuned if key in plain]
     assert same and all(torch.equal(tuned[key], plain[key]) for key in same)
