@@ -183,7 +183,7 @@ class Tune(Job):
     """Tune a model with LoRA, watch alignment emerge, and name the heads; a killed run goes on where it was."""
 
     model: str = "toy-llama"
-    """A folder, a hub name, or "toy-llama", which takes about two minutes."""
+    """A folder, a hub name, or "toy-llama", which takes some three minutes."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
     """How it is tuned. Left as it is, "toy-llama" is tuned as `reproduce icatune/fig4` does, others as in the paper."""
     heads: bool = True
