@@ -163,6 +163,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
         panels[title] = pd.concat([*rows, exact]).sort_values("observed").assign(low=np.nan, high=np.nan)
     figure = plots.curves(panels, "observed", "by", "observed step of emergence", value="predicted step")
     figure.update_traces(mode="markers").update_traces(mode="lines", selector={"name": "exact"})
+    figure.update_layout(margin={"t": 75}, height=420)  # captions of two lines
     curves: Any = table.where(of="course", source=TUNED).frame
     return {
         "predicted steps": figure,
