@@ -21,7 +21,7 @@ from align_circuits.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.tuning import TuneConfig
 
-ARM = Arm("ICA-Tune", SMOKE_TASK, {**SMOKE, "steps": 2}, (0, 1))
+ARM = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, 
     tuned.measure_tuned("ends", folder, [ARM], jobs=1, folder=tmp_path, prompts=3)
     assert not trained, "tuned again"
     tuned.measure_tuned("course", folder, [replace(ARM, config={**ARM.config, "lr": 1e-3})], jobs=1, folder=tmp_path)
-    assert len(trained) == 4
+    assert len(trained) == 2 * SMOKE["steps"]
 
 
 def test_a_failing_tuning_is_reported_with_its_config(folder, tmp_path):
@@ -105,7 +105,8 @@ def test_before_counts_only_what_emerged_and_was_earlier():
 def test_layers_apart_pairs_seeds():
     rows = [
         {"part": "after", "condition": "in distribution", "of": "best head", "seed": seed, "metric": name, "layer": at}
-        for name, layers in (("align_query", (1, 3)), ("lookup", (4, 4))) for seed, at in enumerate(layers)
+        for name, layers in (("align_query_attention", (1, 3)), ("lookup_attention", (4, 4)))
+        for seed, at in enumerate(layers)
     ]  # fmt: skip
     table = Table(pd.DataFrame(rows).assign(value=1.0, low=1.0, high=1.0, n=1), Provenance("test"))
     assert layers_apart(table, "after").value == 2.0
@@ -163,6 +164,24 @@ def test_other_heads_are_others_and_of_the_same_layers():
     others = icatune_causal._others(Model, chosen, np.random.default_rng(0))
     assert len(set(others)) == 5 and not {*others} & {*chosen}
     assert others[0][0] == 0
+    below = icatune_causal._others(Model, chosen, np.random.default_rng(0), below=2)
+    assert len(set(below)) == 5 and max(below) < (2, 0) and not {*below} & {*chosen}
+    assert icatune_causal._others(Model, chosen, np.random.default_rng(0), below=0) == []
+
+
+def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
+    rows = [
+        {"arm": f"λ = {decay}", "part": part, "step": step, "value": value}
+        for decay, late in ((1, 0.5), (16, 1.0), (4, 0.6))
+        for part, step, value in (("mean", -1, late), ("course", 0, 0.3), ("course", 9, late))
+    ]
+    about = {"seed": ALL_SEEDS, "condition": "in distribution", "metric": "accuracy", "kind": "first", "n": 3}
+    frame = pd.DataFrame(rows).assign(**about)
+    faster, learned = EXPERIMENTS["icatune/fig7"].check(
+        Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("test"))
+    )
+    assert faster.claim.startswith("λ = 16 is learned faster than λ = 1 ") and faster.measured.value == 0.5
+    assert learned.holds and learned.control_fails
 
 
 def test_phrases_are_accepted_by_their_own_automata_alone(char_tokenizer):

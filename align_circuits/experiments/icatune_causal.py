@@ -125,8 +125,8 @@ def _paths(
             read.name for read in graph.receivers for layer, head in receivers
             if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
         })  # fmt: skip
-        later = [layer for layer, _ in receivers if layer > min(layer for layer, _ in senders)]
-        about = {"heads": f"{describe(senders)} to {' '.join(names)}", "n": len(prompts)}
+        later = [layer for layer, _ in receivers if any(layer > lower for lower, _ in senders)]
+        about = {"heads": f"{describe(senders) or 'nobody'} to {' '.join(names)}", "n": len(prompts)}
         effect = np.zeros(len(VALUES) - 1)
         if later:
             table = patch_paths(
