@@ -76,8 +76,8 @@ run.log[["step", "loss", "first", "later", "align_query", "align_key", "lookup"]
 run.figures["best heads"]
 
 # %% [markdown]
-# A whole run takes a few minutes: the settings above with `steps=200`. When a metric emerged is then a number, with an interval over seeds (`reproduce icatune/fig4`); here, from one seed and few
-# prompts:
+# A whole run takes a few minutes: the settings above with `steps=200`, or `align-circuits tune`, which ends with the heads named and ablated. When a metric emerged is then a number, with
+# an interval over seeds (`reproduce icatune/fig4`); here, from one seed and few prompts:
 
 # %%
 for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "first")):
