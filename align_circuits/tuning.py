@@ -81,10 +81,11 @@ class TuneConfig:
     checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept: less memory, more time."""
     probe_every: int = 10
-    """A probe at step 0, every so many steps, and at the end. Every 10 steps probes of the size below take a tenth of
-    the time at 8 prompts an update, a twentieth at 16, but four tenths at 1 (`benchmarks/tuning.py`)."""
-    probe_prompts: int = 10
-    """Prompts in a probe, so many in distribution and so many out of it."""
+    """A probe at step 0, every so many steps, and at the end."""
+    probe_prompts: int | None = None
+    """Prompts in a probe, so many in distribution and so many out of it; by default as many as an update has, at most
+    10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). A run with an
+    update of one prompt is better seen with 10, at four tenths of its time."""
     checkpoint_every: int = 1
     """A checkpoint is written every so many steps, and with every probe."""
 
@@ -107,6 +108,11 @@ class TuneConfig:
     def prompts_per_step(self) -> int:
         """`batch`, or its default."""
         return self.batch or (16 if self.method == "standard" else 1)
+
+    @property
+    def prompts_per_probe(self) -> int:
+        """`probe_prompts`, or its default."""
+        return self.probe_prompts or min(self.prompts_per_step, 10)
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
@@ -254,7 +260,7 @@ class _Data:
             task = replace(task, n_examples=0)
         elif task.n_examples == 0:
             raise ValueError("method='ica' needs in-context examples: n_examples is 0")
-        n, pool, probes = config.probe_prompts, None, {}
+        n, pool, probes = config.prompts_per_probe, None, {}
         if config.pool is not None:
             pool = sample_pool(task, config.pool, tokenizer, POOL_SEED + seed)
         for ood in (False, True):

@@ -317,6 +317,12 @@ def test_a_config_that_cannot_be_is_refused(config, message):
         TuneConfig(**config)
 
 
+def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():
+    sizes = {batch: TuneConfig(batch=batch).prompts_per_probe for batch in (None, 4, 16)}
+    assert sizes == {None: 1, 4: 4, 16: 10}
+    assert TuneConfig(method="standard").prompts_per_probe == 10 and TuneConfig(probe_prompts=7).prompts_per_probe == 7
+
+
 @pytest.mark.parametrize(("name", "known"), [("method", "'ica' or 'standard'"), ("loss_on", "'last' or 'all'")])
 def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
     config = TuneConfig()

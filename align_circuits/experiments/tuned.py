@@ -37,8 +37,8 @@ TOY: Mapping[str, Any] = {
 }  # fmt: skip
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
-PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True}
-"""How the paper tunes Llama 3 8B: `TuneConfig`'s defaults, in memory that one GPU has."""
+PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True, "probe_prompts": 10}
+"""How the paper tunes Llama 3 8B: `TuneConfig`'s defaults, in memory that one GPU has; probes of a readable size."""
 
 SMOKE_TASK: Mapping[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
 SMOKE: Mapping[str, Any] = {
