@@ -233,7 +233,7 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
         title="target tokens", tickvals=list(range(len(kinds))), ticktext=kinds, range=[-0.5, len(kinds) - 0.5],
         showgrid=False,
     )  # fmt: skip
-    return styled(figure, title, height=400)
+    return styled(figure, title, height=470)
 
 
 def accuracy_grids(
@@ -514,12 +514,14 @@ def _error_bars(frame: Any) -> dict:
 
 def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Transparent and grey-lettered, so that light and dark pages both work; no template is registered."""
+    top, bottom, below = 60 if title else 35, 55, 85  # in pixels; the legend stands below the title of the x axis
     figure.update_layout(
         title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 60, "r": 20, "t": 60 if title else 35, "b": 55},
+        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", margin={"l": 60, "r": 20, "t": top, "b": bottom},
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
-        legend={"orientation": "h", "y": -0.26, "yanchor": "top", "x": 0, "xanchor": "left"},
+        legend={
+            "orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left",
+        },
     )  # fmt: skip
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
     figure.update_xaxes(**axis)
