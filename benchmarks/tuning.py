@@ -6,7 +6,8 @@ weights, or the comparison means nothing. Neither writes checkpoints; `tune` tak
 which are not timed. Each runs in a process of its own, in turn; a step's time is the median from batch to batch,
 of processor time, which on one thread and a quiet machine is the time on the clock.
 
-Then the share of the time that probes every 10 steps take, at 1, 8 and 16 prompts a step.
+Then the share of the time that probes every 10 steps take, at 1, 8 and 16 prompts a step: probes of their default size,
+and of 10 prompts where a step has one.
 
 The vocabulary is that of Llama 3 by default, since logits are what `Trainer` computes at all positions; `--vocab 64`
 shows what is left of the difference without them.
@@ -78,7 +79,7 @@ def ours(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]
     return times, peak() - before, {name.replace("._original_component", ""): value for name, value in weights.items()}
 
 
-def share_of_probes(vocab: int, batch: int) -> float:
+def share_of_probes(vocab: int, batch: int, size: int | None) -> float:
     """Returns the part of the time that probes every 10 steps take: the last of two beside 10 mean steps."""
     spent, real = [], Watch.take
 
@@ -89,7 +90,7 @@ def share_of_probes(vocab: int, batch: int) -> float:
         return row
 
     model = ac.load(llama(vocab), tokenizer=char_tokenizer())
-    config = ac.TuneConfig(steps=10, batch=batch, lr=LR, r=R, alpha=ALPHA, probe_every=10)
+    config = ac.TuneConfig(steps=10, batch=batch, lr=LR, r=R, alpha=ALPHA, probe_every=10, probe_prompts=size)
     Watch.take, start = timed, time.process_time()
     tuning.tune(model, TASK, config, progress=False)
     whole, Watch.take = time.process_time() - start, real
@@ -133,10 +134,11 @@ def main() -> None:
     parser.add_argument("--only", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("--probes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.probes:
-        print(share_of_probes(arguments.vocab, arguments.probes))
+        print(share_of_probes(arguments.vocab, arguments.probes, arguments.size))
         return
     if arguments.only:
         times, memory, weights = (ours if arguments.only == "ours" else theirs)(arguments.vocab, arguments.steps)
@@ -167,13 +169,15 @@ def main() -> None:
         print(f"{title:16} {length / seconds:8.0f} tokens/s   {memory:6.0f} MB above the model")
     ratios = sorted(one["seconds"] / other["seconds"] for one, other in zip(*found.values(), strict=True))
     print(f"{statistics.median(ratios):.2f} times the tokens a second ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-    for batch in (1, 8, 16):
+    for batch, size in ((1, None), (1, 10), (8, None), (16, None)):
         command = [sys.executable, __file__, "--probes", str(batch), "--vocab", str(arguments.vocab)]
+        command += ["--size", str(size)] if size else []
         shares = []
         for _ in range(arguments.rounds):
             shares.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]))
+        what = f"probes of {size} prompts" if size else "probes"
         print(
-            f"probes every 10 steps of {batch} take {100 * statistics.median(shares):.1f}% of the time "
+            f"{what} every 10 steps of {batch} take {100 * statistics.median(shares):.1f}% of the time "
             f"({100 * min(shares):.1f} to {100 * max(shares):.1f})"
         )
 
