@@ -192,6 +192,7 @@ class Tune(Job):
     def __call__(self) -> None:
         """Runs the verb."""
         if self.model == "toy-llama" and self.config == TuneConfig():
+            print("settings made for toy-llama: " + ", ".join(f"{name} {value}" for name, value in TOY.items()))
             replace(self, config=TuneConfig(**TOY), dtype=self.dtype or "float32")()
             return
         naming = self.heads and self.config.method == "ica"

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from align_circuits.cli import main
+from align_circuits.experiments.tuned import TOY
 from align_circuits.tables import Table
+from align_circuits.tuning import TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
 
@@ -152,6 +154,20 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
     if method == "ica":
         assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
         assert "largest difference to the first run: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "wanted"), [([], TuneConfig(**TOY)), (["--steps", "7"], TuneConfig(steps=7))])
+def test_the_bundled_model_is_tuned_by_settings_of_its_own_unless_some_are_given(
+    tmp_path, capsys, monkeypatch, options, wanted
+):
+    def stop(_model, _task, config, **_):
+        assert config == wanted
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("align_circuits.cli.tune", stop)
+    assert main(["tune", *options, "--n", "8", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "far enough" in said.err and ("settings made for toy-llama" in said.out) == (not options)
 
 
 def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
