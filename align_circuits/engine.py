@@ -92,7 +92,7 @@ def forward(
             if ran == "fast" and probes.silent:
                 raise cannot(f"{probes.silent[0]} does not fire under it")
             probes.check()
-        if logits.isnan().any():
+        if logits.amax(-1).isnan().any():
             raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
         if on_logits is not None:
             on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))

@@ -153,7 +153,7 @@ class Predictions:
         for some, part in zip(rows.split(step), logits.split(step), strict=True):
             gold = self.gold[some].to(part.device)[:, None]
             self.argmax[some] = part.argmax(1).cpu()
-            self.log_prob[some] = (part.gather(1, gold)[:, 0] - part.logsumexp(1)).cpu().double()
+            self.log_prob[some] = part.log_softmax(1).gather(1, gold)[:, 0].cpu().double()
 
     def by_target(self) -> tuple[ndarray, ndarray]:
         """Whether each target was predicted, as 0 or 1, and its log-probability."""

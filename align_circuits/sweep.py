@@ -137,10 +137,13 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
         starts=[start for start in starts if start < end] or [end],
     )  # fmt: skip
 
+    asked = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
+    everywhere = torch.equal(asked, torch.arange(len(chosen) * len(queries), device=asked.device))
+
     def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
-        if logits.isnan().any():
+        if logits.amax(-1).isnan().any():
             raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
-        found = logits[batch.prompt, torch.searchsorted(queries, batch.query)]
+        found = logits.flatten(0, 1) if everywhere else logits.flatten(0, 1)[asked]
         job.on_logits(index, batch.rows, found.to(torch.promote_types(found.dtype, torch.float32)))
 
     beside: Mapping[str, Tensor] = {}

@@ -176,7 +176,7 @@ class Cone:
         step = max(1, _LOGITS_AT_ONCE // max(1, self.bridge.cfg.d_vocab * ends[0, :, :, 0].numel()))
         for first, part in zip(range(0, len(ends), step), ends.split(step), strict=True):
             for index, after in zip(some.running[first:], self._unembedded(part), strict=False):
-                yield index, torch.cat([before, after], 1)
+                yield index, torch.cat([before, after], 1) if before.shape[1] else after
 
     def _shape(self, start: int) -> tuple[int, int]:
         return self.tokens.shape[0], self.tokens.shape[1] - start
