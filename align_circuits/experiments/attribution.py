@@ -1,7 +1,8 @@
 """Does attribution order edges as exact patches do? Circuits with known edges, and random grouped-query Llamas."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,23 +38,29 @@ MATTER = 0.01
 class Exact:
     """How many models of which kind."""
 
-    planted: int = 3
+    planted: int = 8
     """Circuits at each strength."""
     strengths: tuple[float, ...] = (0.4, 0.5, 1.0)
     """β: how sharply the circuit attends; at 1 the softmax is saturated."""
-    random: int = 8
-    """Llamas of random weights, 3 layers of 4 heads with 2 key heads."""
+    random: int = 12
+    """Llamas of random weights at each spread, 3 layers of 4 heads with 2 key heads."""
+    spreads: tuple[float, ...] = (0.1, 0.2)
+    """The standard deviation of their weights: at 0.1 they are nearly linear beyond their norms, at 0.2, that is about
+    1 / sqrt(d_model), attention is far from uniform."""
     n: int = 4
     """Prompts for each model."""
     task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 3, "phrase_len": 1, "n_examples": 4})
 
 
-def compare(*, task: Mapping[str, Any], strength: float | None, n: int, seed: int) -> list[dict[str, Any]]:
+def compare(
+    *, task: Mapping[str, Any], strength: float | None, spread: float | None, n: int, seed: int
+) -> list[dict[str, Any]]:
     """Compares every method's scores with exact patches of all edges in one model; the function of a cell.
 
     Args:
         task: The task's arguments.
         strength: Of a planted circuit; None for a random Llama.
+        spread: The standard deviation of a random Llama's weights; None for a planted circuit.
         n: Prompts.
         seed: Of model, prompts and control.
 
@@ -63,9 +70,9 @@ def compare(*, task: Mapping[str, Any], strength: float | None, n: int, seed: in
     """
     seq2seq = Seq2SeqTask(**task)
     model: Any = (
-        load(_random(seed), tokenizer=char_tokenizer())
-        if strength is None
-        else planted(seq2seq, seed=seed, strength=strength, n_layers=4)
+        planted(seq2seq, seed=seed, strength=strength, n_layers=4)
+        if spread is None
+        else load(_random(spread, seed), tokenizer=char_tokenizer())
     )
     prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
     pair: dict[str, Any] = {"clean": prompts, "corrupted": seq2seq.corrupt(prompts, "query", seed=seed)}
@@ -89,11 +96,10 @@ def compare(*, task: Mapping[str, Any], strength: float | None, n: int, seed: in
     return rows
 
 
-def _random(seed: int) -> LlamaForCausalLM:
-    """A Llama of random weights, large enough that attention is far from uniform."""
+def _random(spread: float, seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(char_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=spread,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -114,14 +120,18 @@ def _agreement(scores: Table, exact: Table) -> dict[str, float]:
 
 def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
     common = {"task": dict(config.task), "n": config.n}
-    kinds = [(strength, config.planted) for strength in config.strengths] + [(None, config.random)]
+    kinds = [(strength, None, config.planted) for strength in config.strengths]
+    kinds += [(None, spread, config.random) for spread in config.spreads]
     cells = [
-        Cell(f"{__name__}:compare", {**common, "strength": strength}, seed)
-        for strength, count in kinds
+        Cell(f"{__name__}:compare", {**common, "strength": strength, "spread": spread}, seed)
+        for strength, spread, count in kinds
         for seed in range(count)
     ]
     frame: Any = run_cells(cells, folder / "cells", jobs=jobs).whole()
-    frame["models"] = ["random Llama" if pd.isna(x) else f"planted, strength {x:g}" for x in frame["strength"]]
+    frame["models"] = [
+        f"random Llama, spread {spread:g}" if pd.isna(strength) else f"planted, strength {strength:g}"
+        for strength, spread in zip(frame["strength"], frame["spread"], strict=True)
+    ]
     wide = frame.pivot_table(index=["models", "method", "metric", "fraction"], columns="seed", values="value")
     keys = wide.index.to_frame(index=False)
     parts = []
@@ -138,20 +148,20 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
         for those, rows in ((some, values), (renamed, less)):
             weights = (~np.isnan(rows)).astype(float)
             parts.append(Table.from_prompts(those, rows, weights, Provenance("measure"), bounded=False).frame)
-    settings = {"planted": config.planted, "random": config.random, "n": config.n, "task": dict(config.task)}
-    return Table(pd.concat(parts, ignore_index=True), Provenance("measure", settings))
+    return Table(pd.concat(parts, ignore_index=True), Provenance("measure", asdict(config)))
 
 
 def _check(table: Table) -> list[Check]:
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
-        for metric, words in (("rank", "rank correlation"), ("sign", "sign agreement")):
+        measures = (("rank", "rank correlation"), ("sign", "sign agreement"))
+        for (metric, words), between in itertools.product(measures, ("inputs", "activations")):
             at = {"models": models, "metric": f"{metric} above eap"}
             checks.append(
                 Check(
-                    claim=f"{models}: EAP-IG (inputs) is at least as good as EAP ({words}, difference)",
-                    measured=value_of(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.0,
-                    control=value_of(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+                    claim=f"{models}: EAP-IG ({between}) is at least as good as EAP ({words}, difference)",
+                    measured=value_of(table, method=f"eap_ig_{between}", **at), relation=">=", threshold=0.0,
+                    control=value_of(table, method=SHUFFLED, **at), control_is="scores of EAP-IG (inputs), shuffled",
                 )
             )  # fmt: skip
         at = {"models": models, "metric": "sign"}
@@ -177,7 +187,7 @@ EXACT = Experiment(
     title="Does attribution order edges as exact patches do?",
     source="after Syed et al. (2023), Hanna et al. (2024), Kramár et al. (2024) and Mueller et al. (2025)",
     scales={
-        "smoke": Exact(planted=1, strengths=(0.5,), random=1, n=1,
+        "smoke": Exact(planted=1, strengths=(0.5,), random=1, spreads=(0.1,), n=1,
                        task={"x_len": 3, "phrase_len": 1, "n_examples": 2}),
         "cpu": Exact(),
         "paper": Exact(),

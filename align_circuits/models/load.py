@@ -53,9 +53,9 @@ def load(
 
     Args:
         source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; a folder in the Hugging
-            Face format, a folder with a PEFT adapter, a
-            name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model given in memory is
-            wrapped in place, not copied; a TransformerLens model is returned as it is.
+            Face format, a folder with a PEFT adapter, a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a
+            TransformerLens model. A model given in memory is wrapped in place, not copied; a TransformerLens model is
+            returned as it is.
         device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
         dtype: The dtype of its weights; that of the checkpoint by default.
         tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
