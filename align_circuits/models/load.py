@@ -165,7 +165,9 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         try:
-            model = PeftModel.from_pretrained(_read(_folder(base, None), dtype), str(folder))
+            plain = _read(_folder(base, None), dtype)
+            # Where it is not told, peft takes a GPU that is there, whatever the base model's device.
+            model = PeftModel.from_pretrained(plain, str(folder), torch_device="cpu")
         except UserWarning as error:
             raise ValueError(
                 f"the adapter in {str(folder)!r} does not fit its base model {str(named)!r}: its tensors have other "

@@ -1,0 +1,380 @@
+"""Verbs on a GPU say what they say on the CPU; `test_on_a_gpu.py` runs these on one that is pretended."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pretend_gpu import pretend
+from small_training import loss, network, norms, quiet, same_weights, sample
+
+import align_circuits as ac
+from align_circuits.ablation import reference_of
+from align_circuits.attribution import attribute_edges, attribute_heads
+from align_circuits.clamps import clamped_to_label, clamped_to_previous
+from align_circuits.cli import main
+from align_circuits.contributions import direct_logits, function_vectors
+from align_circuits.engine import capture
+from align_circuits.ensembles import train_ensemble
+from align_circuits.faithfulness import completeness, faithfulness
+from align_circuits.hooks.cone import CONE_SITES
+from align_circuits.hooks.names import name_of
+from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
+from align_circuits.models.gpt2 import small_gpt2
+from align_circuits.models.induction_head import InductionHead, InductionHeadConfig
+from align_circuits.models.protocol import device_of, parameters_of
+from align_circuits.nulls import p_values
+from align_circuits.paths import patch_edges, patch_paths
+from align_circuits.pretraining.recall import Stage, train_stage
+from align_circuits.task_vectors import representations, steer, task_vectors
+from align_circuits.tasks.exemplars import ExemplarTask, Worlds
+from align_circuits.tasks.recall import RecallWorld
+from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
+from align_circuits.training import TrainConfig
+from align_circuits.tuning import TuneConfig, tune
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
+DEVICES = ("cpu", "cuda")
+EXEMPLARS = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
+WORLD = RecallWorld.small()
+OPTIMIZERS: list[dict[str, Any]] = [
+    {}, {"optimizer": "sgd", "momentum": 0.9}, {"optimizer": "muon", "rest_lr": 1e-3},
+]  # fmt: skip
+ATTRIBUTIONS: list[dict[str, Any]] = [
+    {"graddrop": True}, {"method": "atp_star", "sites": ["q", "k", "z"]}, {"method": "ig_inputs", "steps": 2},
+]  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    if torch.version.cuda is None:
+        with pretend():
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(random_hf_model, char_tokenizer, tmp_path_factory):
+    place = tmp_path_factory.mktemp("llama")
+    random_hf_model("llama").save_pretrained(place)
+    char_tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def llamas(folder):
+    """The same model here and there."""
+    return [ac.load(folder, device=device) for device in DEVICES]
+
+
+@pytest.fixture(scope="module")
+def prompts(char_tokenizer):
+    return TASK.sample(4, char_tokenizer, seed=0)
+
+
+@pytest.fixture(scope="module")
+def pair(prompts):
+    return {"clean": prompts, "corrupted": TASK.corrupt(prompts, "query", seed=1)}
+
+
+def alike(one: Any, other: Any, *, atol: float = 1e-5) -> None:
+    """Two tables, frames or tensors."""
+    if isinstance(one, ac.Table):
+        assert one.provenance.engine == other.provenance.engine
+        assert (one.provenance.model["device"], other.provenance.model["device"]) == ("cpu", "cuda:0")
+        one, other = one.frame, other.frame
+    if isinstance(one, pd.DataFrame):
+        pd.testing.assert_frame_equal(one, other, atol=atol, rtol=1e-5)
+        assert len(set(one["value"])) > 1, "nothing to compare"
+    else:
+        torch.testing.assert_close(one.cpu(), other.cpu(), atol=atol, rtol=1e-5)
+
+
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def there_as_here(models: list[Any], verb: Any, **how: Any) -> None:
+    here, there = (verb(model) for model in models)
+    alike(here, there, **how)
+
+
+def test_what_cannot_be_mixed_raises():
+    here, there = torch.arange(3.0), torch.arange(3.0, device="cuda")
+    for mixed in (
+        lambda: here + there,
+        lambda: here @ there,
+        lambda: torch.cat([here, there]),
+        lambda: here.add_(there[0]),
+        lambda: here[there.long()],
+        lambda: here.index_select(0, there.long()),
+        lambda: there.index_put_((torch.tensor([0, 1]),), here[:2]),
+        lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
+        lambda: torch.randn(2, generator=torch.Generator("cuda")),
+    ):
+        with pytest.raises(RuntimeError, match="device"):
+            mixed()
+    with pytest.raises(TypeError, match="convert cuda:0 device type tensor to numpy"):
+        there.numpy()
+    with pytest.raises(TypeError, match="convert cuda:0 device type tensor to numpy"):
+        np.asarray(there)
+
+
+def test_what_crosses_devices():
+    here, there = torch.arange(3.0), torch.arange(3.0, device="cuda")
+    assert there.to("cuda") is there and there.device == torch.device("cuda:0") and there.is_cuda
+    assert (there * torch.tensor(2.0))[torch.tensor([2, 0])].tolist() == [4, 0]
+    view = there[1:]
+    view += 5
+    assert here.copy_(there).tolist() == there.cpu().tolist() == [0, 6, 7]
+    with torch.random.fork_rng(devices=[torch.device("cuda:0")]):
+        torch.cuda.manual_seed(3)
+        drawn = [torch.randn(2, device="cuda").tolist() for _ in range(2)]
+        torch.cuda.manual_seed(3)
+        assert torch.randn(2, device="cuda").tolist() == drawn[0] != drawn[1]
+
+
+def test_load(folder, llamas):
+    assert {value.device.type for value in parameters_of(llamas[1]).values()} == {"cuda"}
+    assert next(llamas[1].parameters()).device == torch.device("cuda:0")
+    assert next(ac.load(folder).parameters()).is_cuda, "where there is a GPU, it is the default"
+    half = ac.load(folder, device="cuda", dtype=torch.bfloat16)
+    assert {value.dtype for value in parameters_of(half).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_scores(llamas, prompts, engine):
+    there_as_here(llamas, lambda model: ac.score_heads(model, prompts, engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_scores_of_padded_prompts(llamas, prompts, char_tokenizer, engine):
+    longer = replace(TASK, n_examples=3).sample(2, char_tokenizer, seed=1)
+    padded = ac.Prompts.from_tokens([row[mask].tolist() for some in (prompts, longer) for row, mask in
+                                     zip(some.tokens, some.mask, strict=True)])  # fmt: skip
+    there_as_here(llamas, lambda model: ac.score_heads(model, padded, engine=engine, batch_size=4))
+
+
+def test_scores_in_bfloat16(folder, prompts):
+    halves = [ac.load(folder, device=device, dtype=torch.bfloat16) for device in DEVICES]
+    there_as_here(halves, lambda model: ac.score_heads(model, prompts, metrics=["lookup", "entropy"]), atol=0.05)
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_evaluation(llamas, prompts, engine):
+    there_as_here(llamas, lambda model: ac.evaluate(model, prompts, engine=engine))
+
+
+def test_p_values(llamas):
+    longer = replace(TASK, x_len=5).sample(4, llamas[0].tokenizer, seed=0)
+    here, there = (p_values(model, longer, list(longer.relations)) for model in llamas)
+    for name, values in here.items():
+        np.testing.assert_allclose(values, there[name], atol=1e-5)
+        assert values.std() > 0
+
+
+@pytest.mark.parametrize("sites", [CONE_SITES, ["pattern"]], ids=["cone", "pattern"])
+def test_patches(llamas, pair, sites):
+    there_as_here(llamas, lambda model: ac.patch_heads(model, **pair, sites=sites))
+
+
+def test_little_memory(llamas, pair, monkeypatch):
+    """One cell and one prompt at a time."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1, 1))
+    there_as_here(llamas, lambda model: ac.patch_heads(model, **pair, sites=["z"]))
+    there_as_here(llamas, lambda model: ac.score_heads(model, pair["clean"], metrics=["lookup"]))
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
+def test_ablations(llamas, prompts, how):
+    there_as_here(llamas, lambda model: ac.ablate_heads(model, prompts, how=how))
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["patch", "zero", "mean", "resample", "clamp", "steer", "rotated"])
+def test_edits(llamas, pair, name, engine):
+    heads, later = [(0, 0), (0, 1), (1, 2), (1, 3)], torch.zeros_like(pair["clean"].mask)
+    later[:, 5:] = True
+
+    def edited(model: Any) -> ac.Table:
+        if name == "patch":
+            held = capture(model, pair["corrupted"], [name_of("v", layer) for layer in range(2)], engine=engine)
+            edit: Any = ac.Patch(heads, "v", positions=later, values=held)
+        elif name in ("mean", "resample"):
+            edit = ac.Ablate(heads, how=name, reference=reference_of(model, pair["corrupted"], how=name, site="z"))
+        elif name == "clamp":
+            edit = ac.Clamp(heads, "lookup")
+        elif name == "steer":
+            edit = ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32))
+        else:
+            edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k")
+        return ac.evaluate(model, pair["clean"], edits=[edit], engine=engine)
+
+    there_as_here(llamas, edited)
+
+
+def test_edits_whose_values_are_on_the_gpu(llamas, pair):
+    """As a notebook makes them, from a cache."""
+
+    def edited(model: Any) -> ac.Table:
+        with torch.no_grad():
+            _, cache = model.run_with_cache(pair["corrupted"].tokens.to(device_of(model)))
+        patch = ac.Patch(
+            [(0, 1), (1, 2)], values={name_of("z", layer): cache[name_of("z", layer)] for layer in range(2)}
+        )
+        steer = ac.Steer(site="resid_post", layers=[0], vector=cache[name_of("resid_post", 0)][0, 3])
+        return ac.evaluate(model, pair["clean"], edits=[patch, steer], batch_size=3)
+
+    there_as_here(llamas, edited)
+
+
+def test_plain_hooks(llamas, pair):
+    prompts = pair["clean"]
+    edits = [ac.Clamp([(0, 1)], "lookup"), ac.Ablate([(1, 1)], positions=torch.ones_like(prompts.mask))]
+
+    def logits(model: Any) -> torch.Tensor:
+        hooks = [hook for edit in edits for hook in edit.fwd_hooks(model, prompts)]
+        with torch.no_grad():
+            return model.run_with_hooks(prompts.tokens.to(device_of(model)), fwd_hooks=hooks)
+
+    there_as_here(llamas, logits)
+
+
+def test_localization(tmp_path):
+    task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
+    models = [ac.planted(task, seed=3, n_layers=4).to(device) for device in DEVICES]
+    here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
+    assert here.named == there.named and here.found
+    alike(here.table, there.table)
+    alike(here.verdict, there.verdict)
+    assert there.save(tmp_path).is_file()
+
+
+def test_localization_from_the_command_line(folder, tmp_path):
+    small = ["--model", str(folder), "--n", "8", "--x-len", "5", "--n-examples", "2", "--draws", "1"]
+    assert main(["localize", *small, "--device", "cuda", "--out", str(tmp_path)]) == 0
+    assert ac.Table.load(tmp_path).provenance.model["device"] == "cuda:0"
+    assert "cuda:0" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS, ids=str)
+def test_training(how):
+    """Without dropout, whose random numbers are others there."""
+    logs = []
+    for device in DEVICES:
+        model = without_dropout(network()).to(device)
+        logs.append(quiet(model, sample, loss, TrainConfig(6, lr=1e-2, log_every=2, **how), metrics=norms).log)
+    pd.testing.assert_frame_equal(*logs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_killed_training_goes_on(tmp_path):
+    torch.cuda.manual_seed(1)
+    config, before = TrainConfig(6, lr=1e-2, log_every=2), torch.cuda.get_rng_state()
+
+    def killed(step: int, seed: int) -> Any:
+        if step == 5:
+            raise KeyboardInterrupt
+        return sample(step, seed)
+
+    whole = quiet(network().cuda(), sample, loss, config, metrics=norms)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(network().cuda(), killed, loss, config, metrics=norms, out=tmp_path)
+    parts = quiet(network().cuda(), sample, loss, config, metrics=norms, out=tmp_path)
+    pd.testing.assert_frame_equal(parts.log, whole.log)
+    assert same_weights(parts.model, whole.model)
+    assert torch.equal(torch.cuda.get_rng_state(), before), "the GPU's global random state moved"
+
+
+def test_training_in_bfloat16():
+    model = without_dropout(network())
+    one = quiet(copy.deepcopy(model), sample, loss, TrainConfig(3, precision="bf16", log_every=1)).log
+    other = quiet(model.cuda(), sample, loss, TrainConfig(3, precision="bf16", log_every=1)).log
+    pd.testing.assert_frame_equal(one, other, atol=0.05, rtol=0.05)
+
+
+def test_tuning(llamas, tmp_path):
+    config = TuneConfig(steps=2, lr=5e-2, batch=2, probe_every=2, probe_prompts=2, dropout=0.0)
+    here, there = (
+        tune(model, TASK, config, progress=False, out=tmp_path / device)
+        for model, device in zip(llamas, DEVICES, strict=True)
+    )
+    alike(here.table, there.table, atol=1e-4)
+    assert {value.device.type for value in parameters_of(there.model).values()} == {"cuda"}
+    again = ac.load(tmp_path / "cuda" / "adapter", device="cuda")
+    prompts = TASK.sample(2, again.tokenizer, seed=1)
+    alike(ac.evaluate(here.model, prompts), ac.evaluate(again, prompts), atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ATTRIBUTIONS, ids=str)
+def test_attribution_of_heads(llamas, pair, how):
+    there_as_here(llamas, lambda model: attribute_heads(model, **pair, **how))
+
+
+@pytest.mark.parametrize("method", ["eap_ig_activations", "atp_star"])
+def test_attribution_of_edges(llamas, pair, method):
+    there_as_here(llamas, lambda model: attribute_edges(model, **pair, method=method, steps=2))
+
+
+def test_edges_and_paths(llamas, pair):
+    edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
+    there_as_here(llamas, lambda model: patch_edges(model, **pair, edges=edges))
+    ends: Any = {"senders": ["input", "L0H1"], "receivers": ["L1H0.q", "L1KV1.k", "L1KV0.v", "M1", "logits"]}
+    there_as_here(llamas, lambda model: patch_paths(model, **pair, **ends))
+
+
+def test_circuits(llamas, pair):
+    heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], **pair, method="eap")
+    shares: Any = {"fractions": (0.5,), "heads": {"two": heads}}
+    there_as_here(llamas, lambda model: faithfulness(model, scores, **pair, **shares), atol=1e-4)
+    there_as_here(llamas, lambda model: completeness(model, heads[:1], **pair, draws=1))
+
+
+def test_contributions(llamas, prompts):
+    there_as_here(llamas, lambda model: direct_logits(model, prompts))
+    pairs = [(prompts, TASK.corrupt(prompts, "labels", seed=1))]
+    there_as_here(llamas, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
+
+
+def test_recall():
+    facts = FactsTask(WORLD, n_facts=2, grammar_len=3)
+    stage = Stage(facts, TrainConfig(4, lr=3e-3, log_every=2), batch_size=4)
+    asked = [DemonstrationsTask(WORLD, 2, (1, 3)).sample(4, seed) for seed in range(2)]
+    logs, vectors, said, steered = [], [], [], []
+    for device in DEVICES:
+        net = without_dropout(small_gpt2(WORLD.d_vocab, 40, d_model=16)).to(device)
+        logs.append(train_stage(net, stage, probes={"facts": facts.sample(3, 1)}, progress=False).log)
+        model = ac.load(net.eval())
+        vectors.append(task_vectors(model, asked, 1))
+        said.append(representations(model, asked[0], ["blocks.1.hook_attn_out"])["blocks.1.hook_attn_out"])
+        source = representations(model, asked[0], [name_of("z", 1)])[name_of("z", 1)].unflatten(1, (1, -1))
+        answers = {"first": asked[0].column("token")[:4]}
+        steered.append(steer(model, asked[0], 1, source, vectors[-1][1].expand_as(source), answers))
+    pd.testing.assert_frame_equal(*logs, atol=1e-4, rtol=1e-4)
+    for one, other in (vectors, said, steered):
+        alike(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("clamped", [clamped_to_previous, clamped_to_label, None], ids=["previous", "label", "free"])
+def test_ensembles(clamped):
+    """Trained, clamped, and measured with the progress measures; those that are free are reduced induction heads."""
+    places = 0 if clamped is None else 9
+    tasks = [replace(EXEMPLARS, n_positions=places), replace(EXEMPLARS, n_positions=places, burst=3, zipf=1.0)]
+    config = TrainConfig(4, lr=0.1, optimizer="sgd", clip=None, log_every=2)
+    found = []
+    for device in DEVICES:
+        net: Any = InductionHead(InductionHeadConfig(6, tasks[0].d_in, d_hidden=7), [0, 1])
+        if clamped is not None:
+            net = ExemplarNet(ExemplarNetConfig(6, tasks[0].d_in, d_head=5, d_hidden=7, init=0.5), [0, 1])
+        net = net.to(device)
+        hold = None if clamped is None else clamped(net, "all" if clamped is clamped_to_previous else True)
+        worlds = Worlds(tasks, [0, 1], device=device)
+        found.append(train_ensemble(net, worlds, config, batch_size=8, probe=16, progress=False, hold=hold).table.frame)
+    alike(*found)
