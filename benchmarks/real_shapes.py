@@ -1,0 +1,168 @@
+"""What the verbs cost at the shapes of Llama 3: random weights in bf16, prompts of m = 8, c = 4, k = 15, real tokens.
+
+A bare forward pass; `score_heads` with all its metrics; `patch_heads` on z of some heads, evenly spread over layers,
+with the query corrupted; TransformerLens's `patching` on fewer of them, for each of which it runs the whole prompt. The
+time of a part is scaled up to all heads. Memory is the peak above the weights: of the GPU, or on a CPU, with Linux,
+what the process holds. On a CPU a small `--heads` and `--layers` keep it to minutes; layers cost alike, so what a
+whole model needs follows.
+
+    python benchmarks/real_shapes.py [--shape 1b] [--device cuda] [--out FOLDER]
+"""
+
+import argparse
+import importlib.util
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from patching import Row, processor, timed
+from probe_rows import resident
+from transformer_lens import patching
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+import align_circuits as ac
+from align_circuits.tables import Provenance, Table
+
+TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=15)
+SHAPES = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
+}
+"""Llama 3.2 1B and Llama 3.1 8B: 32 heads with 8 key heads, 128,256 tokens."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns Llama 3's, which the package `llama-models` carries."""
+    found = importlib.util.find_spec("llama_models")
+    if found is None or found.submodule_search_locations is None:
+        raise SystemExit("pip install --no-deps llama-models: Llama 3's tokenizer is in it")
+    path = Path(found.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    fast = TikTokenConverter(vocab_file=str(path), extra_special_tokens=special).converted()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token=special[0], eos_token=special[1], pad_token=special[1],
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def network(shape: str, layers: int | None, device: str) -> LlamaForCausalLM:
+    """Returns the random Llama."""
+    size: dict[str, Any] = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(
+        **size, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=4096
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def measured(run: Callable[[], object], device: str) -> tuple[float, float]:
+    """Returns how long a call takes, in seconds, and how far memory rises, in GB."""
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
+        before = resident("VmRSS")
+        seconds, _ = timed(run)
+        return seconds, (resident("VmHWM") - before) / 1000
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    def to_the_end() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    seconds, _ = timed(to_the_end)
+    return seconds, (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, device: str) -> Iterator[Row]:
+    """Yields what each contestant costs."""
+    clean = TASK.sample(prompts, model.tokenizer, references=False)
+    corrupted = TASK.corrupt(clean, "query")
+    every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+    some = every[5 :: len(every) // heads][:heads]  # from the sixth on, so that not all are the first of their layer
+    few = pd.DataFrame(some[:: max(1, heads // theirs)], columns=["layer", "head"])
+    rows, queries, gold = clean.column("prompt"), clean.column("query_pos"), clean.column("token")
+    plain = model.original_model
+
+    def log_prob(logits: torch.Tensor) -> torch.Tensor:
+        return logits[rows, queries].float().log_softmax(-1).cpu().gather(1, gold[:, None]).mean()
+
+    def bare() -> None:
+        with ac.engine.raw_attention(model):
+            plain(clean.tokens.to(device), logits_to_keep=queries.unique().to(device), use_cache=False)
+
+    def with_transformer_lens() -> None:
+        other, tokens = corrupted.tokens.to(device), clean.tokens.to(device)
+        _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))
+        options: Any = {"index_axis_names": None, "index_df": few}
+        patching.get_act_patch_attn_head_out_all_pos(model, other, cache, log_prob, **options)
+
+    contestants: dict[str, tuple[float, Callable[[], object]]] = {
+        "bare forward (SDPA)": (1, bare),
+        "score_heads": (1, lambda: ac.score_heads(model, clean)),
+        f"patch_heads ({len(some)} of {len(every)} heads)": (
+            len(every) / len(some), lambda: ac.patch_heads(model, clean=clean, corrupted=corrupted, heads=some)
+        ),
+        f"TransformerLens ({len(few)} of {len(every)} heads)": (len(every) / max(1, len(few)), with_transformer_lens),
+    }  # fmt: skip
+    if not theirs:
+        contestants.popitem()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    with torch.no_grad():
+        for name, (_, run) in contestants.items():
+            if name.startswith("bare"):
+                run()  # warms up
+        for _ in range(rounds):
+            for name, (share, run) in contestants.items():
+                seconds, peak = measured(run, device)
+                found[name].append((seconds * share, peak))
+    length = int(clean.mask.sum(1).max())
+    about = f"{model.cfg.n_layers} layers of width {model.cfg.d_model}, {prompts} prompts of {length} tokens"
+    base = [seconds for seconds, _ in found["bare forward (SDPA)"]]
+    for name, both in found.items():
+        seconds, peaks = zip(*both, strict=True)
+        values = {"seconds": seconds, "peak memory above the weights, GB": peaks}
+        if name == "score_heads":
+            values["times a bare forward"] = [mine / theirs for mine, theirs in zip(seconds, base, strict=True)]
+        for measure, v in values.items():
+            yield about, name, measure, median(v), min(v), max(v), len(v)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=512, help="whose z is patched")
+    parser.add_argument("--theirs", type=int, default=8, help="heads that TransformerLens patches; 0 leaves it out")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    bridge = ac.load(network(arguments.shape, arguments.layers, arguments.device), tokenizer=tokenizer())
+    weights = sum(weight.numel() * weight.element_size() for weight in bridge.original_model.parameters()) / 1e9
+    print(f"{arguments.shape}: {weights:.2f} GB of weights")
+    lines = []
+    for row in compare(
+        bridge, arguments.prompts, arguments.heads, arguments.theirs, arguments.rounds, arguments.device
+    ):
+        lines.append(row)
+        print("{:60s} {:34s} {:34s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
+    if arguments.out:
+        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
+        machine = processor() if arguments.device == "cpu" else torch.cuda.get_device_name()
+        asked = {name: value for name, value in vars(arguments).items() if name != "out"}
+        settings = {
+            **asked,
+            "width": bridge.cfg.d_model,
+            "weights, GB": weights,
+            "processor": machine or platform.machine(),
+        }
+        Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
