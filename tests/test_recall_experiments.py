@@ -13,7 +13,7 @@ from align_circuits.experiments.recall.attributes import FIG13, FIG14
 from align_circuits.experiments.recall.dependence import FIG5, FIG6
 from align_circuits.experiments.recall.learning import FIG2, FIG3, FIG15
 from align_circuits.experiments.recall.representations import FIG8, FIG16, FIG17, FIG18, by_type
-from align_circuits.experiments.recall.trainings import SMOKE, best, finetuned, pretrained, reached
+from align_circuits.experiments.recall.trainings import SMOKE, Study, best, finetuned, pretrained, reached, study
 from align_circuits.metrics import MATCHES
 from align_circuits.tables import Provenance, Table
 
@@ -202,3 +202,26 @@ def test_a_size_follows_its_world():
     assert (changed.world.n_values, changed.n_seen, changed.world.div) == ((4, 4, 4), 16, 0.3)
     full = replace(SMOKE, world=replace(SMOKE.world, n_values=(16, 4, 4))).changed(n_subjects=8, n_seen=2)
     assert (full.world.n_values, full.n_seen) == ((8, 4, 4), 2)
+
+
+def test_trainings_in_two_processes_are_those_of_one(tmp_path):
+    size = replace(SMOKE, seeds=2, pretraining=replace(SMOKE.pretraining, steps=2), probe=8)
+    config = Study(
+        replace(size, finetuning=replace(size.finetuning, steps=2)), ("pt", "icl"), ({"n_seen": 6}, {"n_seen": 8})
+    )
+    alone = study(config, folder=tmp_path / "alone")
+    assert [len(cell.config["trainings"]) for cell in config.chains(tmp_path)] == [4, 4]
+    together = study(config, jobs=2, folder=tmp_path / "together")
+    pd.testing.assert_frame_equal(alone.frame, together.frame)
+    trained = {path.name for path in (tmp_path / "alone" / "training").iterdir()}
+    assert {path.name for path in (tmp_path / "together" / "training").iterdir()} == trained
+    assert len(trained) == 2 + 4
+    assert len(list((tmp_path / "together" / "cells").glob("*.json"))) == 2
+
+
+def test_a_cell_may_change_a_pair_of_numbers(tmp_path):
+    size = replace(SMOKE, seeds=1, pretraining=replace(SMOKE.pretraining, steps=1), probe=4)
+    cells = ({"grammar_len": 4, "grammar_lens": (1, 3)}, {"grammar_len": 5})
+    found = study(Study(size, ("pt",), cells), folder=tmp_path)
+    assert found.frame["grammar_len"].unique().tolist() == [4, 5]
+    assert "grammar_lens" not in found.frame

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.cells import Cell, run_cells
 from align_circuits.experiments.accuracy import over_seeds
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, train_stage
@@ -128,7 +129,7 @@ def pretrained(size: Size, seed: int, folder: Path) -> TrainRun:
         small_gpt2(size.world.d_vocab, size.n_ctx, d_model=size.d_model, seed=seed),
         Stage(size.facts(seed), size.pretraining, size.batch_size),
         probes={name: task.sample(size.probe, seed=seed) for name, task in probes.items()},
-        seed=seed, out=folder_of(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed), progress=False,
+        seed=seed, out=_pretraining_of(size, seed, folder), progress=False,
     )  # fmt: skip
 
 
@@ -139,6 +140,11 @@ def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
         Stage(size.demonstrations(seed, kind), size.finetuning, size.batch_size),
         probes=size.probes(seed), seed=seed, out=folder_of(folder, kind, size, seed), progress=False,
     )  # fmt: skip
+
+
+def _pretraining_of(size: Size, seed: int, folder: Path) -> Path:
+    """Where a pretraining is kept: finetuning does not tell it from another."""
+    return folder_of(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed)
 
 
 def folder_of(folder: Path, stage: str, size: Size, seed: int) -> Path:
@@ -157,14 +163,51 @@ class Study:
     cells: tuple[Mapping[str, Any], ...] = ({},)
     """What each cell changes of the size: `Size.changed`."""
 
+    def chains(self, folder: Path) -> list[Cell]:
+        """Returns one cell for each pretraining, with all that is finetuned from it, as `train_chain` takes them.
+
+        So no two processes ask for the same training.
+        """
+        chains: dict[tuple[Path, int], list[tuple[Any, str]]] = {}
+        for cell in self.cells:
+            size = self.size.changed(**cell)
+            for seed in range(size.seeds):
+                chain = chains.setdefault((_pretraining_of(size, seed, folder), seed), [])
+                chain += [(asdict(size), stage) for stage in self.stages]
+        return [
+            Cell(f"{__name__}:train_chain", {"trainings": trainings, "folder": str(folder)}, seed)
+            for (_, seed), trainings in chains.items()
+        ]
+
     @property
     def columns(self) -> list[str]:
-        """The key columns that cells add to the table."""
-        return list(dict.fromkeys(name for cell in self.cells for name in cell))
+        """The key columns that cells add to the table; pairs such as `grammar_lens` go with the other numbers."""
+        return list(dict.fromkeys(name for cell in self.cells for name in cell if not isinstance(cell[name], tuple)))
+
+
+def train_chain(trainings: Sequence[tuple[Mapping[str, Any], str]], folder: str, seed: int) -> list[dict[str, int]]:
+    """Trains what is not trained yet of a chain of `Study.chains`, and leaves it in `folder`."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    for told, stage in trainings:
+        _trained(_told(told), stage, seed, Path(folder))
+    return [{"trainings": len(trainings)}]
+
+
+def _told(size: Mapping[str, Any]) -> Size:
+    """The size that `asdict` told."""
+    schedules = {name: TrainConfig(**size[name]) for name in ("pretraining", "finetuning")}
+    return Size(**{**size, "world": RecallWorld(**size["world"]), **schedules})
+
+
+def _trained(size: Size, stage: str, seed: int, folder: Path) -> TrainRun:
+    if stage == "pt":
+        return pretrained(size, seed, folder)
+    return finetuned(size, seed, cast(Finetuned, stage), folder)
 
 
 def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    """Trains what is not trained yet.
+    """Trains what is not trained yet, in `jobs` processes.
 
     Returns:
         The curves, keyed by stage, what cells change, seed, step, `probe` (`pt`, `icl`, ...) and `match` (`exact`,
@@ -172,13 +215,16 @@ def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: P
     """
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
+    if jobs > 1:
+        run_cells(config.chains(folder), folder / "cells", jobs=jobs).whole()
     frames = []
     for cell in config.cells:
         size = config.size.changed(**cell)
         for stage in config.stages:
             for seed in range(size.seeds):
-                run = pretrained(size, seed, folder) if stage == "pt" else finetuned(size, seed, stage, folder)
-                frames.append(long(run.log).assign(stage=stage, **cell, seed=seed, n=size.probe))
+                run = _trained(size, stage, seed, folder)
+                keys = {name: value for name, value in cell.items() if name in config.columns}
+                frames.append(long(run.log).assign(stage=stage, **keys, seed=seed, n=size.probe))
     settings = {"size": asdict(config.size), "cells": [dict(cell) for cell in config.cells]}
     return Table(pd.concat(frames, ignore_index=True), Provenance("recall_study", settings))
 
