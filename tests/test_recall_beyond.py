@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.experiments.recall.bridge import BACK, BRIDGE, forced, looking_at
 from align_circuits.experiments.recall.carrier import CARRIER, last_demonstrations, measure, places_of
 from align_circuits.experiments.recall.exchange import EXCHANGE, EXCHANGED, exchanged, parts_of
 from align_circuits.experiments.recall.mixing import MIXING
@@ -194,3 +195,50 @@ def test_a_mixture_draws_from_both_tasks():
         MixedTask(facts, shown, 2.0)
     with pytest.raises(ValueError, match="two worlds"):
         MixedTask(facts, replace(shown, world=replace(CHAINS, world_seed=1)), 0.5)
+
+
+def test_what_is_forced_is_what_a_hook_by_hand_forces():
+    net: Any = ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=3))
+    prompts = ICL.sample(300, seed=1)
+    rows = {
+        (row["layer"], row["place"]): row["value"] for row in forced(net, prompts, CHAINS) if row["match"] == "type"
+    }
+    type_of, asked = torch.from_numpy(CHAINS.type_of), prompts.latent["type"][:, -1]
+    for (layer, place), value in rows.items():
+
+        def look(pattern: torch.Tensor, hook: Any, place: str = place) -> torch.Tensor:  # noqa: ARG001
+            row = torch.nn.functional.one_hot(torch.tensor(pattern.shape[3] - 1 - BACK[place]), pattern.shape[3])
+            return torch.cat([pattern[:, :, :-1], row.to(pattern).expand_as(pattern[:, :, -1:])], 2)
+
+        hooks = [(f"blocks.{layer}.attn.hook_pattern", look)] if layer >= 0 else []
+        said = net.run_with_hooks(prompts.tokens, fwd_hooks=hooks)[:, -1].argmax(-1)
+        assert value == pytest.approx(float((type_of[said] == asked).double().mean()))
+    assert len(set(rows.values())) > 2  # places and layers differ
+
+
+def test_a_prompt_can_be_made_to_look_anywhere():
+    prompts = looking_at(ICL.sample(2, seed=0), "before", 3)
+    relation, last = prompts.relations["before"], prompts.mask.shape[1] - 1
+    assert relation.query.tolist() == [last, last]
+    assert relation.keys_of(1) == [last - 3]
+    assert "before" not in ICL.sample(2, seed=0).relations
+
+
+def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
+    def rows(gain: float) -> Table:
+        seeds, kinds = range(3), ("pt", "icl", "icl+grm")
+        exact = [
+            {"kind": kind, "seed": seed, "layer": layer, "place": place, "match": "exact",
+             "value": gain if (kind, layer, place) == ("icl+grm", 0, "query subject") else 0.0}
+            for kind in kinds for seed in seeds for layer, place in
+            [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
+        ]  # fmt: skip
+        looks = [
+            {"kind": kind, "seed": seed, "layer": 0, "place": place, "match": "attention",
+             "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1}
+            for kind in kinds for seed in seeds for place in ("ICL", "ICL+Grm")
+        ]  # fmt: skip
+        return table(exact + looks)
+
+    assert all(check.holds and check.control_fails for check in BRIDGE.check(rows(0.8)))
+    assert [check.holds for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]

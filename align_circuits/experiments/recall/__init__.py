@@ -1,6 +1,7 @@
 """Understanding contextual recall in transformers (Vasudeva et al., 2026): its figures."""
 
 from align_circuits.experiments.recall.attributes import FIG13, FIG14, FIG19, FIG24
+from align_circuits.experiments.recall.bridge import BRIDGE
 from align_circuits.experiments.recall.carrier import CARRIER
 from align_circuits.experiments.recall.constructions import PROPOSITIONS
 from align_circuits.experiments.recall.dependence import FIG5, FIG6, FIG7
@@ -16,6 +17,6 @@ from align_circuits.experiments.recall.theorem import LEMMAS, THEOREM
 
 RECALL = (
     *(FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, HEADS, FIG13, FIG14, FIG15, FIG16, FIG17, FIG18, FIG19),
-    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
+    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, BRIDGE, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
 )
 """In the order of the paper; what is of no single figure after it, what goes beyond the paper last."""
