@@ -5,8 +5,9 @@ minGPT's: attention written out as a masked softmax, GELU written out as a formu
 the other, clipping; without dropout, and without a data loader, so that only what computes is compared. Ours is
 `train` with `next_token_loss`: fused attention and GELU, logits where a label is, fused AdamW, and a checkpoint every
 100 steps; in fp32 as the plain one, and with `precision="bf16"`, which pays where the processor multiplies bfloat16.
-Steps alternate, so that whatever else the machine does meets both; times are those of the process. Run:
-python benchmarks/recall.py
+Steps alternate, so that whatever else the machine does meets both; times are those of the process, on one thread.
+
+    python benchmarks/recall.py [--steps 7] [--out FOLDER]
 """
 
 import argparse
@@ -18,11 +19,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
+from patching import Row, processor
 from torch import Tensor, nn
 
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, next_token_loss
+from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.training import train
@@ -79,8 +83,8 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[
     optimizer.step()
 
 
-def compare(stage: Stage, steps: int) -> tuple[float, float]:
-    """Returns the median seconds a step of the plain loop and of ours, a plain step before each of ours."""
+def compare(stage: Stage, steps: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds of steps of the plain loop and of ours, a plain step before each of ours."""
     world, n_ctx = stage.task.world, stage.task.length
     plain, ours = PlainGPT(world.d_vocab, n_ctx), small_gpt2(world.d_vocab, n_ctx)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, weight_decay=1e-3, foreach=False)
@@ -97,7 +101,7 @@ def compare(stage: Stage, steps: int) -> tuple[float, float]:
         train(ours, sample, next_token_loss, config, out=folder, progress=False)
     theirs = [end - begin for begin, end in times]
     mine = [after - end for (_, end), (after, _) in itertools.pairwise(times)]
-    return statistics.median(theirs[1:]), statistics.median(mine)
+    return theirs[1:], mine
 
 
 def tokens_a_second(task: FactsTask | DemonstrationsTask, n: int, batches: int) -> float:
@@ -110,14 +114,26 @@ def tokens_a_second(task: FactsTask | DemonstrationsTask, n: int, batches: int) 
     return statistics.median(rates)
 
 
+def rows_of(name: str, theirs: list[float], mine: list[float]) -> list[Row]:
+    """The rows of a table: of each contestant, and of the ratio from step to step."""
+    measured = {
+        ("plain loop", "seconds a step"): theirs,
+        ("train", "seconds a step"): mine,
+        ("train", "times the plain loop's steps a second"): [a / b for a, b in zip(theirs, mine, strict=True)],
+    }
+    return [(name, *key, statistics.median(v), min(v), max(v), len(v)) for key, v in measured.items()]
+
+
 def main() -> None:
     """Prints both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=7, help="of each loop, on each kind of sequences")
     parser.add_argument("--batches", type=int, default=20, help="of each sampler")
     parser.add_argument("--sequences", nargs="*", help="which kinds, by their names in the table; all by default")
+    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the steps")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    lines: list[Row] = []
     world = RecallWorld.paper()
     stages = {
         "PT, S = 80": Stage(FactsTask(world), PRETRAINING),
@@ -129,9 +145,15 @@ def main() -> None:
         stage = stages[name]
         rate = tokens_a_second(stage.task, stage.batch_size, arguments.batches)
         for precision in ("fp32", "bf16"):
-            plain, ours = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
-            told = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {plain / ours:6.2f}"
+            found = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
+            lines += (rows := rows_of(f"{name}, ours in {precision}", *found))
+            plain, ours, ratio = (row[3] for row in rows)
+            told = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {ratio:6.2f}"
             print(told, flush=True)
+    if arguments.out:
+        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
+        settings = {"steps": arguments.steps, "width": 256, "threads": 1, "processor": processor()}
+        Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from jaxtyping import install_import_hook
+from jaxtyping import config, install_import_hook
 
 install_import_hook("align_circuits", "beartype.beartype")
 
@@ -23,6 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other, ten times slower on a busy machine
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """For flows, which call small functions 100,000 times: checks of their shapes take ten times what they do."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

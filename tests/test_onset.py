@@ -70,6 +70,7 @@ def error_saved(found: Any) -> float:
     return (others - theory) / found["observed"].mean()
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
     possible: Any = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert (possible["until"] < possible["observed"]).all()
@@ -124,6 +125,7 @@ def test_the_check_tells_a_forecast_from_chance():
     assert not ONSET.check(steps_table(emerged=0.0))[0].holds
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_beginning_is_three_probes_long_and_a_run_may_not_emerge():
     steps = pd.Index(range(0, 60, 10), name="step")
     early, never = (
