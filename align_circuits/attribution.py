@@ -37,7 +37,7 @@ from align_circuits.tables import Table
 HeadMethod = Literal["atp", "atp_star", "ig_inputs"]
 """How the score of a head is made."""
 
-EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations", "atp_star"]
+EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations", "eap_ig_all_activations", "atp_star"]
 """How the score of an edge is made."""
 
 
@@ -169,6 +169,8 @@ def attribute_edges(
       k = 1, ..., m. Source: Hanna et al. (2024), "Have Faith in Faithfulness", Eq. 3.
     - `"eap_ig_activations"`: in the mean over clean runs in which what the sender's layer says (its heads, or its MLP,
       or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
+    - `"eap_ig_all_activations"`: in the mean over those runs of all senders, for every edge, as the code released with
+      Hanna et al. (2024) has it. Most of them lie near the clean run, whatever the edge.
     - `"atp_star"`: in the clean run, but for edges into queries and keys attention is computed anew from what the
       patched edge brings, and its change is multiplied by ∂M/∂pattern. It takes a run for each sender and layer, many
       in a batch. Source: the QK fix of Kramár et al. (2024), "AtP*", §3.1, for edges.
@@ -246,11 +248,13 @@ def _runs(
     if method in ("eap", "atp_star"):
         yield names, {}, 1.0
         return
-    groups = [(EMBEDDED, names)] if method == "eap_ig_inputs" else [(name, [name]) for name in names]
-    for name, scored in groups:
+    moved = [EMBEDDED] if method == "eap_ig_inputs" else names
+    for name in moved:
+        scored = [name] if method == "eap_ig_activations" else names
+        share = 1 / steps if method == "eap_ig_activations" else 1 / (steps * len(moved))
         for step in range(1, steps + 1):
             there = held.between(name, step / steps)
-            yield scored, {name: lambda _, there=there: there}, 1 / steps
+            yield scored, {name: lambda _, there=there: there}, share
 
 
 def _without(layer: int | None) -> Mapping[str, Change]:

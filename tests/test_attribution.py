@@ -141,14 +141,15 @@ def test_integrated_gradients_are_means_over_runs_between(model, pair):
     clean, corrupted = pair.values()
     steps = 3
     heads = by_head(attribute_heads(model, **pair, method="ig_inputs", steps=steps))
-    inputs, activations = (
+    inputs, activations, every = (
         by_edge(attribute_edges(model, **pair, method=method, steps=steps))
-        for method in ("eap_ig_inputs", "eap_ig_activations")
+        for method in ("eap_ig_inputs", "eap_ig_activations", "eap_ig_all_activations")
     )
     whole = Twin(model, clean, corrupted)
     name, first = "blocks.0.attn.hook_z", "blocks.0.hook_resid_pre"
     said = {head: whole.other[name][:, :, head] - whole.base[name][:, :, head] for head in range(4)}
-    of_head, of_input, of_activation = 0.0, 0.0, 0.0
+    senders = [first, *(f"blocks.{layer}.{site}" for layer in (0, 1) for site in ("attn.hook_z", "hook_mlp_out"))]
+    of_head, of_input, of_activation, of_every = 0.0, 0.0, 0.0, 0.0
     for step in range(1, steps + 1):
         between = Twin(model, clean, corrupted, start=whole.moved(first, 1 - step / steps))
 
@@ -166,21 +167,25 @@ def test_integrated_gradients_are_means_over_runs_between(model, pair):
 
         of_head += slope(move) / steps
         of_input += slope(last) / steps
-        halfway = whole.moved(name, 1 - step / steps)
-        base = whole.outcome({name: lambda _: halfway})  # noqa: B023
+        for sender in senders:
+            halfway = whole.moved(sender, 1 - step / steps)
+            base = whole.outcome({sender: lambda _: halfway})  # noqa: B023
 
-        def after(share: float) -> float:
-            wide = torch.zeros_like(whole.base[name])
-            wide[:, :, 2] = share * said[2]
-            added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
-            frozen = {name: lambda _: halfway, "blocks.1.hook_resid_post": lambda x: x + added}  # noqa: B023
-            return float((whole.outcome(frozen) - base).mean())  # noqa: B023
+            def after(share: float) -> float:
+                wide = torch.zeros_like(whole.base[name])
+                wide[:, :, 2] = share * said[2]
+                added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
+                frozen = {sender: lambda _: halfway, "blocks.1.hook_resid_post": lambda x: x + added}  # noqa: B023
+                return float((whole.outcome(frozen) - base).mean())  # noqa: B023
 
-        of_activation += slope(after) / steps
+            found = slope(after) / steps
+            of_activation += found if sender == name else 0.0
+            of_every += found / len(senders)
     assert heads["z", 0, 2] == pytest.approx(of_head, abs=1e-6)
     assert inputs["L0H2", "logits"] == pytest.approx(of_input, abs=1e-6)
     assert activations["L0H2", "logits"] == pytest.approx(of_activation, abs=1e-6)
-    assert len({round(value, 6) for value in (of_input, of_activation)}) == 2
+    assert every["L0H2", "logits"] == pytest.approx(of_every, abs=1e-6)
+    assert len({round(value, 6) for value in (of_input, of_activation, of_every)}) == 3
 
 
 def test_on_padded_prompts_with_both_engines(random_hf_model):

@@ -155,11 +155,12 @@ def _check(table: Table) -> list[Check]:
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
         measures = (("rank", "rank correlation"), ("sign", "sign agreement"))
-        for (metric, words), between in itertools.product(measures, ("inputs", "activations")):
+        for (metric, words), between in itertools.product(measures, ("inputs", "activations", "all_activations")):
             at = {"models": models, "metric": f"{metric} above eap"}
+            said = f"EAP-IG ({between.replace('_', ' ')})"
             checks.append(
                 Check(
-                    claim=f"{models}: EAP-IG ({between}) is at least as good as EAP ({words}, difference)",
+                    claim=f"{models}: {said} is at least as good as EAP ({words}, difference)",
                     measured=value_of(table, method=f"eap_ig_{between}", **at), relation=">=", threshold=0.0,
                     control=value_of(table, method=SHUFFLED, **at), control_is="scores of EAP-IG (inputs), shuffled",
                 )
