@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -53,14 +53,14 @@ class Exact:
 
 
 def compare(
-    *, task: Mapping[str, Any], strength: float | None, spread: float | None, n: int, seed: int
+    *, task: Mapping[str, Any], models: Literal["planted", "random"], sharpness: float, n: int, seed: int
 ) -> list[dict[str, Any]]:
     """Compares every method's scores with exact patches of all edges in one model; the function of a cell.
 
     Args:
         task: The task's arguments.
-        strength: Of a planted circuit; None for a random Llama.
-        spread: The standard deviation of a random Llama's weights; None for a planted circuit.
+        models: A planted circuit or a random Llama.
+        sharpness: The strength of the circuit, or the spread of the Llama's weights.
         n: Prompts.
         seed: Of model, prompts and control.
 
@@ -70,9 +70,9 @@ def compare(
     """
     seq2seq = Seq2SeqTask(**task)
     model: Any = (
-        planted(seq2seq, seed=seed, strength=strength, n_layers=4)
-        if spread is None
-        else load(_random(spread, seed), tokenizer=char_tokenizer())
+        planted(seq2seq, seed=seed, strength=sharpness, n_layers=4)
+        if models == "planted"
+        else load(_random(sharpness, seed), tokenizer=char_tokenizer())
     )
     prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
     pair: dict[str, Any] = {"clean": prompts, "corrupted": seq2seq.corrupt(prompts, "query", seed=seed)}
@@ -120,17 +120,17 @@ def _agreement(scores: Table, exact: Table) -> dict[str, float]:
 
 def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
     common = {"task": dict(config.task), "n": config.n}
-    kinds = [(strength, None, config.planted) for strength in config.strengths]
-    kinds += [(None, spread, config.random) for spread in config.spreads]
+    kinds = [("planted", strength, config.planted) for strength in config.strengths]
+    kinds += [("random", spread, config.random) for spread in config.spreads]
     cells = [
-        Cell(f"{__name__}:compare", {**common, "strength": strength, "spread": spread}, seed)
-        for strength, spread, count in kinds
+        Cell(f"{__name__}:compare", {**common, "models": kind, "sharpness": sharpness}, seed)
+        for kind, sharpness, count in kinds
         for seed in range(count)
     ]
     frame: Any = run_cells(cells, folder / "cells", jobs=jobs).whole()
     frame["models"] = [
-        f"random Llama, spread {spread:g}" if pd.isna(strength) else f"planted, strength {strength:g}"
-        for strength, spread in zip(frame["strength"], frame["spread"], strict=True)
+        f"planted, strength {sharpness:g}" if kind == "planted" else f"random Llama, spread {sharpness:g}"
+        for kind, sharpness in zip(frame["models"], frame["sharpness"], strict=True)
     ]
     wide = frame.pivot_table(index=["models", "method", "metric", "fraction"], columns="seed", values="value")
     keys = wide.index.to_frame(index=False)
