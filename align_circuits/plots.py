@@ -253,15 +253,18 @@ def accuracy_grids(
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
-            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
-            texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
+            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index),
+            coloraxis="coloraxis", xgap=1, ygap=1, texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
             hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
         )  # fmt: skip
         figure.add_trace(heat, row=1, col=place)
-    figure.update_xaxes(title=x, dtick=1, showgrid=False)
-    figure.update_yaxes(dtick=1, showgrid=False)
+    figure.update_xaxes(type="category", title=x, dtick=1, showgrid=False)  # "6" and "20" are names, not numbers
+    figure.update_yaxes(type="category", dtick=1, showgrid=False)
     figure.update_yaxes(title=y, col=1)
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
+    if len({tuple(frame.index) for frame in panels.values()}) == 1:
+        for place in range(2, len(panels) + 1):
+            figure.update_yaxes(showticklabels=False, col=place)
     return styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
 
 

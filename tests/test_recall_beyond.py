@@ -229,7 +229,7 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
         seeds, kinds = range(3), ("pt", "icl", "icl+grm")
         exact = [
             {"kind": kind, "seed": seed, "layer": layer, "place": place, "match": "exact",
-             "value": gain if (kind, layer, place) == ("icl+grm", 0, "query subject") else 0.0}
+             "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0}
             for kind in kinds for seed in seeds for layer, place in
             [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
         ]  # fmt: skip

@@ -40,7 +40,7 @@ from align_circuits.scoring import score_heads
 from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 
-BACK = {"query subject": 0, "separator": 1, "subject before": 3}
+BACK = {"itself": 0, "separator": 1, "subject before": 3}
 """Where the last token of an ICL prompt is made to look: how many tokens back."""
 
 
@@ -129,7 +129,7 @@ def _of(table: Table, **where: Any) -> Float[ndarray, " seed"]:
 
 def _check(table: Table) -> list[Check]:
     grm: dict[str, Any] = {"kind": "icl+grm", "match": "exact"}
-    own: dict[str, Any] = {"place": "query subject", "layer": 0}
+    own: dict[str, Any] = {"place": "itself", "layer": 0}
     before = _of(table, layer=-1, **grm)
     looks: dict[str, Any] = {"match": "attention", "layer": 0}
 
@@ -150,7 +150,7 @@ def _check(table: Table) -> list[Check]:
         Check(
             "It is that layer's doing (gain of exact match)", relation=">=", threshold=0.5,
             **measured(_of(table, **own, **grm) - before),
-            **controlled(_of(table, layer=1, place="query subject", **grm) - before, "layer 2 made to read it"),
+            **controlled(_of(table, layer=1, place="itself", **grm) - before, "layer 2 made to read it"),
         ),
         Check(
             "Finetuning has learned the rest (gain of exact match)", relation=">=", threshold=0.5,
@@ -164,17 +164,14 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     said = {"pt": "pretrained", "icl": "after ICL", "icl+grm": "after ICL+Grm"}
     frame: Any = table.where(match="exact").frame
-    columns = ["as it is", *BACK]
     panels = {}
     for kind in frame["kind"].unique():
-        grid = frame[frame["kind"] == kind].groupby(["layer", "place"])["value"].mean()
-        rows = {f"layer {layer + 1}": [grid[-1, "as it is"], *(grid[layer, name] for name in BACK)]
-                for layer in range(int(frame["layer"].max()) + 1)}  # fmt: skip
-        panels[said[kind]] = pd.DataFrame(rows, index=columns).T
-    value = "exact match on ICL, held-out subjects"
-    return {
-        "": plots.accuracy_grids(panels, x="the query subject is made to read", y="by its attention in", value=value)
-    }
+        means = frame[frame["kind"] == kind].groupby(["layer", "place"])["value"].mean()
+        grid = pd.DataFrame({f"layer {layer + 1}": means[layer] for layer in range(int(frame["layer"].max()) + 1)})
+        grid.loc["as it is"] = means[-1, "as it is"]
+        panels[said[kind]] = grid.loc[[*reversed(BACK), "as it is"]]
+    value = "exact match<br>on ICL, held out"
+    return {"": plots.accuracy_grids(panels, x="forced in", y="the query subject reads", value=value)}
 
 
 BRIDGE = Experiment(
