@@ -170,7 +170,7 @@ def attribute_edges(
     - `"eap_ig_activations"`: in the mean over clean runs in which what the sender's layer says (its heads, or its MLP,
       or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
     - `"eap_ig_all_activations"`: in the mean over those runs of all senders, for every edge, as the code released with
-      Hanna et al. (2024) has it. Most of them lie near the clean run, whatever the edge.
+      Hanna et al. (2024) has it: in each of them only one layer's output is moved.
     - `"atp_star"`: in the clean run, but for edges into queries and keys attention is computed anew from what the
       patched edge brings, and its change is multiplied by ∂M/∂pattern. It takes a run for each sender and layer, many
       in a batch. Source: the QK fix of Kramár et al. (2024), "AtP*", §3.1, for edges.

@@ -241,7 +241,8 @@ def accuracy_grids(
 ) -> go.Figure:
     """Returns grids of accuracies or other shares side by side, on one scale from 0 to 1, with the number in each cell.
 
-    Grids of more than 100 cells show numbers only under the mouse.
+    Columns and rows are evenly spaced, whatever they are. Rows that all panels share are named once. Grids of more
+    than 100 cells show numbers only under the mouse.
 
     Args:
         panels: A frame for each panel by its caption: columns along x, index along y.
@@ -253,8 +254,8 @@ def accuracy_grids(
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
-            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index),
-            coloraxis="coloraxis", xgap=1, ygap=1, texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
+            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
+            texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
             hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
         )  # fmt: skip
         figure.add_trace(heat, row=1, col=place)

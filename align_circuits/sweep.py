@@ -23,6 +23,7 @@ CPU_TOKENS = 4096
 _KEPT = 2**28
 
 OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
+"""Takes a cell, rows and their logits, which it only reads."""
 
 
 def sweep(

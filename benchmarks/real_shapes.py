@@ -1,17 +1,19 @@
 """What the verbs cost at the shapes of Llama 3: random weights in bf16, prompts of m = 8, c = 4, k = 15, real tokens.
 
 A bare forward pass; `score_heads` with all its metrics; `patch_heads` on z of some heads, evenly spread over layers,
-with the query corrupted; TransformerLens's `patching` on fewer of them, for each of which it runs the whole prompt. The
-time of a part is scaled up to all heads. Memory is the peak above the weights: of the GPU, or on a CPU, with Linux,
-what the process holds. On a CPU a small `--heads` and `--layers` keep it to minutes; layers cost alike, so what a
-whole model needs follows.
+with the query corrupted; TransformerLens's `patching` on fewer of them, for each of which it runs the whole prompt,
+after the cache that it patches from. Nothing is scaled up. Memory is the peak above the weights: of the GPU, or on a
+CPU, with Linux, by how much the process grows. On a CPU a small `--heads` and `--layers` keep it to minutes.
 
     python benchmarks/real_shapes.py [--shape 1b] [--device cuda] [--out FOLDER]
 """
 
 import argparse
+import ctypes
+import gc
 import importlib.util
 import platform
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import align_circuits as ac
+from align_circuits.hooks.attention import raw_attention
 from align_circuits.tables import Provenance, Table
 
 TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=15)
@@ -63,20 +66,19 @@ def network(shape: str, layers: int | None, device: str) -> LlamaForCausalLM:
 
 def measured(run: Callable[[], object], device: str) -> tuple[float, float]:
     """Returns how long a call takes, in seconds, and how far memory rises, in GB."""
+    gc.collect()
     if device == "cpu":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what earlier calls left would be used again, and not be seen
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
         before = resident("VmRSS")
         seconds, _ = timed(run)
-        return seconds, (resident("VmHWM") - before) / 1000
+        return seconds, (resident("VmHWM") - before) * 2**20 / 1e9
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-
-    def to_the_end() -> None:
-        run()
-        torch.cuda.synchronize()
-
-    seconds, _ = timed(to_the_end)
-    return seconds, (torch.cuda.max_memory_allocated() - before) / 1e9
+    before, started = torch.cuda.memory_allocated(), time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, device: str) -> Iterator[Row]:
@@ -84,8 +86,9 @@ def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, devi
     clean = TASK.sample(prompts, model.tokenizer, references=False)
     corrupted = TASK.corrupt(clean, "query")
     every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
-    some = every[5 :: len(every) // heads][:heads]  # from the sixth on, so that not all are the first of their layer
-    few = pd.DataFrame(some[:: max(1, heads // theirs)], columns=["layer", "head"])
+    step = max(1, len(every) // heads)
+    some = every[min(5, step - 1) :: step][:heads]  # of each layer not always the first
+    few = pd.DataFrame(some[:: max(1, len(some) // max(1, theirs))][:theirs], columns=["layer", "head"])
     rows, queries, gold = clean.column("prompt"), clean.column("query_pos"), clean.column("token")
     plain = model.original_model
 
@@ -93,34 +96,37 @@ def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, devi
         return logits[rows, queries].float().log_softmax(-1).cpu().gather(1, gold[:, None]).mean()
 
     def bare() -> None:
-        with ac.engine.raw_attention(model):
+        with raw_attention(model):
             plain(clean.tokens.to(device), logits_to_keep=queries.unique().to(device), use_cache=False)
 
-    def with_transformer_lens() -> None:
-        other, tokens = corrupted.tokens.to(device), clean.tokens.to(device)
-        _, cache = model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))
-        options: Any = {"index_axis_names": None, "index_df": few}
-        patching.get_act_patch_attn_head_out_all_pos(model, other, cache, log_prob, **options)
+    cached: list[Any] = []
 
-    contestants: dict[str, tuple[float, Callable[[], object]]] = {
-        "bare forward (SDPA)": (1, bare),
-        "score_heads": (1, lambda: ac.score_heads(model, clean)),
-        f"patch_heads ({len(some)} of {len(every)} heads)": (
-            len(every) / len(some), lambda: ac.patch_heads(model, clean=clean, corrupted=corrupted, heads=some)
+    def cache() -> None:
+        tokens = clean.tokens.to(device)
+        cached[:] = [model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))[1]]
+
+    def patch() -> None:
+        options: Any = {"index_axis_names": None, "index_df": few}
+        patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens.to(device), cached[0], log_prob, **options)
+
+    contestants: dict[str, Callable[[], object]] = {
+        "bare forward (SDPA)": bare,
+        "score_heads": lambda: ac.score_heads(model, clean),
+        f"patch_heads ({len(some)} of {len(every)} heads)": lambda: ac.patch_heads(
+            model, clean=clean, corrupted=corrupted, heads=some
         ),
-        f"TransformerLens ({len(few)} of {len(every)} heads)": (len(every) / max(1, len(few)), with_transformer_lens),
-    }  # fmt: skip
-    if not theirs:
-        contestants.popitem()
+    }
+    if theirs:
+        contestants |= {
+            "TransformerLens, the cache": cache,
+            f"TransformerLens ({len(few)} of {len(every)} heads)": patch,
+        }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     with torch.no_grad():
-        for name, (_, run) in contestants.items():
-            if name.startswith("bare"):
-                run()  # warms up
+        bare()  # warms up
         for _ in range(rounds):
-            for name, (share, run) in contestants.items():
-                seconds, peak = measured(run, device)
-                found[name].append((seconds * share, peak))
+            for name, run in contestants.items():
+                found[name].append(measured(run, device))
     length = int(clean.mask.sum(1).max())
     about = f"{model.cfg.n_layers} layers of width {model.cfg.d_model}, {prompts} prompts of {length} tokens"
     base = [seconds for seconds, _ in found["bare forward (SDPA)"]]
@@ -139,7 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=512, help="whose z is patched")
+    parser.add_argument("--heads", type=int, default=1024, help="whose z is patched, all if there are no more")
     parser.add_argument("--theirs", type=int, default=8, help="heads that TransformerLens patches; 0 leaves it out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

@@ -28,9 +28,10 @@ torch.set_num_threads(1)  # tiny models: threads only wait for each other, ten t
 @pytest.fixture
 def unchecked_shapes():
     """For flows, which call small functions 100,000 times: checks of their shapes take ten times what they do."""
+    before = config.jaxtyping_disable
     config.update("jaxtyping_disable", True)
     yield
-    config.update("jaxtyping_disable", False)
+    config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")

@@ -65,11 +65,11 @@ _INDEXING = {
 _WITH_SCALARS = {torch.ops.aten.fill_.Tensor, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.masked_fill_.Tensor}
 """Operations that are not pointwise by their tags, but take a CPU tensor without dimensions as a number."""
 
-
 _OF_FLOATS = {
     torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
     torch.ops.aten.mv.default, torch.ops.aten.dot.default,
 }  # fmt: skip
+"""What CUDA computes for floating-point numbers only."""
 
 
 class Cuda(torch.Tensor):
@@ -210,16 +210,17 @@ def _own_numbers() -> Iterator[None]:
     """Draws from the pretended device's default generator, not from the CPU's."""
     own, before = torch.cuda.default_generators[0], torch.get_rng_state()
     torch.set_rng_state(own.get_state())
-    yield
-    own.set_state(torch.get_rng_state())
-    torch.set_rng_state(before)
+    try:
+        yield
+    finally:
+        own.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
 
 
 def pretend() -> contextlib.ExitStack:
-    """Pretends from now on that there is a GPU; the stack that it returns has to stay open.
+    """Pretends from now on that there is a GPU, in a process that loaded what `build` made before it imported PyTorch.
 
-    Raises:
-        RuntimeError: There is no C++ compiler, or this process has looked for a GPU before.
+    The stack that it returns has to stay open.
     """
     said: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,

@@ -330,3 +330,12 @@ def test_faithfulness_curves_place_sets_of_heads():
     line, points = plots.faithfulness({"eap": Table(frame, Provenance("test"))}).data
     assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
     assert (list(points.x), list(points.text)) == ([0.2], ["found"])
+
+
+def test_grids_of_the_same_rows_name_them_once_and_space_them_evenly():
+    grid = pd.DataFrame([[0.1, 0.2], [0.3, 0.4]], index=["0.2", "0.5"], columns=["6", "20"])
+    figure = plots.accuracy_grids({"a": grid, "b": grid}, x="S", y="Div")
+    assert [figure.layout[axis].type for axis in ("xaxis", "xaxis2", "yaxis", "yaxis2")] == ["category"] * 4
+    assert [figure.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, False]
+    other = plots.accuracy_grids({"a": grid, "b": grid.rename(index={"0.5": "0.7"})}, x="S", y="Div")
+    assert [other.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, None]

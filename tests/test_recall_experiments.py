@@ -225,3 +225,8 @@ def test_a_cell_may_change_a_pair_of_numbers(tmp_path):
     found = study(Study(size, ("pt",), cells), folder=tmp_path)
     assert found.frame["grammar_len"].unique().tolist() == [4, 5]
     assert "grammar_lens" not in found.frame
+
+
+def test_cells_that_a_table_cannot_tell_apart_are_refused():
+    with pytest.raises(ValueError, match="cells that only pairs tell apart"):
+        Study(SMOKE, ("pt",), ({"grammar_lens": (1, 2)}, {"grammar_lens": (1, 3)}))

@@ -45,8 +45,7 @@ class Exact:
     random: int = 12
     """Llamas of random weights at each spread, 3 layers of 4 heads with 2 key heads."""
     spreads: tuple[float, ...] = (0.1, 0.2)
-    """The standard deviation of their weights: at 0.1 they are nearly linear beyond their norms, at 0.2, that is about
-    1 / sqrt(d_model), attention is far from uniform."""
+    """The standard deviation of their weights; 0.2 is about 1 / sqrt(d_model), and attention far from uniform."""
     n: int = 4
     """Prompts for each model."""
     task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 3, "phrase_len": 1, "n_examples": 4})
