@@ -31,7 +31,7 @@ from align_circuits.experiments.recall.trainings import (
     Size,
     finetuned,
     pretrained,
-)  # fmt: skip
+)
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.metrics import recall_matches
 from align_circuits.models.load import load
