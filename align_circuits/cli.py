@@ -185,15 +185,23 @@ class Tune(Job):
     model: str = "toy-llama"
     """A folder, a hub name, or "toy-llama", which takes some three minutes."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
-    """How it is tuned. Left as it is, "toy-llama" is tuned as `reproduce icatune/fig4` does, others as in the paper."""
+    """How it is tuned."""
+    defaults: Literal["toy-llama", "paper"] | None = None
+    """Whose settings hold where none is given: those made for "toy-llama" (of `reproduce icatune/fig4`), or the
+    paper's. By default the former with that model, the latter with others."""
     heads: bool = True
     """Whether `localize` names the tuned model's heads and ablates them."""
 
     def __call__(self) -> None:
         """Runs the verb."""
-        if self.model == "toy-llama" and self.config == TuneConfig():
-            print("settings made for toy-llama: " + ", ".join(f"{name} {value}" for name, value in TOY.items()))
-            replace(self, config=TuneConfig(**TOY), dtype=self.dtype or "float32")()
+        if (self.defaults or self.model) == "toy-llama":
+            given = {name: value for name, value in vars(self.config).items() if value != getattr(TuneConfig(), name)}
+            if self.config.method == "standard":
+                given["loss_on"] = self.config.loss_on  # a prompt holds a single example
+            made = {name: value for name, value in TOY.items() if name not in given}
+            print("settings made for toy-llama: " + ", ".join(f"{name} {value}" for name, value in made.items()))
+            config = TuneConfig(**{**made, **given})
+            replace(self, config=config, dtype=self.dtype or "float32", defaults="paper")()  # all are given now
             return
         naming = self.heads and self.config.method == "ica"
         if naming and self.n < 8:
@@ -362,11 +370,18 @@ VERBS: dict[str, type] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `align-circuits VERB ...` and returns the exit status; bad input ends in one line on stderr and status 2."""
+    """Runs `align-circuits VERB ...` and returns the exit status.
+
+    Bad input ends in one line on stderr and status 2, and leaves no empty folder.
+    """
     verb = tyro.extras.subcommand_cli_from_dict(VERBS, args=arguments, prog="align-circuits", description=__doc__)
+    out: Path | None = getattr(verb, "out", None)
+    ours = out is not None and not out.exists()
     try:
         verb()
     except (ValueError, KeyError) as error:
+        if out is not None and ours and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
         message = error.args[0] if error.args else str(error)
         print(f"align-circuits: {message}", file=sys.stderr)
         return 2

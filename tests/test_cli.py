@@ -94,7 +94,7 @@ def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, argumen
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("align-circuits: ")
     assert said in line
-    assert not list(out.glob("*")), "something half-written was left"
+    assert not out.exists(), "something half-written was left"
 
 
 def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
@@ -156,8 +156,15 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
         assert "largest difference to the first run: 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "wanted"), [([], TuneConfig(**TOY)), (["--steps", "7"], TuneConfig(steps=7))])
-def test_the_bundled_model_is_tuned_by_settings_of_its_own_unless_some_are_given(
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], TuneConfig(**TOY)),
+        (["--steps", "7"], TuneConfig(**{**TOY, "steps": 7})),
+        (["--steps", "7", "--defaults", "paper"], TuneConfig(steps=7)),
+    ],
+)
+def test_the_bundled_model_is_tuned_by_settings_of_its_own_where_none_is_given(
     tmp_path, capsys, monkeypatch, options, wanted
 ):
     def stop(_model, _task, config, **_):
@@ -167,7 +174,7 @@ def test_the_bundled_model_is_tuned_by_settings_of_its_own_unless_some_are_given
     monkeypatch.setattr("align_circuits.cli.tune", stop)
     assert main(["tune", *options, "--n", "8", "--out", str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert "far enough" in said.err and ("settings made for toy-llama" in said.out) == (not options)
+    assert "far enough" in said.err and ("settings made for toy-llama" in said.out) == ("paper" not in options)
 
 
 def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
