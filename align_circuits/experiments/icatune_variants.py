@@ -34,9 +34,9 @@ from align_circuits.experiments.tuned import (
     courses,
     emerged,
     ended,
+    grouped_over_seeds,
     loaded,
     measure_tuned,
-    over_seeds,
 )
 from align_circuits.tables import VALUES, Provenance, Table
 
@@ -197,7 +197,7 @@ def _run_decays(config: Decays, *, models: Sequence[str], jobs: int, folder: Pat
     runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
     mean = runs.mean().reset_index()
     about_mean = {"part": "mean", "condition": "in distribution", "step": -1, "layer": -1, "of": "model"}
-    area = over_seeds(mean.assign(n=1, metric="accuracy", kind="first"), ["arm", "metric", "kind"])
+    area = grouped_over_seeds(mean.assign(n=1, metric="accuracy", kind="first"), ["arm", "metric", "kind"])
     parts = [course[course["of"] == "model"], area.assign(**about_mean, seed=ALL_SEEDS)]
     frame = pd.concat([part[[*KEYS, *VALUES]] for part in parts], ignore_index=True)
     return Table(frame, Provenance("measure", {"arms": [arm.name for arm in config.arms]}, model=about))

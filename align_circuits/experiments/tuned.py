@@ -220,7 +220,7 @@ def measure_tuned(
     return found.drop(columns=[*common, "task", "config"]).assign(arm=arm), about
 
 
-def over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
+def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
     """Returns the mean over seeds of each group of rows, with 95% bootstrap intervals over seeds.
 
     A single seed keeps its interval over prompts.
@@ -263,7 +263,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
         "best head": best,
         "layer mean": mean,
     }
-    found = [over_seeds(rows, at).assign(of=of) for of, rows in parts.items() if len(rows)]
+    found = [grouped_over_seeds(rows, at).assign(of=of) for of, rows in parts.items() if len(rows)]
     return pd.concat(found, ignore_index=True).assign(part="course", seed=ALL_SEEDS)
 
 
