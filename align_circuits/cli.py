@@ -36,6 +36,9 @@ SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplica
 SMALL = 20_000_000
 """Parameters below which a verb runs on one thread."""
 
+MOST_ROWS = 15_000
+"""The longest table that a report shows; of more it says where they stand."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -315,7 +318,7 @@ class Reproduce:
             sections=[
                 ("Claims", f"Thresholds were fixed before the run; {experiment.source}.", checks_html(checks)),
                 *[(name, "", figure) for name, figure in experiment.draw(table).items()],
-                ("All numbers", "", table),
+                ("All numbers", "", table if len(table) <= MOST_ROWS else f"{len(table):,} rows: see table.csv."),
             ],
         )
 

@@ -430,7 +430,7 @@ def attention_maps(attention: Attention, relation: str | None = None, title: str
 
 
 def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Figure:
-    """Returns attention maps above each other with a slider over the steps at which they were read.
+    """Returns attention maps above each other, with a slider if they were read at several steps.
 
     Args:
         maps: By its caption, a frame for each map with the columns step, query, key and value; queries run down.
@@ -443,6 +443,7 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
     if any(other != steps[0] for other in steps):
         raise ValueError(f"maps read at different steps: {steps}; give each at every step")
     heights = [len(np.unique(frame["query"].to_numpy())) for frame in maps.values()]
+    height = 220 + sum(min(30 * rows, 480) for rows in heights)
 
     def drawn(step: int) -> list[go.Heatmap]:
         grids = (
@@ -458,7 +459,7 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
         ]  # fmt: skip
 
     figure = make_subplots(
-        len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=0.12
+        len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=50 / height
     )
     for row, heat in enumerate(drawn(steps[0][0]), start=1):
         figure.add_trace(heat, row=row, col=1)
@@ -466,12 +467,12 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
     shown = {"mode": "immediate", "frame": {"duration": 0}}
     slider = [{"label": str(step), "method": "animate", "args": [[str(step)], shown]} for step in steps[0]]
     figure.update_layout(
-        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}],
+        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}] if len(slider) > 1 else [],
         coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "attention"}},
     )
     figure.update_yaxes(autorange="reversed", title="from", showgrid=False)
     figure.update_xaxes(title="to", row=len(maps), col=1, showgrid=False)
-    return styled(figure, title, height=220 + 30 * sum(heights))
+    return styled(figure, title, height=height)
 
 
 def save(figure: go.Figure | Attention, path: str | Path, *, width: int = 1000, scale: int = 2) -> Path:

@@ -303,18 +303,24 @@ def _draw(table: Table) -> dict[str, go.Figure]:
             rows: Any = table.where(positions=positions, stage=stage, sequences=sequences, metric="map").frame
             maps = {f"head {head}": some.assign(step=0) for head, some in rows.groupby("head")}
             drawn[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
-        cosines: Any = table.where(positions=positions, metric="cosine").frame
-        cosines = cosines[cosines["stage"] != "untrained"]
         figure = go.Figure()
-        for place, (what, some) in enumerate(cosines.groupby("what", sort=False)):
-            mean = some.groupby(["stage", "sequences", "head"], sort=False)["value"].mean().reset_index()
-            mean = mean[(mean["stage"] == "pretrained") == (mean["sequences"] == "pretraining")]
+        bars: list[tuple[str, str, Literal["subject", "relation"]]] = [
+            ("pretrained", "pretraining", "subject"), ("pretrained", "pretraining", "relation"),
+            ("finetuned", "in context", "subject"), ("finetuned", "in context", "relation"),
+        ]  # fmt: skip
+        for place, what in enumerate(dict.fromkeys(table.where(positions=positions, metric="cosine").frame["what"])):
+            found = [
+                _of(table, role, positions, stage=stage, sequences=sequences, metric="cosine", what=what)
+                for stage, sequences, role in bars
+            ]
             figure.add_bar(
-                x=[mean["stage"], "head " + mean["head"].astype(str)], y=mean["value"], name=str(what),
-                marker_color=plots.COLOURS[place],
+                x=[[stage for stage, _, _ in bars], [f"{role} head" for _, _, role in bars]],
+                y=[each.value for each in found], name=str(what), marker_color=plots.COLOURS[place],
+                error_y={"type": "data", "symmetric": False, "array": [each.high - each.value for each in found],
+                         "arrayminus": [each.value - each.low for each in found]},
             )  # fmt: skip
-        figure.update_yaxes(title="cosine with the construction, mean over seeds", range=[-1, 1])
-        drawn[f"{positions}: cosines"] = plots.styled(figure, "", height=420)
+        figure.update_yaxes(title="cosine, mean over seeds", range=[-1, 1])
+        drawn[f"{positions}: cosines with the constructions"] = plots.styled(figure, "", height=420)
     for stage in ("pretrained", "finetuned"):
         rows = table.where(stage=stage, metric="slice").frame
         for role in ("subject", "relation"):
@@ -344,7 +350,7 @@ HEADS = Experiment(
     name="recall/heads",
     title="The heads of trained attention-only models beside the constructions",
     source=f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
-    scales={"smoke": Trainings(SMOKE, 1), "cpu": Trainings(CPU, 2), "paper": Trainings(Training(), 3)},
+    scales={"smoke": Trainings(SMOKE, 1), "cpu": Trainings(CPU, 3), "paper": Trainings(Training(), 3)},
     run=_run, draw=_draw, check=_check, makes_models=True,
     published="One head 'closely matches f_subj', one 'matches f_rel', before and after finetuning; one seed is shown.",
 )  # fmt: skip
