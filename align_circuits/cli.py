@@ -197,15 +197,6 @@ class Tune(Job):
 
     def __call__(self) -> None:
         """Runs the verb."""
-        if (self.defaults or self.model) == "toy-llama":
-            given = {name: value for name, value in vars(self.config).items() if value != getattr(TuneConfig(), name)}
-            if self.config.method == "standard":
-                given["loss_on"] = self.config.loss_on  # a prompt holds a single example
-            made = {name: value for name, value in TOY.items() if name not in given}
-            print("settings made for toy-llama: " + ", ".join(f"{name} {value}" for name, value in made.items()))
-            config = TuneConfig(**{**made, **given})
-            replace(self, config=config, dtype=self.dtype or "float32", defaults="paper")()  # all are given now
-            return
         naming = self.heads and self.config.method == "ica"
         if naming and self.n < 8:
             raise ValueError(f"n={self.n}: give at least 8 prompts to find heads on and to test them, or --no-heads")
@@ -375,9 +366,12 @@ VERBS: dict[str, type] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `align-circuits VERB ...` and returns the exit status.
 
-    Bad input ends in one line on stderr and status 2, and leaves no empty folder.
+    Bad input ends in one line on stderr and status 2; a folder that `--out` made for it, still empty, is removed.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     verb = tyro.extras.subcommand_cli_from_dict(VERBS, args=arguments, prog="align-circuits", description=__doc__)
+    if isinstance(verb, Tune) and (verb.defaults or verb.model) == "toy-llama":
+        verb = _made_for_toy_llama(verb, arguments)
     out: Path | None = getattr(verb, "out", None)
     ours = out is not None and not out.exists()
     try:
@@ -389,6 +383,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"align-circuits: {message}", file=sys.stderr)
         return 2
     return 0
+
+
+def _made_for_toy_llama(asked: Tune, arguments: Sequence[str]) -> Tune:
+    """Reads the arguments of `tune` again, with other defaults."""
+    # Without examples there is one line to take the loss on.
+    made = {name: value for name, value in TOY.items() if name != "loss_on" or asked.config.method == "ica"}
+    default = Tune(config=TuneConfig(**made), dtype="float32")
+    verb = tyro.cli(Tune, args=arguments[1:], default=default, prog="align-circuits tune")
+    kept = ", ".join(f"{name} {value}" for name, value in made.items() if getattr(verb.config, name) == value)
+    print(f"settings made for toy-llama: {kept}")
+    return verb
 
 
 def _write(out: Path, table: Table, **report: Any) -> None:

@@ -330,10 +330,12 @@ def test_edges_and_paths(llamas, pair):
     there_as_here(llamas, lambda model: patch_paths(model, **pair, **ends))
 
 
-def test_circuits(llamas, pair):
+def test_circuits(folder, pair):
+    # A quotient: where a resample's denominator is small, float32's rounding is not.
+    llamas = [ac.load(folder, device=device, dtype=torch.float64) for device in DEVICES]
     heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], **pair, method="eap")
     shares: Any = {"fractions": (0.5,), "heads": {"two": heads}}
-    there_as_here(llamas, lambda model: faithfulness(model, scores, **pair, **shares), atol=1e-4)
+    there_as_here(llamas, lambda model: faithfulness(model, scores, **pair, **shares))
     there_as_here(llamas, lambda model: completeness(model, heads[:1], **pair, draws=1))
 
 

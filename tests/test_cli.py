@@ -161,6 +161,7 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
     [
         ([], TuneConfig(**TOY)),
         (["--steps", "7"], TuneConfig(**{**TOY, "steps": 7})),
+        (["--steps", str(TuneConfig().steps)], TuneConfig(**{**TOY, "steps": TuneConfig().steps})),
         (["--steps", "7", "--defaults", "paper"], TuneConfig(steps=7)),
     ],
 )

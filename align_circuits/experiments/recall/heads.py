@@ -221,9 +221,16 @@ def _by_head(table: Table, **where: Any) -> Float[ndarray, "seed head"]:
 
 
 def named(table: Table, role: Literal["subject", "relation"], positions: str) -> Int[ndarray, " seed"]:
-    """Returns which head of each seed has the role after pretraining: the one that attends most as it says."""
-    where = {"stage": "pretrained", "sequences": "pretraining", "metric": "attention", "what": role}
-    return _by_head(table, positions=positions, **where).argmax(1)
+    """Returns which head of each seed has the role after pretraining: the one that attends most as it says.
+
+    The relation head is another than the subject head.
+    """
+    where = {"positions": positions, "stage": "pretrained", "sequences": "pretraining", "metric": "attention"}
+    subject = _by_head(table, what="subject", **where).argmax(1)
+    if role == "subject":
+        return subject
+    relation = _by_head(table, what="relation", **where)
+    return np.where(np.arange(relation.shape[1]) == subject[:, None], -1.0, relation).argmax(1)
 
 
 def _of(table: Table, role: Literal["subject", "relation"], positions: str, **where: Any) -> Measured:
