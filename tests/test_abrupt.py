@@ -188,6 +188,8 @@ def test_a_course_of_attention_has_a_frame_a_step():
     assert len(figure.layout.sliders[0].steps) == 2
     with pytest.raises(ValueError, match="maps read at different steps"):
         plots.attention_course({"one": first, "two": second[second["step"] == 0]})
+    still: Any = plots.attention_course({"one": first[first["step"] == first["step"].min()]})
+    assert figure.layout.sliders and not still.layout.sliders, "one step needs no slider"
 
 
 def test_cells_of_one_shape_share_an_ensemble():

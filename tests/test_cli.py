@@ -134,6 +134,13 @@ def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
     assert "measures one model, but 2 were given: a, b" in capsys.readouterr().err
 
 
+def test_a_long_table_is_left_to_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("align_circuits.cli.MOST_ROWS", 1)
+    assert main(["reproduce", "recall/lemmas", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    page, rows = (tmp_path / "report.html").read_text(encoding="utf-8"), len(Table.load(tmp_path))
+    assert f"{rows:,} rows: see table.csv" in page and rows > 1
+
+
 def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == 2
     assert "no table in" in capsys.readouterr().err

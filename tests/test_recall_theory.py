@@ -1,13 +1,15 @@
 """What the experiments on contextual recall's theory measure, on constructions and on noise whose answer is known."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from align_circuits.experiments.recall.constructions import all_right
-from align_circuits.experiments.recall.heads import blocks, localized, measure, weight_slices
+from align_circuits.experiments.recall.heads import blocks, localized, measure, named, weight_slices
 from align_circuits.experiments.recall.theorem import _jackknife
 from align_circuits.models.recall_planted import HEADS, pretrained
+from align_circuits.tables import Provenance, Table
 from align_circuits.tasks.recall import RecallWorld
 from align_circuits.tasks.recall_slots import PLACES, allowed_after
 from align_circuits.tasks.recall_tasks import FactsTask
@@ -82,3 +84,14 @@ def test_the_cosine_of_an_expectation_has_no_noise_in_it():
     other, reach = _jackknife(groups, torch.from_numpy(np.roll(direction.numpy(), 1)))
     assert abs(other) < 0.2
     assert reach > 0
+
+
+def test_the_relation_head_is_another_than_the_subject_head():
+    shares = {"subject": (0.9, 0.1, 0.2), "relation": (0.8, 0.3, 0.1)}  # head 0 attends most to both
+    rows = [
+        {"positions": "relative", "stage": "pretrained", "sequences": "pretraining", "metric": "attention", "seed": 0,
+         "what": what, "head": head, "value": value, "low": np.nan, "high": np.nan, "n": 1}
+        for what, values in shares.items() for head, value in enumerate(values)
+    ]  # fmt: skip
+    table = Table(pd.DataFrame(rows), Provenance("test"))
+    assert (named(table, "subject", "relative"), named(table, "relation", "relative")) == ([0], [1])
