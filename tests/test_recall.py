@@ -77,13 +77,6 @@ def test_the_silhouette_is_that_of_the_definition():
     assert silhouette(vectors).tolist() == [pytest.approx(row, abs=1e-12) for row in slow_silhouette(vectors)]
 
 
-def test_the_silhouette_is_that_of_scikit_learn():
-    samples = pytest.importorskip("sklearn.metrics").silhouette_samples
-    vectors = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    theirs = samples(vectors.flatten(0, 1).numpy(), [0] * 5 + [1] * 5 + [2] * 5, metric="cosine")
-    assert silhouette(vectors).flatten().numpy() == pytest.approx(theirs, abs=1e-12)
-
-
 def test_separate_groups_have_a_silhouette_of_one_and_shuffled_ones_of_less():
     tight = torch.eye(3)[:, None].expand(3, 4, 3)
     assert silhouette(tight).tolist() == [[1.0] * 4] * 3
