@@ -1,6 +1,6 @@
 """Attribution patching: what patching each head or edge would do, from gradients, at the price of a few passes."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from align_circuits.ablation import NO_HEAD, all_heads
 from align_circuits.decomposition import wired
-from align_circuits.engine import OnActivation, cannot, choose, forward
+from align_circuits.engine import capture, choose, forward
 from align_circuits.graph import Graph, Reading
-from align_circuits.hooks.edits import Edit, Patch, layers_of
+from align_circuits.hooks.edits import Patch, layers_of
 from align_circuits.hooks.gradients import gradients
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.wires import (
     EMBEDDED,
@@ -26,6 +26,7 @@ from align_circuits.hooks.wires import (
     reads_from,
     sent_from,
     sites_of,
+    touched,
     written_by,
 )
 from align_circuits.models.protocol import check_fits, device_of
@@ -77,7 +78,7 @@ def attribute_heads(
         method: How the score is made.
         sites: As for `patch_heads`.
         graddrop: Scores without a sign: the gradient is dropped where it comes through one layer after the other, and
-            the absolute scores are summed and divided by the number of layers less one, so that no cancellation hides a
+            the absolute scores are averaged over the layers, a head's own left out, so that no cancellation hides a
             head. Source: Kramár et al. (2024), §3.2.
         steps: For integrated gradients.
         metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
@@ -108,7 +109,8 @@ def attribute_heads(
     fixed = [place for place in places if method == "atp_star" and place[0] in ("q", "k")]
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
     asked = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
-    ran = _choose(model, engine, [*asked, *(name for layer in layers if graddrop for name in _without(layer))])
+    names_touched = [*asked, *(name for layer in layers if graddrop for name in _without(layer))]
+    ran = choose(model, engine, names_touched, by_hooks=True)
 
     def scored(part: Pair) -> Float[Tensor, "place head prompt"]:
         scores = torch.zeros(len(places), cfg.n_heads, len(part.base), dtype=torch.float64)
@@ -118,7 +120,8 @@ def attribute_heads(
         for site, layer in fixed:
             pattern, whole = name_of("pattern", layer), [head for head in all_heads(cfg) if head[0] == layer]
             edit = Patch(whole, site=site, values=held.source)
-            moves[site, layer] = (pattern, _pattern(model, part.base, [edit], pattern, device) - held.base[pattern])
+            patched = capture(model, part.base, [pattern], edits=[edit], engine="reference")[pattern].to(device)
+            moves[site, layer] = (pattern, patched - held.base[pattern])
         for dropped in layers if graddrop else [None]:
             found: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
             for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", held, names, steps):
@@ -128,15 +131,14 @@ def attribute_heads(
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     found[place] = found[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
             for index, place in enumerate(places):
-                score = found[place].abs() / (len(layers) - 1) if graddrop else found[place]
+                left = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
+                score = found[place].abs() / left if graddrop else found[place]
                 scores[index] += score.repeat_interleave(cfg.n_heads // score.shape[1], 1).T.cpu()
         return scores
 
     scores = pair.in_batches(scored, batch_size)
-    heads = list(range(cfg.n_heads))
-    keys = [
-        (index, head) for index, (site, _) in enumerate(places) for head in (heads if site in HEAD_SITES else [NO_HEAD])
-    ]
+    heads = {site: [NO_HEAD] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
+    keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
     values = [scores[index, max(head, 0)].numpy() for index, head in keys]
     frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"]).assign(
         metric=metric
@@ -205,9 +207,8 @@ def attribute_edges(
     graph, device = wires.graph, device_of(model)
     speaking, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
     patterns = [name_of("pattern", layer) for layer in range(graph.n_layers)] if method == "atp_star" else []
-    ends = {place for site in sites for place in (reads_from(graph, *site), lands_at(graph, *site))}
-    asked = [*sorted({*ends, *speaking}), *patterns]
-    ran = _choose(model, engine, asked)
+    asked = [*touched(graph), *patterns]
+    ran = choose(model, engine, asked, by_hooks=True)
 
     def scored(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
         scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
@@ -216,6 +217,8 @@ def attribute_edges(
         for names, changes, share in _runs(method, held, speaking, steps):
             at = gradients(model, *part.inputs(device), asked, part.mean_outcome, changes, fast=ran == "fast")
             for site, places in sites.items():
+                if lands_at(graph, *site) in changes:  # what it makes of what it reads is replaced, so nothing passes
+                    continue
                 if patterns and site[0] in ("q", "k"):
                     scores[places] = _through_attention(model, wires, part, held, site, at).cpu()
                     continue
@@ -271,31 +274,6 @@ def _by_head(product: Tensor, name: str, site: str, cfg: Any) -> Float[Tensor, "
     return product.sum((1, 3)) if product.ndim == 4 else product.sum((1, 2))[:, None]
 
 
-def _choose(model: Any, engine: str, asked: Collection[str]) -> Literal["fast", "reference"]:
-    """The engine: gradients are read by plain hooks, which under the fast engine meet no patterns."""
-    if any(name.endswith("hook_pattern") for name in asked):
-        if engine == "fast":
-            raise cannot("gradients of attention patterns need TransformerLens's own attention")
-        engine = "reference"
-    return choose(model, engine, asked)
-
-
-def _pattern(
-    model: Any, prompts: Prompts, edits: Sequence[Edit], name: str, device: torch.device
-) -> Float[Tensor, "prompt head pos pos"]:
-    """The attention of a layer under edits."""
-    kept: list[Tensor] = []
-
-    def keep(rows: Int[Tensor, " batch"], pattern: Float[Tensor, "batch head pos pos"]) -> None:
-        if not kept:
-            kept.append(pattern.new_zeros(len(prompts), pattern.shape[1], *2 * prompts.mask.shape[1:], device=device))
-        size = pattern.shape[-1]
-        kept[0][rows, :, -size:, -size:] = pattern
-
-    _watch(model, prompts, edits, name, keep)
-    return kept[0]
-
-
 def _through_attention(
     model: Any, wires: Wires, part: Pair, held: Held, site: tuple[Reading, int], at: Mapping[str, tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "receiver sender prompt"]:
@@ -314,18 +292,13 @@ def _through_attention(
         score = _by_head((pattern - before[there]) * gradient[there], name, site[0], model.cfg)
         scores[:, senders[rows // count].to(before.device), prompt] = score.T
 
-    _watch(model, repeated(part.base, len(senders)), [PatchEdges(wires, held.source, cells)], name, keep)
-    return scores
-
-
-def _watch(model: Any, prompts: Prompts, edits: Sequence[Edit], name: str, keep: OnActivation) -> None:
-    """Hands the activation at a hook point of an edited run over, batch by batch."""
     forward(
         model,
-        prompts,
-        prompt=torch.arange(len(prompts)),
-        query=torch.full((len(prompts),), prompts.mask.shape[1] - 1),
+        repeated(part.base, len(senders)),
+        prompt=torch.arange(count * len(senders)),
+        query=torch.full((count * len(senders),), part.base.mask.shape[1] - 1),
         on_activation={name: keep},
-        edits=edits,
+        edits=[PatchEdges(wires, held.source, cells)],
         engine="reference",
     )
+    return scores

@@ -137,10 +137,9 @@ def function_vectors(
         asks = torch.zeros_like(clean.mask)
         asks[outcome.prompt, outcome.query] = True
         means = {name: value[outcome.prompt, outcome.query].mean(0).expand_as(value) for name, value in held.items()}
-        before, ran = outcome.measured(model, **options)
         edits = [Patch([head], site="z", positions=asks, values=means) for head in chosen]
-        after = np.concatenate([outcome.measured(model, [edit], **options)[0] for edit in edits])
-        found.append(outcome.by_prompt(after - before))
+        says, ran = outcome.swept(model, [[], *([edit] for edit in edits)], **options)
+        found.append(outcome.by_prompt(says[1:] - says[0]))
     keys = pd.DataFrame(chosen, columns=["layer", "head"]).assign(metric="function_vector")
     tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
     provenance = _provenance("function_vectors", model, pairs[0][0], tasks, ran)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from align_circuits.engine import capture
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.wires import EMBEDDED, Wires, lands_at, reads_from, sent_from, sites_of, written_by
+from align_circuits.hooks.wires import EMBEDDED, Wires, lands_at, reads_from, sent_from, sites_of, touched, written_by
 from align_circuits.prompts import Prompts
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -24,9 +24,7 @@ def wired(model: Any, prompts: Prompts) -> Wires:
     """
     wires = Wires(model)
     graph = wires.graph
-    names = {*sent_from(graph), *(place for site in sites_of(graph) for place in (reads_from(graph, *site),
-             lands_at(graph, *site)))}  # fmt: skip
-    held = capture(model, prompts[:1], sorted(names))
+    held = capture(model, prompts[:1], touched(graph))
     device = next(model.parameters()).device
     held = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in held.items()}
     with torch.no_grad():

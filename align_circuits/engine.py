@@ -137,10 +137,11 @@ def capture(
     prompts: Prompts,
     names: Sequence[str],
     *,
+    edits: Sequence[Edit] = (),
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
-    """Returns the activations at some hook points, on the CPU; 0 at padding.
+    """Returns the activations at some hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
     """
@@ -165,17 +166,21 @@ def capture(
         prompt=torch.arange(len(prompts)),
         query=last,
         on_activation={name: partial(keep, name) for name in names},
+        edits=edits,
         engine=engine,
         batch_size=batch_size,
     )
     return kept
 
 
-def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Literal["fast", "reference"]:
+def choose(
+    model: HookedModel, engine: str, touched: Collection[str] = (), *, by_hooks: bool = False
+) -> Literal["fast", "reference"]:
     """Returns the engine that `engine` means for this model, if the hook points `touched` are to be read or edited.
 
     Whether they fire is found out here for `"auto"` alone: `"fast"` is taken at its word, and `forward` raises if one
-    does not.
+    does not. With `by_hooks` nobody meets them in the attention function, as where gradients are read, and `"fast"` is
+    refused here.
 
     Raises:
         ValueError: `"fast"` does not apply to this model, or the name is unknown.
@@ -185,11 +190,11 @@ def choose(model: HookedModel, engine: str, touched: Collection[str] = ()) -> Li
     if engine == "reference":
         return "reference"
     reason = why_not_fast(model)
-    if engine == "fast":
-        if reason:
-            raise cannot(reason)
-        return "fast"
-    return "reference" if reason or why_silent(model, touched) else "fast"
+    if not reason and (engine == "auto" or by_hooks):
+        reason = why_silent(model, touched, by_hooks=by_hooks)
+    if engine == "fast" and reason:
+        raise cannot(reason)
+    return "reference" if reason else "fast"
 
 
 def cannot(reason: str) -> ValueError:
@@ -197,9 +202,12 @@ def cannot(reason: str) -> ValueError:
     return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
 
 
-def why_silent(model: Any, touched: Collection[str]) -> str | None:
-    """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do."""
-    touched = [name for name in touched if not _is_inside(name)]
+def why_silent(model: Any, touched: Collection[str], *, by_hooks: bool = False) -> str | None:
+    """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do.
+
+    Without `by_hooks`, those that it meets in its attention function do.
+    """
+    touched = [name for name in touched if by_hooks or not _is_inside(name)]
     if not touched:
         return None
     with raw_attention(model):

@@ -16,11 +16,10 @@ from align_circuits.decomposition import wired
 from align_circuits.engine import capture, choose
 from align_circuits.graph import Graph
 from align_circuits.hooks.edits import Head, describe
-from align_circuits.hooks.wires import PatchEdges, sent_from
+from align_circuits.hooks.wires import PatchEdges, sent_from, touched
 from align_circuits.models.protocol import check_fits
 from align_circuits.outcomes import Metric
 from align_circuits.pairs import Pair
-from align_circuits.paths import touched
 from align_circuits.prompts import Prompts
 from align_circuits.tables import Provenance, Table
 
@@ -80,8 +79,8 @@ def faithfulness(
         prompts, those of a ratio for faithfulness.
 
     Raises:
-        ValueError: Scores of other edges, fractions outside (0, 1], prompts that do not match, or prompts on which the
-            corruption changes nothing.
+        ValueError: Scores of other edges, or of direction `"denoise"` for circuits chosen `by="signed"`; fractions
+            outside (0, 1], prompts that do not match, or prompts on which the corruption changes nothing.
     """
     if not fractions or not all(0 < fraction <= 1 for fraction in fractions):
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
@@ -112,8 +111,9 @@ def faithfulness(
 def cpr(table: Table) -> float:
     """Returns the circuit performance ratio: the area under faithfulness over the share of edges, by trapezoids.
 
-    Over the shares that were measured above 0, up to 1; 1 for a model whose smallest circuit does all, more where a
-    circuit does better than the model. Source: Mueller et al. (2025), §3; for circuits that were chosen `by="signed"`.
+    Over the shares that were measured above 0, up to 1; near 1 for a model whose smallest circuit does all (what lies
+    below the smallest share is left out), more where a circuit does better than the model. Source: Mueller et al.
+    (2025), §3; for circuits that were chosen `by="signed"`.
     """
     return _area(table, lambda f: f)
 
@@ -239,7 +239,7 @@ class _Runs:
         self.graph = self._wires.graph
         self._options: dict[str, Any] = {"engine": choose(model, engine, touched(self.graph)), "batch_size": batch_size}
         self._source = capture(model, corrupted, sent_from(self.graph), **self._options)
-        self.weights = np.bincount(self.pair.outcome.prompt.numpy(), minlength=len(clean)).astype(float)
+        self.weights = self.pair.outcome.weights
 
     def of(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
         """What the model says on average in each prompt when it keeps only a circuit."""
@@ -262,6 +262,11 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "patch_edges returned for this model, all edges and one metric"
         )
     graph.select(zip(frame["sender"], frame["receiver"], strict=True))
+    if by == "signed" and scores.provenance.settings.get("direction") == "denoise":
+        raise ValueError(
+            "these scores are of direction 'denoise', where an edge that is needed lies above zero and not below: give "
+            "scores of direction 'noise', or by='absolute'"
+        )
     value = frame["value"].to_numpy(dtype=float)
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")
     senders = {sender.name: place for place, sender in enumerate(graph.senders)}

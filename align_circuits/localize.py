@@ -345,10 +345,11 @@ def _confounded(prompts: Prompts, role: str) -> bool:
 
 def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
     notes = []
-    if habits := [role for role in roles if role in RECALL_ROLES and in_one_place(prompts.relations[role], prompts)]:
+    own = [role for role in roles if role not in (*ALIGNERS, "previous")]
+    if habits := [role for role in own if in_one_place(prompts.relations[role], prompts)]:
         notes.append(
             f"Every prompt has what {' and '.join(habits)} should look at in the same places, so a head of that name "
-            "may know the places and not the tokens: vary the lengths to tell."
+            "may know the places and not the tokens: score it on prompts of other lengths to tell."
         )
     if isinstance(task, Seq2SeqTask) and factorial(task.x_len) < 1 / 0.05:
         notes.append(

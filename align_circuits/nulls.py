@@ -26,7 +26,6 @@ REDRAWS = 9999
 
 _LISTED = 5040  # seven places
 _ALIGNMENTS = ("align_query", "align_key")
-_IN_PLACE = ("subject", "query_subject", "relation", "same_type", "grammar", "type")
 
 
 def p_values(
@@ -44,9 +43,10 @@ def p_values(
       redrawing is done among alignments: every order of the m input places, or 9,999 of them, the same for all prompts.
       The smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - What has its gold in the same places in all prompts, as the subjects of recall do (`in_one_place`): the score is
-      the attention to keys, redrawn among 9,999 sets of as many places; a single key needs some 30 tokens to be
-      established. That keeps no habit of position: such a head may as well know the places.
+    - What has its gold in the same places in all prompts, as the subjects of recall do and the induction of
+      `RepeatedTokensTask` (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets
+      of as many places; a single key of a single target needs some 30 tokens to be established. That keeps no habit of
+      position: such a head may as well know the places.
     - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The gold of a
       prompt is redrawn among the gold of all prompts, at the same targets: 9,999 permutations of prompts.
 
@@ -74,8 +74,8 @@ def p_values(
     tests: dict[str, _Test] = {}
     for name in relations:
         relation = prompts.relations[name]
-        kind = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else _OtherPrompts
-        kind = _Places if name in _IN_PLACE and in_one_place(relation, prompts) else kind
+        kind = _Places if in_one_place(relation, prompts) else _OtherPrompts
+        kind = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else kind
         tests[name] = kind(relation, prompts, *shape)
     asked = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
     rows, row_of = asked.unique(dim=0, return_inverse=True)
@@ -138,15 +138,15 @@ class _Alignments(_Test):
         self.looks[layer, rows] = torch.stack(here, -1)
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        phrases = len(self.aligned)
-        confusion = np.stack([self.looks[:, self.phrase == phrase].mean(1).numpy() for phrase in range(phrases)], -2)
+        phrases = self.phrase.unique().tolist()  # a relation may have no row of some phrase
+        confusion = np.stack([self.looks[:, self.phrase == phrase].mean(1).numpy() for phrase in phrases], -2)
         if factorial(self.places) <= _LISTED:
             orders = np.array(list(permutations(range(self.places))))  # the first is the identity
         else:
             drawn = generator.permuted(np.tile(np.arange(self.places), (REDRAWS, 1)), axis=1)
             orders = np.concatenate([np.arange(self.places)[None], drawn])
-        redrawn = orders[:, self.aligned]
-        scores = confusion[..., np.arange(phrases), redrawn].mean(-1)  # [layer head order]
+        redrawn = orders[:, self.aligned[phrases]]
+        scores = confusion[..., np.arange(len(phrases)), redrawn].mean(-1)  # [layer head order]
         return _share(scores)
 
 
@@ -206,22 +206,26 @@ class _OtherPrompts(_Test):
 
 
 class _Places(_Test):
-    """Redraws which places are gold, the same for all prompts."""
+    """Redraws which places are gold, at each target of a prompt, the same for all prompts."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, prompts, layers, heads)
         keys, candidates = relation.expand()
-        self.gold = keys[0, candidates[0]].numpy()
-        self.candidates = candidates[0]
-        self.attention = torch.zeros(layers, len(relation), heads, len(self.gold))
+        self.targets = len(relation) // len(prompts)
+        self.gold, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
+        self.attention = torch.zeros(layers, len(relation), heads, keys.shape[1])
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
-        self.attention[layer, rows] = pattern[..., self.candidates].float()
+        self.attention[layer, rows] = pattern.float()
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        drawn = generator.permuted(np.tile(self.gold, (REDRAWS, 1)), axis=1)
-        sets = np.concatenate([self.gold[None], drawn]).astype(float)
-        return _share(self.attention.mean(1).double().numpy() @ sets.T)
+        by_target = self.attention.unflatten(1, (-1, self.targets)).mean(1).double().numpy()
+        scores = np.zeros((*self.shape, REDRAWS + 1))
+        for target, (gold, among) in enumerate(zip(self.gold, self.candidates, strict=True)):
+            true = gold[among]
+            drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
+            scores += by_target[:, target][..., among] @ np.concatenate([true[None], drawn]).T.astype(float)
+        return _share(scores)
 
 
 def _share(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
@@ -231,10 +235,12 @@ def _share(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer
 
 
 def in_one_place(relation: Relation, prompts: Prompts) -> bool:
-    """Returns whether every prompt asks once, at one position, and has its keys and candidates in the same places."""
-    keys, candidates = relation.expand()
-    alike = [bool((part == part[:1]).all()) for part in (relation.query, keys, candidates)]
-    return len(relation) == len(prompts) and all(alike)
+    """Returns whether all prompts ask at the same positions, and have their keys and candidates in the same places."""
+    targets = len(relation) // max(len(prompts), 1)
+    if not targets or not torch.equal(relation.prompt, torch.arange(len(prompts)).repeat_interleave(targets)):
+        return False
+    asked = (part.unflatten(0, (-1, targets)) for part in (relation.query, *relation.expand()))
+    return all(bool((part == part[:1]).all()) for part in asked)
 
 
 def fixed_offset(relation: Relation) -> float:

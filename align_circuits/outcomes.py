@@ -16,6 +16,7 @@ from align_circuits.evaluate import by_kind
 from align_circuits.hooks.edits import Edit
 from align_circuits.metrics import gold_log_prob, gold_logit, gold_prob
 from align_circuits.prompts import Prompts
+from align_circuits.sweep import sweep
 from align_circuits.tables import Provenance, Table
 
 Metric = Literal["log_prob", "logit", "prob"]
@@ -54,6 +55,11 @@ class Outcome:
         chosen: Bool[ndarray, " target"] = kinds[kind]
         columns = {name: prompts.column(name)[torch.from_numpy(chosen)] for name in ("prompt", "query_pos", "token")}
         return cls(prompts, metric, columns["prompt"], columns["query_pos"], columns["token"])  # pyright: ignore[reportArgumentType]
+
+    @property
+    def weights(self) -> Float[ndarray, " prompt"]:
+        """By how much each prompt counts: the number of its targets."""
+        return np.bincount(self.prompt.numpy(), minlength=len(self.prompts)).astype(float)
 
     def says(self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
         """Returns the number of some targets from the logits where they are predicted."""
@@ -95,19 +101,31 @@ class Outcome:
         )
         return found.numpy(), ran
 
+    def swept(
+        self, model: Any, cells: Sequence[Sequence[Edit]], **options: Any
+    ) -> tuple[Float[ndarray, "cell target"], str]:
+        """Runs a model once for each set of edits and returns what it says, and what ran: `sweep`, with its options."""
+        found = np.full((len(cells), len(self.gold)), np.nan)
+
+        def keep(cell: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+            found[cell, rows.numpy()] = self.says(logits, rows).cpu().double().numpy()
+
+        ran = sweep(model, self.prompts, cells, prompt=self.prompt, query=self.query, on_logits=keep, **options)
+        return found, ran
+
     def by_prompt(
         self, values: Float[ndarray, "row target"]
     ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
         """Returns each prompt's mean over its targets, and their number."""
         prompt, count = self.prompt.numpy(), len(self.prompts)
-        weights = np.tile(np.bincount(prompt, minlength=count).astype(float), (len(values), 1))
+        weights = np.tile(self.weights, (len(values), 1))
         sums = np.stack([np.bincount(prompt, weights=row, minlength=count) for row in values])
         return np.divide(sums, weights, out=np.full_like(weights, np.nan), where=weights > 0), weights
 
     def table(self, keys: pd.DataFrame, values: Float[ndarray, "row prompt"], provenance: Provenance) -> Table:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
-        counts = np.bincount(self.prompt.numpy(), minlength=len(self.prompts)).astype(float)
-        return Table.from_prompts(keys, values, np.tile(counts, (len(values), 1)), provenance, bounded=False)
+        weights = np.tile(self.weights, (len(values), 1))
+        return Table.from_prompts(keys, values, weights, provenance, bounded=False)
 
 
 def repeated(prompts: Prompts, times: int) -> Prompts:

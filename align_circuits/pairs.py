@@ -105,7 +105,9 @@ class Pair:
     def mean_outcome(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Float[Tensor, ""]:
         """Returns the sum over prompts of each one's mean over its targets."""
         prompt = self.outcome.prompt.to(logits.device)
-        said = self.outcome.says(logits[prompt, self.outcome.query.to(logits.device)], torch.arange(len(prompt)))
+        asked = logits[prompt, self.outcome.query.to(logits.device)]
+        wide = asked.to(torch.promote_types(asked.dtype, torch.float32))  # a softmax in bfloat16 has no fine gradients
+        said = self.outcome.says(wide, torch.arange(len(prompt)))
         return (said / prompt.bincount(minlength=len(logits))[prompt]).sum()
 
     def provenance(self, verb: str, model: Any, settings: Mapping[str, Any], engine: str) -> Provenance:

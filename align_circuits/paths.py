@@ -1,19 +1,17 @@
 """Path patching: exactly what one edge, or one path, carries from a clean run to a corrupted one, or back."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from align_circuits.decomposition import wired
-from align_circuits.engine import capture, choose, forward
+from align_circuits.engine import capture, choose
 from align_circuits.graph import Graph, Sender
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.wires import EMBEDDED, PatchEdges, Receive, lands_at, reads_from, sent_from, sites_of
+from align_circuits.hooks.wires import EMBEDDED, PatchEdges, Receive, lands_at, sent_from, sites_of, touched
 from align_circuits.models.protocol import check_fits
 from align_circuits.outcomes import Metric
 from align_circuits.pairs import Direction, Held, Pair
@@ -145,17 +143,11 @@ def patch_paths(
         cells = torch.zeros(len(mine), len(chosen), dtype=torch.bool)
         cells[torch.arange(len(mine)), mine] = True
         ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if cells[:, places].any()}
-        made = _made(model, pair.base, sorted(ends), _alone(graph, graph.senders[place], held), options)
+        made = capture(model, pair.base, sorted(ends), edits=_alone(graph, graph.senders[place], held), **options)
         after, _ = pair.outcome.measured(model, [Receive(graph, made, cells)], len(mine), **options)
         found[mine, place] = pair.outcome.by_prompt(after - before)[0]
     provenance = pair.provenance("patch_paths", model, {"kind": kind}, ran)
     return pair.edges(graph, chosen, found[chosen.numpy()], provenance)
-
-
-def touched(graph: Graph) -> list[str]:
-    """Returns the hook points that an edit of edges may need."""
-    ends = {place for site in sites_of(graph) for place in (reads_from(graph, *site), lands_at(graph, *site))}
-    return sorted({*ends, *sent_from(graph)})
 
 
 def _alone(graph: Graph, sender: Sender, held: Held) -> list[Edit]:
@@ -172,26 +164,3 @@ def _alone(graph: Graph, sender: Sender, held: Held) -> list[Edit]:
         edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: held.source[EMBEDDED]})]
     heads = [(layer, head) for layer in range(graph.n_layers) for head in range(graph.n_heads)]
     return [*edits, Patch(heads=heads, site="z", values=said)]
-
-
-def _made(
-    model: Any, prompts: Prompts, names: Sequence[str], edits: Sequence[Edit], options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """What receivers make of the residual stream in an edited run."""
-    made: dict[str, Tensor] = {}
-
-    def keep(name: str, rows: Tensor, activation: Tensor) -> None:
-        if name not in made:
-            made[name] = torch.zeros(*prompts.mask.shape, *activation.shape[2:], dtype=activation.dtype)
-        made[name][rows, -activation.shape[1] :] = activation.cpu()
-
-    forward(
-        model,
-        prompts,
-        prompt=torch.arange(len(prompts)),
-        query=torch.full((len(prompts),), prompts.mask.shape[1] - 1),
-        on_activation={name: partial(keep, name) for name in names},
-        edits=edits,
-        **options,
-    )
-    return made

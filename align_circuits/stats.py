@@ -85,7 +85,7 @@ def proportion(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Returns `bootstrap`'s interval for means in [0, 1], never of length zero.
+    """Returns `bootstrap`'s interval for means in [0, 1], not of length zero at either end.
 
     Where every prompt is all right or all wrong the bootstrap sees no spread. There the bound is the exact binomial
     one (Clopper and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - level.

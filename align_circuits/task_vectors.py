@@ -106,10 +106,12 @@ def steer(
         counting one half; `"log_prob"`, in nats. 95% bootstrap intervals over prompts.
 
     Raises:
-        ValueError: No prompts, or no answers.
+        ValueError: No prompts, no answers, or `UNSTEERED` among the betas.
     """
     if not len(prompts) or not answers:
         raise ValueError(f"{len(prompts)} prompts, {len(answers)} answers: give at least one of each")
+    if UNSTEERED in betas:
+        raise ValueError(f"a beta of {UNSTEERED:g}, which in the table says that nothing is steered: take another")
     keys, values, ran = [], [], ""
     for beta in (UNSTEERED, *betas):
         edits: list[Edit] = []

@@ -1,5 +1,6 @@
 """Edits: what a model computes, changed while it runs, as plain TransformerLens hooks."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> di
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
-    """Returns what tells edits apart, as JSON; nothing where there are none."""
+    """Returns what tells edits apart, as JSON, tensors by a hash; nothing where there are none."""
     told = [
         {
             "edit": type(edit).__name__,
@@ -106,10 +107,23 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
                 if name in ("site", "how", "relation", "scale") or (name == "heads" and value)
             },
             **({"layers": list(layers)} if (layers := getattr(edit, "layers", ())) else {}),
+            **{
+                name: _digest(value)
+                for name, value in vars(edit).items()
+                if isinstance(value, Tensor) or (name == "values" and value)
+            },
         }
         for edit in edits
     ]
     return {"edits": told} if told else {}
+
+
+def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name, part in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):
+        sha.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+        sha.update(part.detach().cpu().flatten().view(torch.uint8).numpy())
+    return sha.hexdigest()[:16]
 
 
 def describe(heads: Sequence[Head]) -> str:

@@ -115,6 +115,12 @@ def sites_of(graph: Graph) -> dict[tuple[Reading, int], slice]:
     return {at: slice(some[0], some[-1] + 1) for at, some in places.items()}
 
 
+def touched(graph: Graph) -> list[str]:
+    """Returns the hook points of all senders and receivers."""
+    ends = {place for site in sites_of(graph) for place in (reads_from(graph, *site), lands_at(graph, *site))}
+    return sorted({*ends, *sent_from(graph)})
+
+
 def columns_of(graph: Graph) -> dict[str, slice]:
     """Returns the places of the senders at each hook point among `graph.senders`."""
     columns, start = {}, 0

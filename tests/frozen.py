@@ -33,7 +33,12 @@ class Twin:
         self.before = self.outcome({})
 
     def names(self) -> list[str]:
-        sites = ["hook_resid_pre", *(f"attn.hook_{site}" for site in ("z", "q", "k", "v", "pattern")), "hook_mlp_out"]
+        sites = [
+            "hook_resid_pre",
+            *(f"attn.hook_{site}" for site in ("z", "q", "k", "v", "pattern")),
+            "hook_mlp_out",
+            "hook_resid_post",
+        ]
         return [f"blocks.{layer}.{site}" for layer in range(self.cfg.n_layers) for site in sites]
 
     def cache(self, prompts: Prompts) -> dict[str, Tensor]:

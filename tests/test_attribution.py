@@ -1,5 +1,6 @@
 """Attribution beside finite differences of runs that hooks freeze by hand, and beside exact patches."""
 
+import copy
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,10 @@ from align_circuits.attribution import attribute_edges, attribute_heads
 from align_circuits.paths import patch_edges
 
 STEP = 1e-4
-SITES: Any = {"z": "attn.hook_z", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "mlp_out": "hook_mlp_out"}
+SITES: Any = {
+    "z": "attn.hook_z", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "mlp_out": "hook_mlp_out",
+    "resid_post": "hook_resid_post",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,13 +53,13 @@ def test_heads_equal_finite_differences(model, pair):
         column = head // 2 if site in ("k", "v") else None if head < 0 else head
         name = f"blocks.{layer}.{SITES[site]}"
         assert value == pytest.approx(slope(lambda share: twin.patched(name, share, column)), abs=1e-6)  # noqa: B023
-    assert len(found) == 2 * (4 * 4 + 1)
+    assert len(found) == 2 * (4 * 4 + 2)
     assert len({round(abs(value), 5) for value in found.values()}) > 20
 
 
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
     pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
-    found = by_head(attribute_heads(model, **pair, sites=["z", "v", "mlp_out"], graddrop=True))
+    found = by_head(attribute_heads(model, **pair, sites=["z", "v", "mlp_out", "resid_post"], graddrop=True))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
         name, column = f"blocks.{layer}.{SITES[site]}", {"v": head // 2, "z": head}.get(site)
@@ -64,7 +68,8 @@ def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
             still = [f"blocks.{dropped}.{SITES[what]}" for what in ("z", "mlp_out")]
             if name not in still:
                 expected += abs(slope(lambda share: twin.patched(name, share, column, still)))  # noqa: B023
-        assert value == pytest.approx(expected, abs=1e-6)
+        layers = 2 if site == "resid_post" else 1  # a head's own layer is left out
+        assert value == pytest.approx(expected / layers, abs=1e-6)
 
 
 @pytest.mark.parametrize("site", ["q", "k"])
@@ -90,6 +95,77 @@ def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pa
 
         assert value == pytest.approx(slope(effect), abs=1e-6)
         assert value != pytest.approx(plain[at, layer, head], abs=1e-4)
+
+
+def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair):
+    """By gradients that are taken by hand, at `rot_k` those of the key head that two heads share."""
+    found = by_head(attribute_heads(model, **pair, sites=["rot_q", "rot_k"]))
+    assert len(found) == 2 * 2 * 4
+    names = [f"blocks.{layer}.attn.hook_{site}" for site in ("rot_q", "rot_k") for layer in range(2)]
+    _, other = model.run_with_cache(pair["corrupted"].tokens, names_filter=names)
+    kept = {}
+
+    def keep(activation, hook):
+        kept[hook.name] = activation.requires_grad_()
+        return kept[hook.name]
+
+    with torch.enable_grad():
+        logits = model.run_with_hooks(pair["clean"].tokens, fwd_hooks=[(name, keep) for name in names])
+        outcome = logits[:, 7].log_softmax(-1)[:, 7].mean()
+        gradients = torch.autograd.grad(outcome, [kept[name] for name in names])
+    for name, gradient in zip(names, gradients, strict=True):
+        expected = ((other[name] - kept[name]) * gradient).sum((0, 1, 3))
+        layer, site = int(name.split(".")[1]), name.split("hook_")[1]
+        mine = [found[site, layer, head] for head in range(4)]
+        assert mine == pytest.approx(expected.repeat_interleave(4 // len(expected)).tolist(), abs=1e-9)
+
+
+def test_where_hooks_are_silent_under_the_fast_engine_the_reference_runs(random_hf_model, pair):
+    gpt2 = ac.load(random_hf_model("gpt2", seed=2))
+    found = attribute_heads(gpt2, **pair)
+    assert found.provenance.engine == "reference"
+    expected = attribute_heads(gpt2, **pair, engine="reference")
+    np.testing.assert_array_equal(found.frame["value"], expected.frame["value"])
+    with pytest.raises(ValueError, match=r"hook_z does not fire under it; use engine='reference'"):
+        attribute_heads(gpt2, **pair, engine="fast")
+
+
+def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair):
+    """Near a probability of 1 a softmax in bfloat16 rounds what is left to nothing."""
+    sure = copy.deepcopy(random_hf_model("llama", seed=2))
+    with torch.no_grad():
+        hidden = sure.model(pair["clean"].tokens).last_hidden_state[:, 7].mean(0)
+        sure.lm_head.weight[7] += 16 * hidden / hidden.square().sum()
+        assert (sure(pair["clean"].tokens).logits[:, 7].softmax(-1)[:, 7] > 0.98).all()
+    narrow = copy.deepcopy(sure).bfloat16()
+    wide, rounded = (attribute_heads(ac.load(some), **pair).frame["value"] for some in (sure, narrow))
+    assert np.abs(wide - rounded).max() < 0.2 * np.abs(wide).max()
+
+
+def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
+    """The mean over runs in which one output is moved, by a displacement of what the MLP reads and autograd."""
+    steps = 3
+    found = by_edge(attribute_edges(model, **pair, method="eap_ig_all_activations", steps=steps))
+    twin = Twin(model, *pair.values())
+    said = "blocks.0.hook_resid_pre"
+    names = [said, *(f"blocks.{layer}.{SITES[site]}" for layer in range(2) for site in ("z", "mlp_out"))]
+    for layer in range(2):
+        total = 0.0
+        for name in names:
+            for step in range(1, steps + 1):
+                between = torch.lerp(twin.other[name], twin.base[name], step / steps)
+                moved = torch.zeros((), dtype=torch.float64, requires_grad=True)
+                handle = model.blocks[layer].ln2.original_component.register_forward_pre_hook(
+                    lambda _, read: (read[0] + moved * (twin.other[said] - twin.base[said]),)  # noqa: B023
+                )
+                with torch.enable_grad():
+                    hooks = [(name, lambda _, hook: between)]  # noqa: ARG005, B023
+                    logits = model.run_with_hooks(pair["clean"].tokens, fwd_hooks=hooks)
+                    outcome = logits[:, 7].log_softmax(-1)[:, 7].mean()
+                    (gradient,) = torch.autograd.grad(outcome, moved, allow_unused=True)
+                handle.remove()
+                total += 0.0 if gradient is None else float(gradient) / steps / len(names)
+        assert found["input", f"M{layer}"] == pytest.approx(total, abs=1e-9)
 
 
 def test_edges_equal_finite_differences(model, pair):
@@ -234,5 +310,5 @@ def test_refusals(model, pair):
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(verb)(model, **{**pair, **wrong})  # annotations unchecked
-    with pytest.raises(ValueError, match="gradients of attention patterns"):
+    with pytest.raises(ValueError, match="hook_pattern does not fire under it; use engine='reference'"):
         attribute_heads(model, **pair, sites=["q"], method="atp_star", engine="fast")

@@ -1,5 +1,6 @@
 """Edits beside hooks written by hand: one prompt at a time, without padding, one position after the other."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -583,11 +584,14 @@ def test_provenance_tells_edits_apart(models):
     model = models("llama")
     steer = ac.Steer(layers=[1], site="mlp_out", vector=torch.ones(32), scale=2.0)
     edits = [ac.Ablate([(0, 1)], how="zero"), ac.Clamp([(1, 2)], "induction"), steer]
+    sha = hashlib.sha256(b" (32,) torch.float32" + torch.ones(32).numpy().tobytes()).hexdigest()
     told = [
         {"edit": "Ablate", "heads": [[0, 1]], "site": "z", "how": "zero"},
         {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
-        {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1]},
+        {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
     ]
+    opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
+    assert opposite == [{**told[2], "vector": opposite[0]["vector"]}] != [told[2]]
     evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
     assert evaluated.provenance.settings == {"edits": told}
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}

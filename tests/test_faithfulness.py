@@ -159,6 +159,10 @@ def test_refusals(llama, pair):
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(faithfulness)(llama, **{"scores": scores, **pair, **options})  # annotations unchecked
+    other_way = attribute_edges(llama, **pair, method="eap", direction="denoise")
+    with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
+        faithfulness(llama, other_way, **pair, by="signed")
+    assert len(faithfulness(llama, other_way, **pair, by="absolute"))
     for verb in (completeness, minimality):
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
             verb(llama, [], **pair)

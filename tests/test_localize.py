@@ -114,6 +114,16 @@ def test_one_distance_cannot_tell_an_aligner():
     assert found.heads("align_query") == [head for head, role in model.roles.items() if role == "align_query"]
 
 
+def test_induction_heads_are_found_on_repeated_tokens():
+    """The bundled model's; all prompts have their gold in the same places, and the report says so."""
+    model, task = ac.load("toy-llama"), ac.RepeatedTokensTask(length=20)
+    found = ac.localize(model, task, n=16, draws=0)
+    scores = ac.score_heads(model, task.sample(16, model.tokenizer, seed=7), ["induction_attention"])
+    best = scores.top("induction_attention", 1).frame.iloc[0]
+    assert (best["layer"], best["head"]) in found.heads("induction")
+    assert "same places" in found.sentence
+
+
 def test_few_symbols_cannot_establish_an_aligner():
     task = replace(TASK, x_len=3)
     found = ac.localize(ac.planted(task, seed=0), task, n=16, draws=0)

@@ -218,6 +218,28 @@ class TestMeaning:
             assert (p <= level).mean() < level + 0.08, "valid"
         assert (p <= 0.5).mean() > 0.35, "and not idle"
 
+    def test_gold_in_one_place(self, attending, char_tokenizer):
+        """Where all prompts have it there, the null is other places: who knows the places may know the tokens."""
+        prompts = ac.RepeatedTokensTask(length=8).sample(6, char_tokenizer, seed=0)
+        relation, length = prompts.relations["induction"], prompts.mask.shape[1]
+        assert nulls.in_one_place(relation, prompts)
+
+        def attention(_: int, query: int) -> Tensor:
+            knows = spread(length, [query - 7])
+            everywhere = spread(length, list(range(query + 1)))
+            return torch.stack([knows, 0.3 * knows + 0.7 * everywhere, everywhere, spread(length, [query - 3])])
+
+        found = p_values(attending(attention), prompts, ["induction"])["induction"][0]
+        assert found[:2].tolist() == [1 / (REDRAWS + 1)] * 2
+        assert found[2] == 1 and found[3] > 0.2
+
+    def test_a_phrase_without_rows(self, model, prompts):
+        relation = prompts.relations["align_query"]
+        phrase = prompts.column("phrase")[relation.target]
+        some = replace(prompts, relations={"align_query": relation.select(phrase != 0)})
+        found = p_values(model, some, ["align_query"])["align_query"]
+        assert (found >= 1 / 6 - 1e-12).all()
+
 
 class TestRefusals:
     def test_what_is_asked(self, model, prompts):
