@@ -206,10 +206,7 @@ def _run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) -
         for positions in ("relative", "absolute")
         for seed in range(config.seeds)
     ]
-    sweep = run_cells(cells, folder, jobs=jobs)
-    if sweep.failures:
-        raise RuntimeError(sweep.failures[0].error)
-    frame: Any = sweep.frame.reindex(columns=[*KEYS, "value", "n"])
+    frame: Any = run_cells(cells, folder, jobs=jobs).whole().reindex(columns=[*KEYS, "value", "n"])
     frame["value"] = frame["value"].astype(float).round(4)
     for column in ("head", "query", "key"):
         frame[column] = frame[column].fillna(-1).astype(int)

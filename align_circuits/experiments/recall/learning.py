@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from align_circuits import plots
@@ -35,6 +36,13 @@ STAGEWISE = replace(
 )
 """With AdamW, as in the paper: Muon, with which the other figures pretrain at this scale, learns the facts several
 times sooner, and the type not before them."""
+
+LONG = replace(
+    CPU, world=replace(CPU.world, n_subjects=256), grammar_len=80, grammar_lens=(1, 5), n_demos=16, n_seen=128,
+    d_model=128, pretraining=replace(CPU.pretraining, steps=3000, log_every=250),
+    finetuning=replace(CPU.finetuning, steps=600, log_every=50), finetuning_batch_size=64,
+)  # fmt: skip
+"""With the paper's subjects, grammar length and demonstrations: smaller ones do not bring finding 3."""
 
 _SAID = {"icl": "ICL", "icl+grm": "ICL+Grm"}
 
@@ -127,9 +135,10 @@ def _check_formats(table: Table) -> list[Check]:
     held_out = {"stage": "icl+grm", "probe": "icl_held_out", "match": "exact"}
     return [
         Check(
-            "ICL+Grm is learned before ICL (share of seeds in which half of it, held-out, comes at an earlier step)",
-            relation=">=", threshold=0.9, **measured((own < other).astype(float)),
-            **controlled((other < own).astype(float), "ICL before ICL+Grm"), published="ICL+Grm first",
+            "ICL+Grm is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm earlier)",
+            relation=">=", threshold=0.9, **measured(((own < other) & np.isfinite(other)).astype(float)),
+            **controlled(((other < own) & np.isfinite(own)).astype(float), "ICL before ICL+Grm"),
+            published="ICL+Grm first",
         ),
         Check(
             "ICL about held-out subjects follows (exact match)", relation=">=", threshold=0.5,
@@ -161,9 +170,9 @@ FIG3 = _experiment(
 )  # fmt: skip
 FIG4 = _experiment(
     "fig4", "Finetuning on ICL+Grm", "icl+grm", _draw_finetuning("icl+grm"), _check_finetuning("icl+grm"),
-    "ICL, another format, comes too, about seen and held-out subjects.",
+    "ICL, another format, comes too, about seen and held-out subjects.", cpu=LONG,
 )  # fmt: skip
 FIG15 = _experiment(
     "fig15", "Finetuning on ICL+Grm, measured in both formats", "icl+grm", _draw_formats, _check_formats,
-    "Performance improves first on ICL+Grm, later on ICL.",
+    "Performance improves first on ICL+Grm, later on ICL.", cpu=LONG,
 )  # fmt: skip

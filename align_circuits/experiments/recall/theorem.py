@@ -144,12 +144,9 @@ def _right(model: AttentionOnly, tokens: Tensor, answers: Tensor) -> Float[ndarr
 
 def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     cells = [Cell(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.cells]
-    sweep = run_cells(cells, folder, jobs=jobs)
-    if sweep.failures:
-        raise RuntimeError(sweep.failures[0].error)
     kept = ["name", "n_seen", "n_values", "n_demos", "n_slots", "corrected_start", "metric", "update", "term",
             "formula", "model", "queries", *FORMS, "value", "low", "high", "n"]  # fmt: skip
-    frame: Any = sweep.frame.reindex(columns=kept)
+    frame: Any = run_cells(cells, folder, jobs=jobs).whole().reindex(columns=kept)
     for column in (*FORMS, "value", "low", "high"):
         frame[column] = [float(f"{value:.6g}") for value in frame[column].astype(float)]
     return Table(frame, Provenance("theorem", asdict(config)))
