@@ -98,7 +98,8 @@ class Score(Job):
         """Runs the verb."""
         model, prompts = self.prepare()
         table, correct = score_heads(model, prompts, **self._how), evaluate(model, prompts, **self._how)
-        metrics = [metric for metric in SHOWN if metric in set(table.frame["metric"])]
+        known: Any = table.frame[table.frame["value"].notna()]
+        metrics = [metric for metric in SHOWN if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}
         roles = getattr(model, "roles", None)
         print(
@@ -331,12 +332,12 @@ class Rerun:
         if verb == "reproduce":
             model = tuple(settings["models"]) or Reproduce.model
             Reproduce(settings["name"], scale=settings["scale"], model=model, out=out)()
-        elif verb in ("score", "evaluate", "localize", "tune"):
+        elif verb in ("score", "evaluate", "localize", "tune") and "model" in settings:
             _from_settings(VERBS[verb], settings | {"out": str(out)})()
         else:
             raise ValueError(
-                f"{str(self.folder)!r} was written by {verb!r}: give a folder that score, evaluate, localize, "
-                "tune or reproduce wrote"
+                f"{str(self.folder)!r} was written by {verb!r}, or from Python, which does not tell what repeats it: "
+                "give a folder that align-circuits score, evaluate, localize, tune or reproduce wrote"
             )
         after = Table.load(out)
         then, now = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
@@ -366,19 +367,20 @@ VERBS: dict[str, type] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `align-circuits VERB ...` and returns the exit status.
 
-    Bad input ends in one line on stderr and status 2; a folder that `--out` made for it, still empty, is removed.
+    Bad input ends in one line on stderr and status 2; folders that `--out` made for it, still empty, are removed.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = tyro.extras.subcommand_cli_from_dict(VERBS, args=arguments, prog="align-circuits", description=__doc__)
     if isinstance(verb, Tune) and (verb.defaults or verb.model) == "toy-llama":
         verb = _made_for_toy_llama(verb, arguments)
-    out: Path | None = getattr(verb, "out", None)
-    ours = out is not None and not out.exists()
+    out: Path | None = verb.out or verb.folder / "rerun" if isinstance(verb, Rerun) else getattr(verb, "out", None)
+    ours = [] if out is None else [place for place in (out, *out.parents) if not place.exists()]
     try:
         verb()
-    except (ValueError, KeyError) as error:
-        if out is not None and ours and out.is_dir() and not any(out.iterdir()):
-            out.rmdir()
+    except (ValueError, KeyError, FloatingPointError, ImportError) as error:
+        for place in ours:
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
         message = error.args[0] if error.args else str(error)
         print(f"align-circuits: {message}", file=sys.stderr)
         return 2

@@ -74,7 +74,7 @@ def direct_logits(
         rest = asked[last] - parts.sum(1)
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
-        same("the logit of the gold tokens", direct.sum(0), torch.from_numpy(total[0]).to(direct))
+        same("the logit of the gold tokens", direct.sum(0), torch.from_numpy(total[0]).to(direct), direct.abs().sum(0))
     senders: list[Sender | None] = [*graph.senders, None]
     keys = pd.DataFrame(
         [(sender.name, sender.layer, sender.head) if sender else ("rest", -1, -1) for sender in senders],

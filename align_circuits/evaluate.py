@@ -133,11 +133,9 @@ class Predictions:
 
     def __init__(self, prompts: Prompts):
         self.prompts = prompts
-        asked = torch.stack([prompts.column("prompt"), prompts.column("query_pos")], 1)
-        rows, self.row_of = asked.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
-        self.prompt, self.query = rows.T.contiguous()
-        self.gold = torch.zeros(len(rows), dtype=torch.long)
-        self.gold[self.row_of] = prompts.column("token")
+        asked = torch.stack([prompts.column(name) for name in ("prompt", "query_pos", "token")], 1)
+        rows, self.row_of = asked.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query, then by token
+        self.prompt, self.query, self.gold = rows.T.contiguous()
         self.argmax = torch.full((len(rows),), -1)
         self.log_prob = torch.full((len(rows),), torch.nan, dtype=torch.float64)
 

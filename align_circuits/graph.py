@@ -123,7 +123,7 @@ class Graph:
 
         Raises:
             KeyError: No sender or receiver of that name.
-            ValueError: A receiver that runs before its sender.
+            ValueError: No edges, or a receiver that runs before its sender.
         """
         mask = torch.zeros_like(self.edges)
         for sender, receiver in edges:
@@ -131,6 +131,8 @@ class Graph:
             if not self.edges[place]:
                 raise ValueError(f"no edge from {sender} to {receiver}: {receiver} reads before {sender} has written")
             mask[place] = True
+        if not mask.any():
+            raise ValueError("no edges: name at least one, as a pair of sender and receiver")
         return mask
 
     def among(self, heads: Sequence[tuple[int, int]]) -> Bool[Tensor, "receiver sender"]:

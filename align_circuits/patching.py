@@ -108,8 +108,13 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
     """Raises unless two sets of prompts are halves of minimal pairs.
 
     Raises:
-        ValueError: They differ in number, in length, or in their targets.
+        ValueError: They differ in number, in length, or in their targets, or are given the wrong way round.
     """
+    if "corrupted" in clean.task and "corrupted" not in corrupted.task:
+        raise ValueError(
+            "clean= got what task.corrupt made, and corrupted= what it was made from: swap them; to put clean "
+            "activations into corrupted runs, take direction='denoise'"
+        )
     if clean.mask.shape != corrupted.mask.shape or not bool((clean.mask == corrupted.mask).all()):
         raise ValueError(
             f"clean prompts {tuple(clean.mask.shape)} and corrupted ones {tuple(corrupted.mask.shape)} do not match "

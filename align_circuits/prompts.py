@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
@@ -258,14 +259,14 @@ class Prompts:
             tokenizer: A Hugging Face tokenizer, for the text and for the check that a model shares it.
 
         Raises:
-            ValueError: No prompts, an empty one, or a negative id.
+            ValueError: No prompts, an empty one, what is no id, a negative id, or a relation with a row without keys.
 
         >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
         >>> prompts.relations["induction"].keys_of(0)
         [1]
         """
         try:
-            rows = [[int(token) for token in row] for row in ids]
+            rows = [[operator.index(token) for token in row] for row in ids]
         except TypeError as error:
             raise ValueError("give a list of token ids for each prompt, [[5, 7, 9]] for a single one") from error
         if not rows or any(len(row) < 2 for row in rows):
@@ -287,6 +288,12 @@ class Prompts:
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
+        for name in relations or {}:
+            if (empty := int((~made[name].expand()[0].any(1)).sum())) > 0:
+                raise ValueError(
+                    f"relation {name!r}: {empty} of {len(made[name])} rows have no key, which would count as misses: "
+                    "leave them out with relation.select(...)"
+                )
         return cls(
             inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
             example=mask.long() - 1, targets=targets, relations=made,

@@ -51,7 +51,7 @@ def bootstrap(
         seed: Of the resamples.
 
     Returns:
-        Lower and upper ends; NaN for a row without weight.
+        Lower and upper ends; NaN for a row with weight in fewer than two prompts.
     """
     generator = np.random.default_rng(seed)
     n_prompts = values.shape[1]
@@ -74,6 +74,8 @@ def bootstrap(
         ):
             if known.any():
                 low[rows][known], high[rows][known] = quantile(means[known], tails, axis=1)
+    alone = (weights > 0).sum(1) < 2  # one prompt has no spread
+    low[alone], high[alone] = np.nan, np.nan
     return low, high
 
 
@@ -94,6 +96,7 @@ def proportion(
     counts = (weights > 0).sum(1)
     reach = ((1 - level) / 2) ** (1 / np.maximum(counts, 1))
     mean = weighted_mean(values, weights)
+    low, high = np.where(mean == 0, 0.0, low), np.where(mean == 1, 1.0, high)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
 
 

@@ -43,8 +43,15 @@ class Provenance:
 
     @classmethod
     def from_json(cls, text: str) -> "Provenance":
-        """Reads what `to_json` wrote."""
-        return cls(**json.loads(text))
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: Another text.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"no provenance of a table ({error}): give what Table.save wrote") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +209,10 @@ class Table:
                 f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
             )
         provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
-        return cls(pd.read_csv(folder / "table.csv"), provenance)
+        try:
+            return cls(pd.read_csv(folder / "table.csv"), provenance)
+        except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+            raise ValueError(f"{str(folder / 'table.csv')!r} is no table ({error})") from error
 
     def _rows(self, index: ndarray) -> "Table":
         kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}

@@ -217,6 +217,11 @@ class _AtSite(Edit):
         """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
         if self.positions is None:
             return 0
+        if self.positions.shape != running.prompts.mask.shape:
+            raise ValueError(
+                f"positions: the edit holds {len(self.positions)} prompts of {self.positions.shape[-1]} tokens, but "
+                f"the model runs on {len(running.prompts)} of {running.prompts.mask.shape[1]}: give an entry a token"
+            )
         columns = self.positions[running.rows].any(0).nonzero()
         return int(columns[0]) if len(columns) else self.positions.shape[1]
 

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.experiments.tuned import TOY
 from align_circuits.tables import Table
@@ -89,12 +90,12 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
     ],
 )
 def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, said):
-    out = tmp_path / "run"
+    out = tmp_path / "some" / "run"
     assert main(["score", *SMALL, *arguments, "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("align-circuits: ")
     assert said in line
-    assert not out.exists(), "something half-written was left"
+    assert not out.parent.exists(), "something half-written was left"
 
 
 def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
@@ -144,6 +145,20 @@ def test_a_long_table_is_left_to_its_file(tmp_path, monkeypatch):
 def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == 2
     assert "no table in" in capsys.readouterr().err
+    assert not (tmp_path / "rerun").exists()
+
+
+def test_rerun_refuses_what_was_saved_from_python(tmp_path, capsys):
+    prompts = ac.RepeatedTokensTask(length=4).sample(3, 20)
+    ac.evaluate(ac.planted(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
+    assert main(["rerun", str(tmp_path)]) == 2
+    assert "or from Python, which does not tell what repeats it" in capsys.readouterr().err
+    assert not (tmp_path / "rerun").exists()
+
+
+def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
+    assert main(["score", "--n", "4", "--x-len", "3", "--n-examples", "0", "--out", str(tmp_path)]) == 0
+    assert "\n  lookup " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["ica", "standard"])

@@ -1,5 +1,6 @@
 """Direct logits beside the model's own last norm, and function vectors beside a loop of hooks."""
 
+import copy
 import string
 from dataclasses import replace
 from typing import Any
@@ -131,3 +132,12 @@ def test_refusals(random_hf_model, char_tokenizer, prompts):
         function_vectors(model, [(prompts, prompts[:2])])
     with pytest.raises(ValueError, match="no targets of kind 'later'"):
         direct_logits(model, prompts, kind="later")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_direct_logits_sum_to_the_logit_in_every_dtype(random_hf_model, char_tokenizer, dtype):
+    """A gold logit near zero is a small sum of large parts."""
+    model = ac.load(copy.deepcopy(random_hf_model("llama")).to(dtype), tokenizer=char_tokenizer)
+    one = ac.Seq2SeqTask(x_len=1, phrase_len=1, n_examples=2).sample(60, char_tokenizer, seed=0)
+    for prompt in range(0, 60, 4):
+        assert direct_logits(model, one[prompt]).provenance.engine

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -169,3 +170,15 @@ def test_nothing_to_evaluate(llama, prompts):
 def test_prompts_of_another_tokenizer(llama, byte_bpe_tokenizer):
     with pytest.raises(ValueError, match="another tokenizer"):
         evaluate(llama, Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
+
+
+def test_two_targets_may_be_asked_for_at_one_position(llama):
+    """An answer and a foil."""
+    prompts = Prompts.from_tokens([[5, 6, 7, 8], [9, 6, 5, 8]])
+    last = prompts.targets.groupby("prompt").tail(1)
+    both = pd.concat([last, last.assign(token=11)]).sort_values(["prompt", "token"]).reset_index(drop=True)
+    asked = replace(prompts, targets=both, relations={})
+    found = evaluate(llama, asked).where(metric="log_prob").frame["value"].iloc[0]
+    with torch.no_grad():
+        said = llama(prompts.tokens)[:, 2].log_softmax(-1)
+    assert found == pytest.approx(float(said[:, [8, 11]].mean()), abs=1e-5)

@@ -1,6 +1,7 @@
 """Loading: from every place, the same model; and one clear line where that cannot be."""
 
 import json
+import shutil
 import socket
 import time
 
@@ -239,6 +240,43 @@ def test_unreachable_name_is_one_line_at_once(source):
     with pytest.raises(ValueError, match="is no folder here, and not to be had from the hub") as caught:
         load(source)
     assert time.monotonic() - started < 5 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"lack 9 tensors that config\.json asks for, such as 'model\.layers\.2\."),
+        (
+            {"num_hidden_layers": 1},
+            r"hold 9 tensors of layers that config\.json does not have, such as 'model\.layers\.1\.",
+        ),
+        ({"num_key_value_heads": 4}, "cannot be read"),
+    ],
+)
+def test_weights_of_another_configuration_are_refused(folders, tmp_path, change, message):
+    """What a checkpoint lacks would be drawn at random, and the rest left out, without a word."""
+    folder = shutil.copytree(folders["llama"], tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_broken_files_are_named(folders, tmp_path):
+    cut = shutil.copytree(folders["llama"], tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"weights in '.*cut' cannot be read .*: a file is missing, cut short"):
+        load(cut)
+    garbled = shutil.copytree(folders["llama"], tmp_path / "garbled")
+    (garbled / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json in '.*garbled' is no JSON"):
+        load(garbled)
+
+
+def test_unknown_device(folders):
+    with pytest.raises(ValueError, match="device='gpu': give 'cpu', 'cuda'"):
+        load(folders["llama"], device="gpu")
 
 
 def test_unknown_architecture(tmp_path, random_hf_model):

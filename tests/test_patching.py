@@ -248,3 +248,17 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
             patch_heads(model, clean=clean, corrupted=corrupted, sites=[site], heads=[(0, 4), (2, 0)])
     with pytest.raises(ValueError, match="the edit holds 4 prompts of 5 tokens"):
         patch_heads(model, clean=clean, corrupted=corrupted, positions={"some": clean.mask[:, :5]})
+
+
+def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, char_tokenizer):
+    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    task = ac.Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
+    clean = task.sample(3, char_tokenizer, seed=0)
+    corrupted = task.corrupt(clean, "query")
+    with pytest.raises(ValueError, match="swap them"):
+        patch_heads(model, clean=corrupted, corrupted=clean)
+    longer = torch.zeros(3, clean.mask.shape[1] + 5, dtype=torch.bool)
+    longer[:, -5:] = True
+    for engine in ("auto", "reference"):
+        with pytest.raises(ValueError, match=f"the edit holds 3 prompts of {longer.shape[1]} tokens"):
+            patch_heads(model, clean=clean, corrupted=corrupted, positions={"last": longer}, engine=engine)

@@ -1,11 +1,13 @@
 """Edges and paths beside runs that freeze everything else by hooks, one head at a time."""
 
+import copy
 import inspect
 from typing import Any
 
 import pytest
 import torch
 from frozen import Twin, of_lengths
+from peft import LoraConfig, get_peft_model
 
 import align_circuits as ac
 from align_circuits.graph import Graph
@@ -132,6 +134,8 @@ def test_refusals(models, random_hf_model, clean, corrupted):
         patch_edges(model, **pair, edges=[("L0H1", "L1H0.k")])
     with pytest.raises(ValueError, match=r"no edge from L1H0 to L1H2\.q: L1H2\.q reads before"):
         patch_edges(model, **pair, edges=[("L1H0", "L1H2.q")])
+    with pytest.raises(ValueError, match="no edges: name at least one"):
+        patch_edges(model, **pair, edges=[])
     with pytest.raises(ValueError, match="none of the receivers comes after"):
         patch_paths(model, **pair, senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
@@ -147,3 +151,17 @@ def test_refusals(models, random_hf_model, clean, corrupted):
     normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
     with pytest.raises(ValueError, match="is not what the model's weights make of its parts"):
         patch_edges(normed, clean=of_lengths((8, 8), 0), corrupted=of_lengths((8, 8), 1))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, clean, corrupted):
+    """In bfloat16 it would pass for rounding."""
+    base = copy.deepcopy(random_hf_model("llama")).bfloat16()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.01)
+    with pytest.raises(ValueError, match=r"q_proj.* carries an adapter, .* merge it first"):
+        patch_edges(ac.load(adapted), clean=clean, corrupted=corrupted)

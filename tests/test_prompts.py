@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from align_circuits.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_fingerprint
+from align_circuits.relations import NOBODY, Relation
 
 IDS = [[5, 7, 9, 5, 7], [3, 3, 8], [4, 6, 4, 6]]
 ids = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=6), min_size=1, max_size=4)
@@ -186,12 +187,29 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
         ([[1, 2], [3]], "at least two tokens"),
         ([[1, -1]], "a token id is negative"),
         ([1, 2, 3], "a list of token ids for each prompt"),
+        ([[1.7, 2.2]], "a list of token ids for each prompt"),
+        (["12", "34"], "a list of token ids for each prompt"),
     ],
 )
 def test_bad_tokens(tokens, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
     with pytest.raises(ValueError, match=message):
         Prompts.from_tokens(tokens)
+
+
+def test_a_relation_of_ones_own_has_keys_in_every_row():
+    """A row without keys would count as a miss."""
+
+    def the_three(ids, mask, **rows):  # noqa: ARG001 - a maker's arguments
+        pos = torch.arange(ids.shape[1]).expand_as(ids)
+        among = torch.zeros_like(rows["query"])
+        keys = torch.where(ids == 3, 0, NOBODY)
+        return Relation("three", **rows, wants=among, among=among, key_label=keys, candidate_label=pos * 0)
+
+    with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
+        Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
+    kept = Prompts.from_tokens([[3, 5, 6, 7]], relations={"three": the_three})
+    assert len(kept.relations["three"]) == 3
 
 
 def test_fields_must_agree(monkeypatch):

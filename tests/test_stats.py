@@ -43,7 +43,8 @@ def test_bootstrap_is_a_loop_over_resampled_prompts(rows, prompts, seed, paired)
                 sides.append(part / total if total else np.nan)
             means.append(sides[0] - sides[1] if paired else sides[0])
         means = [mean for mean in means if not np.isnan(mean)]
-        expected = np.quantile(means, [0.025, 0.975]) if means else [np.nan, np.nan]
+        several = means and (weights[row] > 0).sum() > 1
+        expected = np.quantile(means, [0.025, 0.975]) if several else [np.nan, np.nan]
         assert [low[row], high[row]] == pytest.approx(list(expected), nan_ok=True)
 
 
@@ -61,6 +62,12 @@ def test_a_row_without_weight_has_no_interval():
         low, high = interval(values, weights)
         assert np.isnan([low[0], high[0]]).all()
         assert not np.isnan([low[1], high[1]]).any()
+
+
+def test_one_prompt_has_no_interval():
+    """It has no spread to resample, and an interval of length zero would say that nothing is uncertain."""
+    low, high = stats.bootstrap(np.array([[0.4, 7.0]]), np.array([[3.0, 0.0]]))
+    assert np.isnan(low).all() and np.isnan(high).all()
 
 
 def test_chunks_of_rows_do_not_change_the_interval(monkeypatch):

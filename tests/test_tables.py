@@ -126,6 +126,21 @@ def test_save_and_load(tmp_path):
     assert frame_of(difference)["low"].isna().all(), "without per-prompt values there is no honest interval"
 
 
+@pytest.mark.parametrize(
+    ("provenance", "frame", "message"),
+    [
+        ('{"a": 1}', "value,low,high,n\n", "no provenance of a table"),
+        ("{", "value,low,high,n\n", "no provenance of a table"),
+        ('{"verb": "score"}', "", r"table\.csv' is no table"),
+    ],
+)
+def test_load_from_files_of_others(tmp_path, provenance, frame, message):
+    (tmp_path / "provenance.json").write_text(provenance)
+    (tmp_path / "table.csv").write_text(frame)
+    with pytest.raises(ValueError, match=message):
+        Table.load(tmp_path)
+
+
 def test_load_from_a_folder_without_a_table(tmp_path):
     with pytest.raises(ValueError, match=r"no table in .*: table.csv and provenance.json missing"):
         Table.load(tmp_path)

@@ -2,14 +2,16 @@
 
 import copy
 import json
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,8 +67,8 @@ def load(
         A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
 
     Raises:
-        ValueError: The folder is missing, the name cannot be reached, there are no safetensors weights, the
-            architecture is unknown, or a weight is NaN.
+        ValueError: The folder is missing, the name cannot be reached, there are no safetensors weights, they are cut
+            short or not those of the configuration, the architecture is unknown, or a weight is NaN.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
         return _load(source, device, dtype, tokenizer, revision)
@@ -105,7 +107,10 @@ def _as_it_is(model: Any, device: Any, dtype: Any, tokenizer: Any) -> Any:
 
 
 def _device(asked: str | torch.device | None) -> torch.device:
-    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device={asked!r}: give 'cpu', 'cuda' or 'cuda:1'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device={str(asked)!r}, but PyTorch sees no CUDA device here: leave device out to run on the CPU"
@@ -137,18 +142,47 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         return _read_adapter(folder, dtype)
     if not (folder / "config.json").is_file():
         raise ValueError(f"no config.json in {str(folder)!r}: give a folder that save_pretrained wrote")
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): fetch the folder again") from error
     _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     _check_safetensors(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype or "auto",
-        use_safetensors=True,
-        local_files_only=True,
-        attn_implementation="eager",
-    )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            local_files_only=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"the weights in {str(folder)!r} cannot be read ({reason}): a file is missing, cut short, or of another "
+            "shape than config.json says; fetch the folder again"
+        ) from error
+    model, found = loaded
+    _check_whole(folder, model, found)
+    return model
+
+
+def _check_whole(folder: Path, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """Raises unless config.json and the weights are of the same model; what is missing would be random."""
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json asks for, such as "
+            f"{missing[0]!r}: fetch the folder again, or mend config.json"
+        )
+    kinds = {re.sub(r"\d+", "0", name) for name, _ in model.named_parameters()}
+    if over := sorted(name for name in found["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):
+        raise ValueError(
+            f"the weights in {str(folder)!r} hold {len(over)} tensors of layers that config.json does not have, such "
+            f"as {over[0]!r}: fetch the folder again, or mend config.json"
+        )
 
 
 def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
