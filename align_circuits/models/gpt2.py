@@ -9,10 +9,10 @@ def small_gpt2(
 ) -> GPT2LMHeadModel:
     """Makes a GPT-2 with new weights, without dropout, its embedding and unembedding tied.
 
-    The defaults are the paper's; the initial values, which it does not give, are Hugging Face's: N(0, 0.02²), those
-    that write to the residual stream divided by sqrt(2 n_layers). GELU is the tanh form of GPT-2 in PyTorch's fused
-    kernel, attention PyTorch's own. For analysis, `align_circuits.load(model)` wraps it in place (give a copy to go on
-    training).
+    The sizes are the paper's by default; it does not say whether embeddings are tied or dropped out. The initial
+    values, which it does not give either, are Hugging Face's: N(0, 0.02²), those that write to the residual stream
+    divided by sqrt(2 n_layers). GELU is the tanh form of GPT-2 in PyTorch's fused kernel, attention PyTorch's own. For
+    analysis, `align_circuits.load(model)` wraps it in place (give a copy to go on training).
 
     Source: Vasudeva et al. (2026), App. B: "a 2-layer 1-head GPT-2 type decoder", d_model 256.
 
