@@ -37,13 +37,6 @@ STAGEWISE = replace(
 """With AdamW, as in the paper: Muon, with which the other figures pretrain at this scale, learns the facts several
 times sooner, and the type not before them."""
 
-LONG = replace(
-    CPU, world=replace(CPU.world, n_subjects=256), grammar_len=80, grammar_lens=(1, 5), n_demos=16, n_seen=128,
-    d_model=128, pretraining=replace(CPU.pretraining, steps=3000, log_every=250),
-    finetuning=replace(CPU.finetuning, steps=600, log_every=50), finetuning_batch_size=64,
-)  # fmt: skip
-"""With the paper's subjects, grammar length and demonstrations: smaller ones do not bring finding 3."""
-
 _SAID = {"icl": "ICL", "icl+grm": "ICL+Grm"}
 
 
@@ -170,9 +163,9 @@ FIG3 = _experiment(
 )  # fmt: skip
 FIG4 = _experiment(
     "fig4", "Finetuning on ICL+Grm", "icl+grm", _draw_finetuning("icl+grm"), _check_finetuning("icl+grm"),
-    "ICL, another format, comes too, about seen and held-out subjects.", cpu=LONG,
+    "ICL, another format, comes too, about seen and held-out subjects.",
 )  # fmt: skip
 FIG15 = _experiment(
     "fig15", "Finetuning on ICL+Grm, measured in both formats", "icl+grm", _draw_formats, _check_formats,
-    "Performance improves first on ICL+Grm, later on ICL.", cpu=LONG,
+    "Performance improves first on ICL+Grm, later on ICL.",
 )  # fmt: skip

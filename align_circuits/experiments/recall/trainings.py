@@ -47,8 +47,6 @@ class Size:
     pretraining: TrainConfig = PRETRAINING
     finetuning: TrainConfig = FINETUNING
     batch_size: int = 64
-    finetuning_batch_size: int | None = None
-    """Where it is another than that of pretraining."""
     seeds: int = 2
     """Each draws a world, initial weights, batches and the split into seen and held-out subjects."""
     probe: int = 512
@@ -139,14 +137,14 @@ def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
     """Returns a pretrained model finetuned on seen subjects; from `folder` where it is there."""
     return train_stage(
         pretrained(size, seed, folder).model,
-        Stage(size.demonstrations(seed, kind), size.finetuning, size.finetuning_batch_size or size.batch_size),
+        Stage(size.demonstrations(seed, kind), size.finetuning, size.batch_size),
         probes=size.probes(seed), seed=seed, out=folder_of(folder, kind, size, seed), progress=False,
     )  # fmt: skip
 
 
 def _pretraining_of(size: Size, seed: int, folder: Path) -> Path:
     """Where a pretraining is kept: finetuning does not tell it from another."""
-    return folder_of(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING, finetuning_batch_size=None), seed)
+    return folder_of(folder, "pt", replace(size, n_seen=1, finetuning=FINETUNING), seed)
 
 
 def folder_of(folder: Path, stage: str, size: Size, seed: int) -> Path:
