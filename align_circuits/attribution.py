@@ -131,8 +131,8 @@ def attribute_heads(
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     found[place] = found[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
             for index, place in enumerate(places):
-                left = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
-                score = found[place].abs() / left if graddrop else found[place]
+                averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
+                score = found[place].abs() / averaged if graddrop else found[place]
                 scores[index] += score.repeat_interleave(cfg.n_heads // score.shape[1], 1).T.cpu()
         return scores
 

@@ -373,7 +373,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = tyro.extras.subcommand_cli_from_dict(VERBS, args=arguments, prog="align-circuits", description=__doc__)
     if isinstance(verb, Tune) and (verb.defaults or verb.model) == "toy-llama":
         verb = _made_for_toy_llama(verb, arguments)
-    out: Path | None = verb.out or verb.folder / "rerun" if isinstance(verb, Rerun) else getattr(verb, "out", None)
+    out: Path | None = getattr(verb, "out", None)
+    if isinstance(verb, Rerun) and out is None:
+        out = verb.folder / "rerun"
     ours = [] if out is None else [place for place in (out, *out.parents) if not place.exists()]
     try:
         verb()

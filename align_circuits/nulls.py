@@ -213,13 +213,16 @@ class _Places(_Test):
         keys, candidates = relation.expand()
         self.targets = len(relation) // len(prompts)
         self.gold, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
-        self.attention = torch.zeros(layers, len(relation), heads, keys.shape[1])
+        self.attention = torch.zeros(layers, self.targets, heads, keys.shape[1])  # summed over prompts
+        self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
-        self.attention[layer, rows] = pattern.float()
+        new = ~self.seen[layer, rows]
+        self.attention[layer].index_add_(0, rows[new] % self.targets, pattern[new].float())
+        self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        by_target = self.attention.unflatten(1, (-1, self.targets)).mean(1).double().numpy()
+        by_target = self.attention.double().numpy()
         scores = np.zeros((*self.shape, REDRAWS + 1))
         for target, (gold, among) in enumerate(zip(self.gold, self.candidates, strict=True)):
             true = gold[among]
