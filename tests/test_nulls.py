@@ -233,6 +233,19 @@ class TestMeaning:
         assert found[:2].tolist() == [1 / (REDRAWS + 1)] * 2
         assert found[2] == 1 and found[3] > 0.2
 
+    def test_rows_that_come_again_count_once(self, char_tokenizer):
+        """As after an out-of-memory."""
+        prompts = ac.RepeatedTokensTask(length=5).sample(4, char_tokenizer, seed=0)
+        relation = prompts.relations["induction"]
+        rows = torch.arange(len(relation))
+        pattern = torch.rand(len(rows), 2, prompts.mask.shape[1], generator=torch.Generator().manual_seed(0))
+        once, again = (nulls._Places(relation, prompts, 1, 2) for _ in range(2))
+        once.add(rows, 0, pattern)
+        for some in (rows[:7], rows):
+            again.add(some, 0, pattern[some])
+        torch.testing.assert_close(again.attention, once.attention)
+        assert once.attention[0, 1, 0, 3] == pytest.approx(float(pattern[1 :: once.targets, 0, 3].sum()))
+
     def test_a_phrase_without_rows(self, model, prompts):
         relation = prompts.relations["align_query"]
         phrase = prompts.column("phrase")[relation.target]
