@@ -12,7 +12,7 @@ from torch import Tensor
 
 from align_circuits.engine import capture, forward
 from align_circuits.evaluate import Predictions, by_kind, predict_each, prompt_means
-from align_circuits.hooks.edits import Ablate, Edit, Head, Patch, Reference, groups_of, layers_of
+from align_circuits.hooks.edits import Ablate, Edit, Head, Patch, Reference, groups_of, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
@@ -55,9 +55,7 @@ def ablate_heads(
     Raises:
         ValueError: A head that the model does not have, prompts without targets, or a reference that does not fit.
     """
-    chosen = all_heads(model.cfg) if heads is None else list(heads)
-    if chosen:
-        layers_of(model.cfg, "z", chosen)
+    chosen = heads_of(model.cfg, heads)
     layers = sorted({layer for layer, _ in chosen})
     options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
     cells: list[Sequence[Edit]] = [[]]  # the first is the intact run
@@ -74,7 +72,7 @@ def ablate_heads(
         "ablate_heads",
         settings={"how": how, "reference": (reference or prompts).digest},
         model=model_provenance(model),
-        data={"task": dict(prompts.task), "digest": prompts.digest},
+        data=prompts.told,
         engine=ran,
     )
     return effects_table(prompts, changes, ("layer", "head"), provenance)
@@ -160,11 +158,6 @@ def _means(model: Any, prompts: Prompts, names: Sequence[str], **options: Any) -
     )
     tokens = torch.bincount(group[prompts.mask], minlength=count)
     return {name: (total.cpu() / tokens.view(-1, *[1] * (total.ndim - 1))).float() for name, total in sums.items()}
-
-
-def all_heads(cfg: Any) -> list[Head]:
-    """Returns every head of a model."""
-    return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
 
 
 def change(before: Predictions, after: Predictions) -> tuple[Float[ndarray, " target"], Float[ndarray, " target"]]:

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.ablation import NO_HEAD, all_heads
+from align_circuits.ablation import NO_HEAD
 from align_circuits.decomposition import wired
 from align_circuits.engine import capture, choose, forward
 from align_circuits.graph import Graph, Reading
-from align_circuits.hooks.edits import Patch, layers_of
+from align_circuits.hooks.edits import Patch, heads_of, layers_of
 from align_circuits.hooks.gradients import gradients
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
@@ -101,7 +101,7 @@ def attribute_heads(
         raise ValueError("graddrop leaves one layer out at a time, and this model has one: leave it off")
     for site in sites:
         at_layers = site in LAYER_SITES
-        layers_of(model.cfg, site, [] if at_layers else all_heads(model.cfg), list(layers) if at_layers else [])
+        layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])
     pair = _checked(model, clean, corrupted, direction, metric, kind, steps)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
@@ -118,7 +118,7 @@ def attribute_heads(
         moves: dict[tuple[Site, int], tuple[str, Tensor]]
         moves = {(site, layer): (name_of(site, layer), held.change(name_of(site, layer))) for site, layer in places}
         for site, layer in fixed:
-            pattern, whole = name_of("pattern", layer), [head for head in all_heads(cfg) if head[0] == layer]
+            pattern, whole = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
             edit = Patch(whole, site=site, values=held.source)
             patched = capture(model, part.base, [pattern], edits=[edit], engine="reference")[pattern].to(device)
             moves[site, layer] = (pattern, patched - held.base[pattern])

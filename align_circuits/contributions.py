@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.ablation import all_heads
 from align_circuits.decomposition import same, wired
 from align_circuits.engine import capture, choose
 from align_circuits.graph import Sender
-from align_circuits.hooks.edits import Head, Patch, layers_of
+from align_circuits.hooks.edits import Head, Patch, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.wires import reads_from, sent_from, written_by
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
@@ -124,8 +123,10 @@ def function_vectors(
     """
     if not pairs:
         raise ValueError("no tasks: give clean and corrupted prompts for each")
-    chosen = all_heads(model.cfg) if heads is None else list(heads)
-    layers = sorted(layers_of(model.cfg, "z", chosen))
+    chosen = heads_of(model.cfg, heads)
+    if not chosen:
+        raise ValueError("no heads: name at least one")
+    layers = sorted({layer for layer, _ in chosen})
     names = [name_of("z", layer) for layer in layers]
     options: dict[str, Any] = {"engine": choose(model, engine, names), "batch_size": batch_size}
     found, ran = [], ""
@@ -220,5 +221,4 @@ def _readout(
 
 
 def _provenance(verb: str, model: Any, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
-    data = {"task": dict(prompts.task), "digest": prompts.digest}
-    return Provenance(verb, settings=settings, model=model_provenance(model), data=data, engine=engine)
+    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.told, engine=engine)

@@ -68,7 +68,7 @@ def evaluate(
         "evaluate",
         settings=edits_provenance(edits),
         model=model_provenance(model),
-        data={"task": dict(prompts.task), "digest": prompts.digest},
+        data=prompts.told,
         engine=ran,
     )
     keys, means, weights = predictions.measured()

@@ -262,6 +262,11 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "patch_edges returned for this model, all edges and one metric"
         )
     graph.select(zip(frame["sender"], frame["receiver"], strict=True))
+    if (twice := frame.duplicated(["sender", "receiver"])).any():
+        edge = frame.loc[twice, ["sender", "receiver"]].iloc[0]
+        raise ValueError(f"the edge {edge['sender']} -> {edge['receiver']} has two scores: give one an edge")
+    if unknown := int(frame["value"].isna().sum()):
+        raise ValueError(f"{unknown} of {len(frame)} scores are NaN: an order of edges needs a score for each")
     if by == "signed" and scores.provenance.settings.get("direction") == "denoise":
         raise ValueError(
             "these scores are of direction 'denoise', where an edge that is needed lies above zero and not below: give "
@@ -289,5 +294,7 @@ def _drawn(heads: Sequence[Head], draws: int, seed: int) -> list[tuple[Head, ...
     """Random sets of heads, each head with probability one half."""
     if not len(heads):
         raise ValueError("no heads: a circuit needs at least one, such as those that localize found")
+    if draws < 0:
+        raise ValueError(f"draws={draws}: give how many random sets of heads are taken away, 0 for none")
     chosen = np.random.default_rng(seed).random((draws, len(heads))) < 0.5
     return [tuple(head for head, lost in zip(heads, row, strict=True) if lost) for row in chosen]

@@ -13,12 +13,12 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.ablation import ablate_heads, all_heads, reference_of
+from align_circuits.ablation import ablate_heads, reference_of
 from align_circuits.engine import forward
 from align_circuits.evaluate import ALL_OFFSETS, predict_each
 from align_circuits.files import writable_folder
 from align_circuits.findings import localize_report
-from align_circuits.hooks.edits import Ablate, Head, describe
+from align_circuits.hooks.edits import Ablate, Head, describe, heads_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.nulls import fixed_offset, in_one_place, p_values
 from align_circuits.patching import patch_heads
@@ -183,10 +183,12 @@ def localize(
         batch_size: As for `evaluate`.
 
     Raises:
-        ValueError: Fewer than 8 prompts, or a model without a tokenizer.
+        ValueError: Fewer than 8 prompts, fewer than no draws, or a model without a tokenizer.
     """
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to find candidates and half to test them")
+    if draws < 0:
+        raise ValueError(f"draws={draws}: give how many sets of random heads are ablated, 0 for none")
     needed = thresholds or Thresholds()
     options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
     prompts = _sampled(model, task, n, seed)
@@ -206,7 +208,7 @@ def localize(
         "localize",
         settings=settings,
         model=model_provenance(model),
-        data={"task": dict(tested.task), "digest": tested.digest},
+        data=tested.told,
         engine=scores.provenance.engine,
     )
     table = _evidence(scores, control, p, candidates, damage, effects, roles, provenance)
@@ -376,7 +378,7 @@ def _verdict(
     """Accuracy with the named heads ablated, with as many others, and with all but them."""
     sets: list[tuple[str, int, Sequence[Head]]] = [("nothing", -1, ())]
     if found:
-        others = [head for head in all_heads(model.cfg) if head not in found]
+        others = [head for head in heads_of(model.cfg) if head not in found]
         sets += [(role, -1, heads) for role, heads in named.items() if heads]
         sets.append(("found", -1, found))
         generator = np.random.default_rng(seed)
@@ -397,7 +399,7 @@ def _verdict(
     provenance = Provenance(
         "localize",
         model=model_provenance(model),
-        data={"task": dict(prompts.task), "digest": prompts.digest},
+        data=prompts.told,
         engine=ran,
     )
     return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)

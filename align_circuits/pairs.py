@@ -120,7 +120,7 @@ class Pair:
                 "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest,
             },
             model=model_provenance(model),
-            data={"task": dict(clean.task), "digest": clean.digest},
+            data=clean.told,
             engine=engine,
         )  # fmt: skip
 

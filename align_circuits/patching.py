@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from align_circuits.ablation import NO_HEAD, all_heads, change, effects_table
+from align_circuits.ablation import NO_HEAD, change, effects_table
 from align_circuits.evaluate import predict_each
-from align_circuits.hooks.edits import Head, Patch, layers_of
-from align_circuits.hooks.names import LAYER_SITES, Site
+from align_circuits.hooks.edits import Head, Patch, heads_of
+from align_circuits.hooks.names import LAYER_SITES, Site, shared_at
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
 from align_circuits.tables import Provenance, Table
@@ -59,16 +60,13 @@ def patch_heads(
         bootstrap intervals are over prompts, paired.
 
     Raises:
-        ValueError: Clean and corrupted prompts that do not match, an unknown site or direction, or a head that the
-            model does not have.
+        ValueError: Clean and corrupted prompts that do not match, an unknown site or direction, a head that the model
+            does not have, or positions that are no masks of the prompts.
     """
     if direction not in ("denoise", "noise"):
         raise ValueError(f"direction={direction!r}: choose 'denoise' (clean into corrupted) or 'noise'")
     check_pair(clean, corrupted)
-    chosen = all_heads(model.cfg) if heads is None else list(heads)
-    masks = position_groups(clean) if positions == "groups" else dict(positions or {EVERYWHERE: clean.mask})
-    if chosen:
-        layers_of(model.cfg, "z", chosen)
+    chosen, masks = heads_of(model.cfg, heads), _masks(clean, positions)
     run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     keys: list[tuple[Site, list[Head], str]] = []
     cells: list[list[Patch]] = [[]]  # the first is the run before
@@ -91,7 +89,7 @@ def patch_heads(
         "patch_heads",
         settings={"direction": direction, "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest},
         model=model_provenance(model),
-        data={"task": dict(clean.task), "digest": clean.digest},
+        data=clean.told,
         engine=ran,
     )
     return effects_table(clean, changes, ("site", "layer", "head", "positions"), provenance)
@@ -128,12 +126,29 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
         )
 
 
+def _masks(
+    clean: Prompts, positions: Mapping[str, Bool[Tensor, "prompt pos"]] | Literal["groups"] | None
+) -> dict[str, Bool[Tensor, "prompt pos"]]:
+    """The tokens that are patched, by name."""
+    if positions == "groups":
+        return position_groups(clean)
+    if positions is None:
+        return {EVERYWHERE: clean.mask}
+    if not isinstance(positions, Mapping) or not positions:
+        raise ValueError(f"positions={positions!r}: give masks by name, 'groups', or nothing for all tokens")
+    for name, mask in positions.items():
+        if mask.dtype != torch.bool or mask.shape != clean.mask.shape:
+            raise ValueError(
+                f"positions[{name!r}] is {mask.dtype} of {tuple(mask.shape)}: give a boolean mask with an entry for "
+                f"each token of the prompts, {tuple(clean.mask.shape)}"
+            )
+    return dict(positions)
+
+
 def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[list[Head]]:
     """The heads of a layer that are patched at once: those that share a key head, or a whole layer."""
     if site in LAYER_SITES:
         return [[(layer, NO_HEAD)]]
-    shared = (
-        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
-    )
+    shared = shared_at(cfg, site)
     firsts = sorted({head // shared * shared for where, head in chosen if where == layer})
     return [[(layer, first + place) for place in range(shared)] for first in firsts]

@@ -188,6 +188,11 @@ class Prompts:
         sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
         return sha.hexdigest()[:16]
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the provenance of a table says of the prompts that it was measured on."""
+        return {"task": dict(self.task), "digest": self.digest}
+
     def column(self, name: str) -> Tensor:
         """Returns a numeric column of `targets` as a tensor."""
         return torch.from_numpy(self.targets[name].to_numpy(copy=True))

@@ -124,10 +124,8 @@ def steer(
             measured = {"rank": others.double(), "log_prob": (own[:, 0] - logits.logsumexp(1)).double()}
             keys += [{"beta": beta, "answer": name, "metric": metric} for metric in measured]
             values += [value.numpy() for value in measured.values()]
-    provenance = Provenance(
-        "steer", {"layer": layer, "betas": list(betas)}, model_provenance(model),
-        {"task": dict(prompts.task), "digest": prompts.digest}, ran,
-    )  # fmt: skip
+    settings = {"layer": layer, "betas": list(betas)}
+    provenance = Provenance("steer", settings, model_provenance(model), prompts.told, ran)
     stacked = np.stack(values)
     return Table.from_prompts(pd.DataFrame(keys), stacked, np.ones_like(stacked), provenance, bounded=False)
 

@@ -5,13 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from operator import index
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, name_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, name_of, shared_at
 from align_circuits.hooks.probes import Change, Probes, tried
 from align_circuits.prompts import Prompts
 
@@ -238,6 +239,26 @@ class _AtSite(Edit):
         return new if columns is None else activation.index_copy(dim, columns, new)
 
 
+def heads_of(cfg: Any, heads: Sequence[Head] | None = None) -> list[Head]:
+    """Returns the heads of a model that are named, each once; all of them by default.
+
+    Raises:
+        ValueError: What is no pair of layer and head, or a head that the model does not have.
+    """
+    if heads is None:
+        return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
+    try:
+        named = list(dict.fromkeys((index(layer), index(head)) for layer, head in heads))
+    except (TypeError, ValueError):
+        raise ValueError(f"heads={heads!r}: give pairs of layer and head, such as [(2, 0), (3, 1)]") from None
+    if wrong := [head for head in named if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]:
+        raise ValueError(
+            f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
+            f"{cfg.n_heads - 1}"
+        )
+    return named
+
+
 def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
     """Returns the columns of a site's activation that belong to some heads, by layer; None for a site of layers.
 
@@ -255,14 +276,7 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
         if wrong := [layer for layer in layers if not 0 <= layer < cfg.n_layers]:
             raise ValueError(f"no layer {wrong[0]}: this model has layers 0 to {cfg.n_layers - 1}")
         return dict.fromkeys(layers)
-    if wrong := [head for head in heads if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]:
-        raise ValueError(
-            f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
-            f"{cfg.n_heads - 1}"
-        )
-    shared = (
-        cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads) if site in ("k", "v", "rot_k") else 1
-    )
+    heads, shared = heads_of(cfg, heads), shared_at(cfg, cast(Site, site))
     columns: dict[int, Tensor | None] = {}
     for layer in sorted({layer for layer, _ in heads}):
         mine = {head for where, head in heads if where == layer}

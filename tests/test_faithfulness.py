@@ -156,6 +156,8 @@ def test_refusals(llama, pair):
         ({"scores": replace(scores, frame=scores.frame[:5])}, "5 scores, but the model has 82 edges"),
         ({"corrupted": pair["clean"]}, "change nothing that the model says"),
         ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),
+        ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
+        ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(faithfulness)(llama, **{"scores": scores, **pair, **options})  # annotations unchecked
@@ -166,3 +168,5 @@ def test_refusals(llama, pair):
     for verb in (completeness, minimality):
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
             verb(llama, [], **pair)
+        with pytest.raises(ValueError, match="draws=-1: give how many random sets"):
+            verb(llama, [(0, 0)], **pair, draws=-1)

@@ -135,6 +135,8 @@ def test_bad_input_is_refused(circuit):
     model, found = circuit
     with pytest.raises(ValueError, match="n=4: give at least 8"):
         ac.localize(model, TASK, n=4)
+    with pytest.raises(ValueError, match="draws=-1: give how many sets"):
+        ac.localize(model, TASK, n=8, draws=-1)
     with pytest.raises(KeyError, match="no role 'copying'"):
         found.heads("copying")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformer_lens import patching
 
 import align_circuits as ac
+from align_circuits.hooks.edits import heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.patching import check_pair, patch_heads, position_groups
 from align_circuits.prompts import Prompts, Role
@@ -246,8 +247,24 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
     for site in ("z", "k", "pattern", "mlp_out"):
         with pytest.raises(ValueError, match="no head L0H4"):
             patch_heads(model, clean=clean, corrupted=corrupted, sites=[site], heads=[(0, 4), (2, 0)])
-    with pytest.raises(ValueError, match="the edit holds 4 prompts of 5 tokens"):
-        patch_heads(model, clean=clean, corrupted=corrupted, positions={"some": clean.mask[:, :5]})
+    pair = {"clean": clean, "corrupted": corrupted}
+    for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0H1"]):
+        with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
+            inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
+    for positions, message in [
+        ({"some": clean.mask[:, :5]}, r"positions\['some'\] is torch.bool of \(4, 5\): give a boolean mask"),
+        ({}, "positions={}: give masks by name, 'groups', or nothing"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            patch_heads(model, **pair, positions=positions)
+
+
+def test_heads_may_be_a_tensor_and_named_twice(models, clean, corrupted):
+    options = {"clean": clean, "corrupted": corrupted}
+    twice = inspect.unwrap(heads_of)(models["llama"].cfg, torch.tensor([[1, 2], [0, 3], [1, 2]]))
+    assert twice == [(1, 2), (0, 3)]
+    tables = [patch_heads(models["llama"], **options, heads=heads) for heads in (twice, [*twice, *twice])]
+    pd.testing.assert_frame_equal(tables[0].frame, tables[1].frame)
 
 
 def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, char_tokenizer):
@@ -261,4 +278,4 @@ def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, 
     longer[:, -5:] = True
     for engine in ("auto", "reference"):
         with pytest.raises(ValueError, match=f"the edit holds 3 prompts of {longer.shape[1]} tokens"):
-            patch_heads(model, clean=clean, corrupted=corrupted, positions={"last": longer}, engine=engine)
+            ac.evaluate(model, clean, edits=[ac.Ablate([(0, 0)], how="zero", positions=longer)], engine=engine)

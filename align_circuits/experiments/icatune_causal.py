@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import torch
 
 from align_circuits import plots
-from align_circuits.ablation import all_heads, reference_of
+from align_circuits.ablation import reference_of
 from align_circuits.engine import capture
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
 from align_circuits.experiments.accuracy import difference_of, mean_of, over_seeds, share_of
@@ -19,7 +19,7 @@ from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
 from align_circuits.graph import Graph
-from align_circuits.hooks.edits import Ablate, Clamp, Edit, Head, Patch, describe
+from align_circuits.hooks.edits import Ablate, Clamp, Edit, Head, Patch, describe, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.localize import localize
 from align_circuits.paths import patch_paths
@@ -152,7 +152,7 @@ def _best(model: Any, prompts: Prompts, role: str) -> list[Head]:
 
 def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator, below: int | None = None) -> list[Head]:
     """As many heads of each layer that are not among `heads`; where it has too few, from anywhere, or below a layer."""
-    rest = [head for head in all_heads(model.cfg) if head not in heads and (below is None or head[0] < below)]
+    rest = [head for head in heads_of(model.cfg) if head not in heads and (below is None or head[0] < below)]
     rest = [rest[at] for at in generator.permutation(len(rest))]
     drawn: list[Head] = []
     for layer, _ in heads:

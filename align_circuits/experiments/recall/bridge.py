@@ -18,7 +18,6 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
-from align_circuits.ablation import all_heads
 from align_circuits.evaluate import predict_each
 from align_circuits.experiments.accuracy import controlled, measured
 from align_circuits.experiments.experiment import Check, Experiment
@@ -32,7 +31,7 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
-from align_circuits.hooks.edits import Clamp, Edit
+from align_circuits.hooks.edits import Clamp, Edit, heads_of
 from align_circuits.metrics import recall_matches
 from align_circuits.models.load import load
 from align_circuits.prompts import Prompts
@@ -78,7 +77,7 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
     layers = range(model.cfg.n_layers)
     keys = [(-1, "as it is"), *((layer, name) for layer in layers for name in BACK)]
     cells: list[list[Edit]] = [
-        [Clamp([head for head in all_heads(model.cfg) if head[0] == layer], relation=name)] if layer >= 0 else []
+        [Clamp([head for head in heads_of(model.cfg) if head[0] == layer], relation=name)] if layer >= 0 else []
         for layer, name in keys
     ]
     found, _ = predict_each(model, prompts, cells)

@@ -15,12 +15,12 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits import plots
-from align_circuits.ablation import all_heads, change, reference_of
+from align_circuits.ablation import change, reference_of
 from align_circuits.evaluate import predict_each
 from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned
-from align_circuits.hooks.edits import Ablate, Edit
+from align_circuits.hooks.edits import Ablate, Edit, heads_of
 from align_circuits.models.load import load
 from align_circuits.patching import EVERYWHERE, patch_heads
 from align_circuits.prompts import Prompts, Role
@@ -94,7 +94,7 @@ def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
 def _ablated(model: Any, clean: Prompts, places: Mapping[str, Bool[Tensor, "prompt pos"]]) -> pd.DataFrame:
     """What ablating each head at some tokens changes; and how good the model is."""
     held = reference_of(model, clean)
-    heads = all_heads(model.cfg)
+    heads = heads_of(model.cfg)
     cells: list[list[Edit]] = [[]]
     keys: list[tuple[int, str]] = []
     for head in heads:

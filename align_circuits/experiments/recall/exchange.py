@@ -14,7 +14,6 @@ from numpy import ndarray
 from scipy.optimize import linear_sum_assignment
 
 from align_circuits import plots
-from align_circuits.ablation import all_heads
 from align_circuits.engine import capture
 from align_circuits.evaluate import predict_each
 from align_circuits.experiments.accuracy import controlled, measured
@@ -31,7 +30,7 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
-from align_circuits.hooks.edits import Edit, Head, Patch
+from align_circuits.hooks.edits import Edit, Head, Patch, heads_of
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.models.load import load
 from align_circuits.prompts import Prompts
@@ -72,7 +71,7 @@ def exchanged(receiver: Any, donor: Any, prompts: Prompts) -> list[dict[str, Any
     cells: list[list[Edit]] = [[]]
     keys: list[tuple[str, Head]] = [("none", (-1, -1))]
     for site in EXCHANGED:
-        for head in all_heads(receiver.cfg):
+        for head in heads_of(receiver.cfg):
             cells.append([Patch([head], site=site, values=kept)])
             keys.append((site, head))
     found, _ = predict_each(receiver, prompts, cells)
@@ -88,7 +87,7 @@ def parts_of(model: Any, facts: Prompts) -> dict[Head, str]:
     attention = np.stack([scores.grid(f"{role}_attention")[0] for role in ROLES])
     roles, heads = linear_sum_assignment(attention, maximize=True)
     names = {(0, int(head)): f"{ROLES[role]} head" for role, head in zip(roles, heads, strict=True)}
-    return {head: names.get(head, "other head") for head in all_heads(model.cfg)}
+    return {head: names.get(head, "other head") for head in heads_of(model.cfg)}
 
 
 def run(config: Exchange, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
@@ -105,7 +104,7 @@ def run(config: Exchange, *, models: Sequence[str], jobs: int, folder: Path) -> 
         probes = size.probes(seed)
         asked = {"pt": probes["pt"], "icl": probes["icl_held_out"]}
         bridges = {name: load(copy.deepcopy(net)) for name, net in nets.items()}
-        parts = {head: f"layer {head[0] + 1}" for head in all_heads(bridges["pt"].cfg)}
+        parts = {head: f"layer {head[0] + 1}" for head in heads_of(bridges["pt"].cfg)}
         frames.append(_both_ways(bridges, asked, parts).assign(model="GPT-2", seed=seed, n=size.probe))
     for seed in range(config.seeds):
         size = config.attention_only

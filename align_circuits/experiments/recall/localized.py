@@ -13,7 +13,6 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits import plots
-from align_circuits.ablation import all_heads
 from align_circuits.experiments.accuracy import share_of
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.trainings import (
@@ -26,6 +25,7 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
+from align_circuits.hooks.edits import heads_of
 from align_circuits.localize import localize
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.models.load import load
@@ -67,7 +67,7 @@ def run(config: Localized, *, models: Sequence[str], jobs: int, folder: Path) ->
                 found = localize(model, task, config.n, seed=seed, draws=0)
                 for role in (role for role in ROLES if role in found.named):
                     attention = found.table.where(role=role, metric="attention").grid("attention")
-                    for layer, head in all_heads(model.cfg):
+                    for layer, head in heads_of(model.cfg):
                         where = {"stage": stage, "sequences": sequences, "seed": seed, "role": role, "layer": layer}
                         values = {
                             "named": float((layer, head) in found.named[role]),
