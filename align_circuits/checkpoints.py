@@ -118,12 +118,21 @@ class Checkpoints:
             raise ValueError(
                 f"{str(path)!r} is no checkpoint of a training: delete it, or give another folder"
             ) from error
-        if differ := [name for name in there.keys() | self._about.keys() if there.get(name) != self._about.get(name)]:
-            changes = [f"{name} was {there.get(name)!r}, now {self._about.get(name)!r}" for name in sorted(differ)]
+        if changes := list(_changes(there, self._about)):
             raise ValueError(
                 f"{str(self.folder)!r} holds another run ({'; '.join(changes)}): give another folder, or delete it"
             )
         return step
+
+
+def _changes(there: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """What tells two runs apart, number by number."""
+    for name in sorted(there.keys() | now.keys()):
+        before, after = there.get(name), now.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(before, after, f"{within}{name}.")
+        elif before != after:
+            yield f"{within}{name} was {before!r}, now {after!r}"
 
 
 class Log:

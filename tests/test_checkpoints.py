@@ -285,7 +285,7 @@ def test_a_row_that_was_due_is_written_by_the_run_that_goes_on(tmp_path):
     [
         ({"config": TrainConfig(6, lr=0.5)}, r"another run \(lr was 0.001, now 0.5\)"),
         ({"seed": 1}, "seed was 0, now 1"),
-        ({"recipe": {"data": "b"}}, "recipe was {'data': 'a'}, now {'data': 'b'}"),
+        ({"recipe": {"data": "b"}}, r"another run \(recipe.data was 'a', now 'b'\)"),
         ({"model": network(width=8)}, "model was '.* parameters"),
     ],
 )
