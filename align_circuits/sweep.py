@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.engine import Batch, capture, check_rows, choose, forward, in_batches, why_silent
+from align_circuits.engine import CPU_TOKENS, Batch, capture, check_rows, choose, forward, in_batches, why_silent
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.cone import CONE_SITES, HOOKED_SITES, Cone, order_of, starts_from
 from align_circuits.hooks.edits import Edit, Patch, Running, changes_of
@@ -16,9 +16,6 @@ from align_circuits.hooks.names import site_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts import Prompts
-
-CPU_TOKENS = 4096
-"""Tokens a batch on the CPU, those of all cells together."""
 
 _KEPT = 2**28
 

@@ -218,7 +218,7 @@ class Cone:
             x, attended = x[:, :, queries], attended[:, :, queries]
         middle = x + attended
         parallel = getattr(block.original_component, "use_parallel_residual", False)
-        said = block.mlp.original_component(block.ln2.original_component(x if parallel else middle))
+        said = _said(block.mlp.original_component, _normed(block.ln2.original_component, x if parallel else middle))
         x = middle + some.met("mlp_out", layer, said)
         if new := some.starting("mlp_out", layer):
             said, after = (self._kept(some, site, layer) for site in ("mlp_out", "resid_post"))
@@ -245,7 +245,7 @@ class Cone:
         if rotation is not None:
             many = len(x) if self.real is not None else 1
             options["position_embeddings"] = tuple(part[:, some.start :].repeat(many, 1, 1) for part in rotation)
-        rows = block.ln1.original_component(x).flatten(0, 1)
+        rows = _normed(block.ln1.original_component, x).flatten(0, 1)
         options["attention_inside"] = partial(self._inside, some, layer, queries)
         hooks = [
             (name_of(site, layer), partial(some.met_by_row, site, layer))
@@ -333,6 +333,21 @@ class Cone:
             self._masks[start, window] = seen
         seen = self._masks[start, window]
         return seen if queries is None else seen[:, queries]
+
+
+def _normed(norm: Any, x: Float[Tensor, "cell prompt pos d_model"]) -> Float[Tensor, "cell prompt pos d_model"]:
+    """What a norm makes of the residual stream. RMSNorm in float32 reads and writes it once, not five times."""
+    if x.dtype != torch.float32 or not hasattr(norm, "variance_epsilon"):
+        return norm(x)
+    mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    return torch.mul(x, mean.add_(norm.variance_epsilon).rsqrt_()).mul_(norm.weight)
+
+
+def _said(mlp: Any, x: Float[Tensor, "cell prompt pos d_model"]) -> Float[Tensor, "cell prompt pos d_model"]:
+    """What an MLP adds. SwiGLU makes transformers' operations, but writes over what it needs no longer."""
+    if not hasattr(mlp, "gate_proj") or mlp.config.hidden_act != "silu":
+        return mlp(x)
+    return mlp.down_proj(nn.functional.silu(mlp.gate_proj(x), inplace=True).mul_(mlp.up_proj(x)))
 
 
 def _attention(

@@ -187,7 +187,7 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
     rows = [torch.arange(3), torch.full((3,), 7)]
     passed = dict.fromkeys(range(3), 0)
     hooks = [
-        block.mlp.original_component.register_forward_pre_hook(
+        block.mlp.original_component.down_proj.register_forward_pre_hook(
             lambda _, args, layer=layer: passed.update({layer: passed[layer] + args[0].shape[:-1].numel()})
         )
         for layer, block in enumerate(model.blocks)
@@ -222,7 +222,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
         if sizes[-1] > 30:
             raise torch.OutOfMemoryError("out of memory")
 
-    model.blocks[1].mlp.original_component.register_forward_pre_hook(small_memory)
+    model.blocks[1].mlp.original_component.down_proj.register_forward_pre_hook(small_memory)
     found, ran = logits_of(model, prompts, cells, every_row(prompts))
     assert ran == "cone" and max(sizes) > 30 >= sizes[-1]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
