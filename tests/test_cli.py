@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 import align_circuits as ac
 from align_circuits.cli import main
@@ -86,6 +87,7 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["--n", "0"], "0 prompts"),
         (["--dtype", "bfloat16"], "leave out --device and --dtype"),
         (["--batch-size", "0"], "batch_size=0"),
+        (["--threads", "0"], "--threads 0: give at least 1"),
         (["--style", "marked"], "marked"),
     ],
 )
@@ -96,6 +98,14 @@ def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, argumen
     assert line.startswith("align-circuits: ")
     assert said in line
     assert not out.parent.exists(), "something half-written was left"
+
+
+def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for options in ([], ["--threads", "2"]):
+        assert main(["score", *SMALL, *options, "--out", str(tmp_path)]) == 0
+    assert asked == [1, 2]
 
 
 def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
