@@ -183,7 +183,7 @@ def localize(
         batch_size: As for `evaluate`.
 
     Raises:
-        ValueError: Fewer than 8 prompts, fewer than no draws, or a model without a tokenizer.
+        ValueError: Fewer than 8 prompts, a negative number of draws, or a model without a tokenizer.
     """
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to find candidates and half to test them")

@@ -336,7 +336,7 @@ class Cone:
 
 
 def _normed(norm: Any, x: Float[Tensor, "cell prompt pos d_model"]) -> Float[Tensor, "cell prompt pos d_model"]:
-    """What a norm makes of the residual stream. RMSNorm in float32 reads and writes it once, not five times."""
+    """What a norm makes of the residual stream. RMSNorm in float32, with fewer passes over memory."""
     if x.dtype != torch.float32 or not hasattr(norm, "variance_epsilon"):
         return norm(x)
     mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
