@@ -99,7 +99,7 @@ def unmoved_global_rng():
 
 @pytest.fixture(scope="session")
 def random_hf_model():
-    """Makes a tiny Hugging Face decoder, `random_hf_model("llama")`: random weights, attention far from uniform."""
+    """Makes a tiny Hugging Face decoder, `random_hf_model("llama")`: all weights random, attention far from uniform."""
     sizes = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -125,7 +125,11 @@ def random_hf_model():
         kind, settings = configs[architecture]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return transformers.AutoModelForCausalLM.from_config(kind(**(settings | changes))).eval()
+            model = transformers.AutoModelForCausalLM.from_config(kind(**(settings | changes))).eval()
+            for part in model.parameters():
+                if part.ndim == 1:  # weights of norms, which begin as ones, and biases, which begin as zeros
+                    part.data.add_(torch.randn_like(part), alpha=0.2)
+            return model
 
     return make
 

@@ -32,8 +32,9 @@ def pair():
 
 
 def slope(effect: Any) -> float:
-    """The derivative at 0 of an effect by the share of the way that an activation is moved."""
-    return (effect(STEP) - effect(-STEP)) / (2 * STEP)
+    """The derivative at 0 of an effect by the share of the way that an activation is moved, to the fourth order."""
+    near, far = (effect(step) - effect(-step) for step in (STEP, 2 * STEP))
+    return (8 * near - far) / (12 * STEP)
 
 
 def by_head(table: ac.Table) -> dict[tuple[str, int, int], float]:

@@ -226,7 +226,9 @@ def _check(table: Table) -> list[Check]:
     def explained(name: str) -> Measured:
         right = {done: table.where(done=done, metric="first").frame.set_index("seed")["value"]
                  for done in ("before", "after", name)}  # fmt: skip
-        return over_seeds(((right[name] - right["before"]) / (right["after"] - right["before"])).to_numpy(float))
+        gain = right["after"] - right["before"]
+        share = (right[name] - right["before"]) / gain
+        return over_seeds(share.where(gain != 0, 0.0).to_numpy(float))  # where nothing is gained, nothing is explained
 
     both = "aligners and lookup heads"
     checks = [
