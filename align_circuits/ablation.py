@@ -12,7 +12,8 @@ from torch import Tensor
 
 from align_circuits.engine import capture, forward
 from align_circuits.evaluate import Predictions, by_kind, predict_each, prompt_means
-from align_circuits.hooks.edits import Ablate, Edit, Head, Patch, Reference, groups_of, heads_of
+from align_circuits.hooks.edits import Ablate, Edit, Patch, Reference, groups_of
+from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
@@ -72,7 +73,7 @@ def ablate_heads(
         "ablate_heads",
         settings={"how": how, "reference": (reference or prompts).digest},
         model=model_provenance(model),
-        data=prompts.told,
+        data=prompts.origin,
         engine=ran,
     )
     return effects_table(prompts, changes, ("layer", "head"), provenance)

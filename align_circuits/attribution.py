@@ -13,8 +13,9 @@ from align_circuits.ablation import NO_HEAD
 from align_circuits.decomposition import wired
 from align_circuits.engine import capture, choose, forward
 from align_circuits.graph import Graph, Reading
-from align_circuits.hooks.edits import Patch, heads_of, layers_of
+from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients
+from align_circuits.hooks.heads import heads_of, layers_of
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.wires import (

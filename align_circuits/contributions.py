@@ -12,7 +12,8 @@ from torch import Tensor
 from align_circuits.decomposition import same, wired
 from align_circuits.engine import capture, choose
 from align_circuits.graph import Sender
-from align_circuits.hooks.edits import Head, Patch, heads_of
+from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.wires import reads_from, sent_from, written_by
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
@@ -221,4 +222,4 @@ def _readout(
 
 
 def _provenance(verb: str, model: Any, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
-    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.told, engine=engine)
+    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.origin, engine=engine)

@@ -68,7 +68,7 @@ def evaluate(
         "evaluate",
         settings=edits_provenance(edits),
         model=model_provenance(model),
-        data=prompts.told,
+        data=prompts.origin,
         engine=ran,
     )
     keys, means, weights = predictions.measured()

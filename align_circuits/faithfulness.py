@@ -15,7 +15,7 @@ from align_circuits import stats
 from align_circuits.decomposition import wired
 from align_circuits.engine import capture, choose
 from align_circuits.graph import Graph
-from align_circuits.hooks.edits import Head, describe
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.wires import PatchEdges, sent_from, touched
 from align_circuits.models.protocol import check_fits
 from align_circuits.outcomes import Metric

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from align_circuits import plots
 from align_circuits.drawing import Html
-from align_circuits.hooks.edits import Head, describe
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts import KINDS, Prompts
 from align_circuits.report import Content, write_report
 from align_circuits.tables import Table

@@ -18,7 +18,8 @@ from align_circuits.engine import forward
 from align_circuits.evaluate import ALL_OFFSETS, predict_each
 from align_circuits.files import writable_folder
 from align_circuits.findings import localize_report
-from align_circuits.hooks.edits import Ablate, Head, describe, heads_of
+from align_circuits.hooks.edits import Ablate
+from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.nulls import fixed_offset, in_one_place, p_values
 from align_circuits.patching import patch_heads
@@ -208,7 +209,7 @@ def localize(
         "localize",
         settings=settings,
         model=model_provenance(model),
-        data=tested.told,
+        data=tested.origin,
         engine=scores.provenance.engine,
     )
     table = _evidence(scores, control, p, candidates, damage, effects, roles, provenance)
@@ -399,7 +400,7 @@ def _verdict(
     provenance = Provenance(
         "localize",
         model=model_provenance(model),
-        data=prompts.told,
+        data=prompts.origin,
         engine=ran,
     )
     return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)

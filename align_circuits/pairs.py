@@ -120,7 +120,7 @@ class Pair:
                 "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest,
             },
             model=model_provenance(model),
-            data=clean.told,
+            data=clean.origin,
             engine=engine,
         )  # fmt: skip
 

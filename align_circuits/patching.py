@@ -9,8 +9,9 @@ from torch import Tensor
 
 from align_circuits.ablation import NO_HEAD, change, effects_table
 from align_circuits.evaluate import predict_each
-from align_circuits.hooks.edits import Head, Patch, heads_of
-from align_circuits.hooks.names import LAYER_SITES, Site, shared_at
+from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.heads import Head, heads_of, shared_at
+from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role
 from align_circuits.tables import Provenance, Table
@@ -89,7 +90,7 @@ def patch_heads(
         "patch_heads",
         settings={"direction": direction, "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest},
         model=model_provenance(model),
-        data=clean.told,
+        data=clean.origin,
         engine=ran,
     )
     return effects_table(clean, changes, ("site", "layer", "head", "positions"), provenance)

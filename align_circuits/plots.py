@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from align_circuits.evaluate import ALL_OFFSETS
 from align_circuits.files import replacing
-from align_circuits.hooks.edits import Head, describe
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts import REFERENCES
 from align_circuits.tables import Table
 from align_circuits.widgets import EARLIER, Attention, attention

@@ -189,8 +189,8 @@ class Prompts:
         return sha.hexdigest()[:16]
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the provenance of a table says of the prompts that it was measured on."""
+    def origin(self) -> dict[str, Any]:
+        """The task and the digest: what the provenance of a table says of the prompts that it was measured on."""
         return {"task": dict(self.task), "digest": self.digest}
 
     def column(self, name: str) -> Tensor:

@@ -93,7 +93,7 @@ def score_heads(
         "score_heads",
         settings={"metrics": list(tally.wanted), **edits_provenance(edits)},
         model=model_provenance(model),
-        data=prompts.told,
+        data=prompts.origin,
         engine=ran,
     )
     return tally.table(provenance)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.drawing import Html, Mark, draw_tokens, readable
 from align_circuits.engine import forward
-from align_circuits.hooks.edits import Head, describe
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.prompts import Prompts
 
 EARLIER = "…"

@@ -5,19 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site, name_of, shared_at
+from align_circuits.hooks.heads import Head, layers_of
+from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change, Probes, tried
 from align_circuits.prompts import Prompts
-
-Head = tuple[int, int]
-"""(layer, head), both from 0; printed `L2H3`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +124,6 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     return sha.hexdigest()[:16]
 
 
-def describe(heads: Sequence[Head]) -> str:
-    """Returns heads as people write them: `L2H3 L4H0`."""
-    return " ".join(f"L{layer}H{head}" for layer, head in heads)
-
-
 @dataclass(frozen=True, eq=False)
 class _Spot:
     """One activation that is about to change, or the part of it that belongs to some heads."""
@@ -237,57 +229,6 @@ class _AtSite(Edit):
             here = here.reshape(*here.shape, *[1] * (old.ndim - 2))
             new = torch.where(here.transpose(1, 2) if dim == 1 else here, new, old)
         return new if columns is None else activation.index_copy(dim, columns, new)
-
-
-def heads_of(cfg: Any, heads: Sequence[Head] | None = None) -> list[Head]:
-    """Returns the heads of a model that are named, each once; all of them by default.
-
-    Raises:
-        ValueError: What is no pair of layer and head, or a head that the model does not have.
-    """
-    if heads is None:
-        return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
-    try:
-        named = list(dict.fromkeys((index(layer), index(head)) for layer, head in heads))
-    except (TypeError, ValueError):
-        raise ValueError(f"heads={heads!r}: give pairs of layer and head, such as [(2, 0), (3, 1)]") from None
-    if wrong := [head for head in named if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]:
-        raise ValueError(
-            f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
-            f"{cfg.n_heads - 1}"
-        )
-    return named
-
-
-def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
-    """Returns the columns of a site's activation that belong to some heads, by layer; None for a site of layers.
-
-    Raises:
-        ValueError: An unknown site, a head or layer that the model does not have, heads where layers should be named,
-            or some but not all heads that share a key head.
-    """
-    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
-    if site not in known:
-        raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
-    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: -1 if site in LAYER_SITES else 1]
-    if not len(named) or len(others):
-        raise ValueError(f"an edit of {site!r} takes place at {kind}: name at least one, and no {other}")
-    if site in LAYER_SITES:
-        if wrong := [layer for layer in layers if not 0 <= layer < cfg.n_layers]:
-            raise ValueError(f"no layer {wrong[0]}: this model has layers 0 to {cfg.n_layers - 1}")
-        return dict.fromkeys(layers)
-    heads, shared = heads_of(cfg, heads), shared_at(cfg, cast(Site, site))
-    columns: dict[int, Tensor | None] = {}
-    for layer in sorted({layer for layer, _ in heads}):
-        mine = {head for where, head in heads if where == layer}
-        whole = {head // shared * shared + place for head in mine for place in range(shared)}
-        if whole != mine:
-            raise ValueError(
-                f"heads that share a key head cannot change their {site} apart: name all of "
-                f"{describe([(layer, head) for head in sorted(whole)])}"
-            )
-        columns[layer] = torch.tensor(sorted({head // shared for head in mine}))
-    return columns
 
 
 @dataclass(frozen=True, eq=False)

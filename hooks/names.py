@@ -1,7 +1,7 @@
-"""The names of hook points, as TransformerLens spells them, and what heads share there."""
+"""The names of hook points, as TransformerLens spells them."""
 
 import re
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 HeadSite = Literal["z", "q", "k", "v", "pattern"]
 """What each head has of its own. `z`: what it read, before the output matrix; `q`, `k`, `v`: before rotation, all of
@@ -36,10 +36,3 @@ def site_of(name: str) -> tuple[int, Site] | None:
     if match is None or match[3] not in (HEAD_SITES + ROTATED_SITES if match[2] else LAYER_SITES):
         return None
     return int(match[1]), cast(Site, match[3])
-
-
-def shared_at(cfg: Any, site: Site) -> int:
-    """Returns how many heads share each head of a site: more than one in `k` and `v` under grouped-query attention."""
-    if site not in ("k", "v", "rot_k"):
-        return 1
-    return cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads)

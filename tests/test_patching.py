@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_lens import patching
 
 import align_circuits as ac
-from align_circuits.hooks.edits import heads_of
+from align_circuits.hooks.heads import heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.patching import check_pair, patch_heads, position_groups
 from align_circuits.prompts import Prompts, Role

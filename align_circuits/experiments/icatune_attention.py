@@ -22,7 +22,8 @@ from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.icatune_variants import FIG10, Layers, tuned_layers
 from align_circuits.experiments.tuned import Arm, loaded, measure_tuned
-from align_circuits.hooks.edits import Ablate, Head, describe
+from align_circuits.hooks.edits import Ablate
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.models.planted import planted
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts

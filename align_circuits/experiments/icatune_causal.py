@@ -19,7 +19,8 @@ from align_circuits.experiments.experiment import Check, Experiment, Measured
 from align_circuits.experiments.icatune_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.experiments.tuned import FRESH, Arm, loaded, measure_tuned, task_of, tuned
 from align_circuits.graph import Graph
-from align_circuits.hooks.edits import Ablate, Clamp, Edit, Head, Patch, describe, heads_of
+from align_circuits.hooks.edits import Ablate, Clamp, Edit, Patch
+from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.localize import localize
 from align_circuits.paths import patch_paths

@@ -18,7 +18,7 @@ from align_circuits.cells import Cell, code_version, run_cells
 from align_circuits.emergence import emergence
 from align_circuits.engine import forward
 from align_circuits.evaluate import ALL_OFFSETS, evaluate
-from align_circuits.hooks.edits import Head, describe
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.models.load import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts import Prompts, Role

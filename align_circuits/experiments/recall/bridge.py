@@ -31,7 +31,8 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
-from align_circuits.hooks.edits import Clamp, Edit, heads_of
+from align_circuits.hooks.edits import Clamp, Edit
+from align_circuits.hooks.heads import heads_of
 from align_circuits.metrics import recall_matches
 from align_circuits.models.load import load
 from align_circuits.prompts import Prompts

@@ -20,7 +20,8 @@ from align_circuits.evaluate import predict_each
 from align_circuits.experiments.accuracy import controlled, measured, over_seeds
 from align_circuits.experiments.experiment import Check, Experiment
 from align_circuits.experiments.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned
-from align_circuits.hooks.edits import Ablate, Edit, heads_of
+from align_circuits.hooks.edits import Ablate, Edit
+from align_circuits.hooks.heads import heads_of
 from align_circuits.models.load import load
 from align_circuits.patching import EVERYWHERE, patch_heads
 from align_circuits.prompts import Prompts, Role

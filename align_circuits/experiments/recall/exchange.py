@@ -30,7 +30,8 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
-from align_circuits.hooks.edits import Edit, Head, Patch, heads_of
+from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.models.load import load
 from align_circuits.prompts import Prompts

@@ -25,7 +25,7 @@ from align_circuits.experiments.recall.trainings import (
     finetuned,
     pretrained,
 )
-from align_circuits.hooks.edits import heads_of
+from align_circuits.hooks.heads import heads_of
 from align_circuits.localize import localize
 from align_circuits.models.gpt2 import small_gpt2
 from align_circuits.models.load import load
