@@ -30,7 +30,7 @@ test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
 
 test-four-bit: $(READY4)
-	$(VENV4)/bin/python -m pytest tests/test_tuning.py -k four_bit
+	$(VENV4)/bin/python -m pytest tests/training/test_tuning.py -k four_bit
 
 check: lint types test test-tl3 test-four-bit demos docs wheel
 

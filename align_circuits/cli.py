@@ -12,22 +12,22 @@ import pandas as pd
 import torch
 import tyro
 
-from align_circuits import plots
-from align_circuits.evaluate import ALL_OFFSETS, evaluate
-from align_circuits.experiments import EXPERIMENTS
-from align_circuits.experiments.experiment import Scale, checks_html
-from align_circuits.experiments.tuned import TOY
 from align_circuits.files import writable_folder
-from align_circuits.localize import localize
-from align_circuits.models.load import load
-from align_circuits.models.planted import planted
-from align_circuits.pretraining.recipe import RECIPES, pretrain
-from align_circuits.prompts import Prompts
-from align_circuits.report import write_report
-from align_circuits.scoring import score_heads
-from align_circuits.tables import Table
+from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.score import score_heads
+from align_circuits.models.loading import load
+from align_circuits.models.planted.model import planted
+from align_circuits.papers.claims import Scale, checks_html
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.icatune.tuned_models import TOY
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.report import plots
+from align_circuits.report.page import write_report
+from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.tuning import TuneConfig, tune
+from align_circuits.training.toy_llama import RECIPES, pretrain
+from align_circuits.training.tuning import TuneConfig, tune
 
 SHOWN = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """The metrics that reports draw, in this order."""

@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.abrupt.sweeps import CPU, PAPER, Size, network
-from align_circuits.progress import Evaluation, measure
-from align_circuits.tasks.exemplars import Worlds
+from align_circuits.papers.abrupt.ensemble_runs import CPU, PAPER, Size, network
+from align_circuits.papers.abrupt.ensembles import train_ensemble
+from align_circuits.papers.abrupt.exemplar_task import Worlds
+from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
 
 
 class Plain(nn.Module):

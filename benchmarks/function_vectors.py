@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import align_circuits as ac
-from align_circuits.contributions import function_vectors
+from align_circuits.circuits.direct_effects import function_vectors
 
 
 def loop(model: Any, clean: ac.Prompts, corrupted: ac.Prompts) -> torch.Tensor:

@@ -25,7 +25,7 @@ from transformer_lens import patching
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table
 
 LAYERS = 8
 Patched = Callable[[int, int], float]

@@ -21,8 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
-from align_circuits.engine import forward
 from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.run.forward_pass import forward
 
 TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=14)
 LENGTH, ROWS, LAYERS, HEADS = 630, 32, 8, 8

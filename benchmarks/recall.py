@@ -24,12 +24,12 @@ import torch
 from patching import Row, processor
 from torch import Tensor, nn
 
-from align_circuits.models.gpt2 import small_gpt2
-from align_circuits.pretraining.recall import FINETUNING, PRETRAINING, Stage, next_token_loss
-from align_circuits.tables import Provenance, Table
-from align_circuits.tasks.recall import RecallWorld
-from align_circuits.tasks.recall_tasks import IGNORED, DemonstrationsTask, FactsTask
-from align_circuits.training import train
+from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, next_token_loss
+from align_circuits.papers.recall.small_gpt2 import small_gpt2
+from align_circuits.papers.recall.tasks import IGNORED, DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.training.loop import train
 
 
 class PlainBlock(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.training import TrainConfig, train
+from align_circuits.training.loop import TrainConfig, train
 
 SHAPE = LlamaConfig(
     vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,

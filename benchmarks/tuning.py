@@ -33,10 +33,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import align_circuits as ac
-from align_circuits import tuning
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.training import _seeds
-from align_circuits.watching import Watch
+from align_circuits.training import tuning
+from align_circuits.training.loop import _seeds
+from align_circuits.training.probe import Watch
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=15)
 LR, R, ALPHA = 2e-4, 16, 8

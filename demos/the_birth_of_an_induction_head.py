@@ -23,13 +23,13 @@
 import torch
 
 import align_circuits as ac
-from align_circuits.clamps import clamped_to_previous
-from align_circuits.ensembles import train_ensemble
-from align_circuits.experiments.abrupt.sweeps import aligned_curves, mean_curves, transitions
-from align_circuits.experiments.accuracy import over_seeds
-from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
-from align_circuits.tasks.exemplars import Worlds
-from align_circuits.training import TrainConfig
+from align_circuits.papers.abrupt.ensemble_runs import aligned_curves, mean_curves, transitions
+from align_circuits.papers.abrupt.ensembles import train_ensemble
+from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
+from align_circuits.papers.abrupt.exemplar_task import Worlds
+from align_circuits.papers.abrupt.overrides import clamped_to_previous
+from align_circuits.papers.accuracy import over_seeds
+from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
 task = ac.ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16, p_context=0.8, noise=0.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from align_circuits.hooks.heads import Head, layers_of
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change, Probes, tried
-from align_circuits.prompts import Prompts
+from align_circuits.prompts.prompts import Prompts
 
 
 @dataclass(frozen=True, eq=False)

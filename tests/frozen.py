@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align_circuits.prompts import Prompts
+from align_circuits.prompts.prompts import Prompts
 
 
 def of_lengths(lengths: tuple[int, ...], seed: int) -> Prompts:

@@ -12,29 +12,29 @@ from pretend_gpu import pretend
 from small_training import loss, network, norms, quiet, same_weights, sample
 
 import align_circuits as ac
-from align_circuits.ablation import reference_of
-from align_circuits.attribution import attribute_edges, attribute_heads
-from align_circuits.clamps import clamped_to_label, clamped_to_previous
+from align_circuits.circuits.attribute import attribute_edges, attribute_heads
+from align_circuits.circuits.direct_effects import direct_logits, function_vectors
+from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.circuits.faithful import completeness, faithfulness
 from align_circuits.cli import main
-from align_circuits.contributions import direct_logits, function_vectors
-from align_circuits.engine import capture
-from align_circuits.ensembles import train_ensemble
-from align_circuits.faithfulness import completeness, faithfulness
-from align_circuits.hooks.cone import CONE_SITES
+from align_circuits.heads.ablate import reference_of
+from align_circuits.heads.permutation_tests import p_values
+from align_circuits.heads.task_vectors import representations, steer, task_vectors
 from align_circuits.hooks.names import name_of
-from align_circuits.models.exemplar_net import ExemplarNet, ExemplarNetConfig
-from align_circuits.models.gpt2 import small_gpt2
-from align_circuits.models.induction_head import InductionHead, InductionHeadConfig
+from align_circuits.hooks.replay import CONE_SITES
 from align_circuits.models.protocol import device_of, parameters_of
-from align_circuits.nulls import p_values
-from align_circuits.paths import patch_edges, patch_paths
-from align_circuits.pretraining.recall import Stage, train_stage
-from align_circuits.task_vectors import representations, steer, task_vectors
-from align_circuits.tasks.exemplars import ExemplarTask, Worlds
-from align_circuits.tasks.recall import RecallWorld
-from align_circuits.tasks.recall_tasks import DemonstrationsTask, FactsTask
-from align_circuits.training import TrainConfig
-from align_circuits.tuning import TuneConfig, tune
+from align_circuits.papers.abrupt.ensembles import train_ensemble
+from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
+from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
+from align_circuits.papers.abrupt.overrides import clamped_to_label, clamped_to_previous
+from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
+from align_circuits.papers.recall.pretraining import Stage, train_stage
+from align_circuits.papers.recall.small_gpt2 import small_gpt2
+from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.run.forward_pass import capture
+from align_circuits.training.loop import TrainConfig
+from align_circuits.training.tuning import TuneConfig, tune
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
 DEVICES = ("cpu", "cuda")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.training import train
+from align_circuits.training.loop import train
 
 quiet = partial(train, progress=False)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from align_circuits.prompts import Prompts, vocabulary_fingerprint
+from align_circuits.prompts.prompts import Prompts, vocabulary_fingerprint
 
 
 @runtime_checkable

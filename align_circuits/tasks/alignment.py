@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.tasks.streams import Streams
+from align_circuits.tasks.rng import Streams
 
 AlignmentKind = Literal["monotonic", "prior", "permutation"]
 PriorForm = Literal["text", "code"]

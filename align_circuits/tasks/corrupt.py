@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.prompts import Prompts
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.automaton import Automata
-from align_circuits.tasks.gold import write
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
+from align_circuits.tasks.labels import write
 from align_circuits.tasks.layout import Layout
-from align_circuits.tasks.streams import Streams
+from align_circuits.tasks.rng import Streams
 
 Corruption = Literal["query", "labels", "alignment"]
 

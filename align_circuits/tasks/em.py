@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.prompts import Prompts
-from align_circuits.tasks.streams import Streams
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tasks.rng import Streams
 
 
 def examples_of(prompts: Prompts, prompt: int) -> tuple[Int[Tensor, "example pos"], Int[Tensor, "example token"]]:

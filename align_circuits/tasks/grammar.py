@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.tasks.streams import Streams
+from align_circuits.tasks.rng import Streams
 
 
 def first_part(x_len: int) -> int:

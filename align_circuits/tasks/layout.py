@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.prompts import Role
+from align_circuits.prompts.prompts import Role
 
 Style = Literal["standard", "pre-aligned", "marked"]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from align_circuits.prompts import Prompts, Role, text_of, vocabulary_fingerprint
-from align_circuits.relations import duplicate_token, induction, previous_token
-from align_circuits.tasks.streams import Streams
+from align_circuits.prompts.prompts import Prompts, Role, text_of, vocabulary_fingerprint
+from align_circuits.prompts.relations import duplicate_token, induction, previous_token
+from align_circuits.tasks.rng import Streams
 
 
 @dataclass(frozen=True)

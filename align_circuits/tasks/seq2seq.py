@@ -9,16 +9,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.prompts import REFERENCES, Prompts
+from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt
-from align_circuits.tasks.gold import LATENT, gold, write
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
+from align_circuits.tasks.labels import LATENT, gold, write
 from align_circuits.tasks.layout import Style, layout
-from align_circuits.tasks.lexicon import check_text, lexicon
 from align_circuits.tasks.references import reference_accuracies
-from align_circuits.tasks.streams import Streams
+from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.token_ids import check_text, lexicon
 
 CHUNK = 256
 """Prompts drawn at a time: their automata and intermediate results stay within a few MB."""

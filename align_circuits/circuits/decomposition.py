@@ -1,0 +1,75 @@
+"""Whether a model is what its wires say: a residual stream that heads and MLPs read and add to, and nothing else."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.residual_edges import (
+    EMBEDDED,
+    Wires,
+    lands_at,
+    reads_from,
+    sent_from,
+    sites_of,
+    touched,
+    written_by,
+)
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.forward_pass import capture
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""How far apart the two may lie, as a share of the largest entry; for narrower types `NARROW`. Hugging Face's RMS norms
+compute in float32 whatever the weights are."""
+
+NARROW = 5e-2
+
+
+def wired(model: Any, prompts: Prompts) -> Wires:
+    """Returns the wires of a model, after a look at one prompt: does the model read and write as they say?
+
+    Raises:
+        ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
+    """
+    if wrapped := [name for name, part in model.named_modules() if hasattr(part, "base_layer")]:
+        raise ValueError(
+            f"{wrapped[0]} carries an adapter, which the weights of heads do not show: merge it first "
+            "(merge_and_unload), then load the merged model"
+        )
+    wires = Wires(model)
+    graph = wires.graph
+    held = capture(model, prompts[:1], touched(graph))
+    device = next(model.parameters()).device
+    held = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in held.items()}
+    with torch.no_grad():
+        stream = held[EMBEDDED]
+        for layer in range(graph.n_layers):
+            same(f"the residual stream before layer {layer}", stream, held[name_of("resid_pre", layer)])
+            for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
+                stream = stream + written_by(wires, name, held[name]).sum(2)
+            stream = stream + wires.bias(layer)
+            for site, at in [site for site in sites_of(graph) if site[1] == layer]:
+                read = held[reads_from(graph, site, at)]
+                made = held[lands_at(graph, site, at)]
+                made = made[:, :, None] if site == "mlp" else made
+                read = read[:, :, None].expand(-1, -1, made.shape[2], -1)
+                same(f"what layer {layer} reads through {site!r}", wires.read(site, at, read), made)
+        same("the last residual stream", stream, held[reads_from(graph, "logits", graph.n_layers)])
+    return wires
+
+
+def same(what: str, mine: Tensor, theirs: Tensor, size: Tensor | None = None) -> None:
+    """Raises unless two tensors are equal up to rounding, as a share of `size`, by default of the largest entry.
+
+    Raises:
+        ValueError: They lie apart by more than `TOLERANCE`.
+    """
+    apart = float((mine - theirs).abs().max() / (theirs if size is None else size).abs().max().clamp(min=1e-30))
+    allowed = TOLERANCE.get(theirs.dtype, NARROW)
+    if not apart <= allowed:
+        raise ValueError(
+            f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "
+            f"{allowed:.0e} is allowed): this needs a plain residual stream. Merge adapters first (merge_and_unload); "
+            "models with norms after a block or with experts have none"
+        )

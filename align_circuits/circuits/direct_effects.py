@@ -1,0 +1,225 @@
+"""What heads bring to the answer: directly, by what they add to its logit, and as carriers of a task."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from align_circuits.circuits.decomposition import same, wired
+from align_circuits.heads.patch import check_pair
+from align_circuits.heads.score import score_heads
+from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.graph import Sender
+from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
+from align_circuits.models.protocol import check_fits, device_of, model_provenance
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.forward_pass import capture, choose
+from align_circuits.run.target_metrics import Metric, Outcome
+from align_circuits.tables.intervals import weighted_mean
+from align_circuits.tables.tables import Provenance, Table
+
+PROFILE = ("lookup_attention", "induction_attention")
+"""The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
+
+
+def direct_logits(
+    model: Any,
+    prompts: Prompts,
+    *,
+    kind: str = "all",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns what every part of a model adds directly to the gold token's logit, above the mean logit.
+
+    What a head writes at the position that predicts, through the last norm, on the gold token's direction in the
+    unembedding less the mean direction; the norm divides by what it divides by in this run. The parts, with the biases
+    as `"rest"`, sum to the logit. Source: nostalgebraist (2020), "interpreting GPT: the logit lens"; Elhage et al.
+    (2021); Wang et al. (2022), §3.
+
+    Misleads for heads that others read, whose work shows elsewhere. The control is `patch_edges` to `"logits"`.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
+        prompts: Prompts with targets.
+        kind: Which targets count: `"all"`, `"first"` or `"later"`.
+        engine: As for `evaluate`.
+        batch_size: As for `evaluate`.
+
+    Returns:
+        A table keyed by `sender` (names as in `Graph`, and `"rest"`), layer, head (-1 where there is none) and metric
+        `"direct_logit"`, with intervals over prompts.
+
+    Raises:
+        ValueError: No targets of that kind, or a model whose parts do not sum to its logits.
+    """
+    check_fits(model, prompts)
+    outcome, wires = Outcome.of(prompts, "logit", kind), wired(model, prompts)
+    graph, device = wires.graph, device_of(model)
+    last = reads_from(graph, "logits", graph.n_layers)
+    names = [*sent_from(graph), last]
+    options: dict[str, Any] = {"engine": choose(model, engine, names), "batch_size": batch_size}
+    total, ran = outcome.measured(model, **options)
+    held = capture(model, prompts, names, **options)
+    asked = {name: held[name][outcome.prompt, outcome.query].to(device) for name in names}
+    with torch.no_grad():
+        direction, offset = _readout(model, asked[last], outcome.gold.to(device))
+        parts = torch.cat([written_by(wires, name, asked[name][:, None])[:, 0] for name in sent_from(graph)], dim=1)
+        rest = asked[last] - parts.sum(1)
+        direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
+        direct[-1] += offset
+        same("the logit of the gold tokens", direct.sum(0), torch.from_numpy(total[0]).to(direct), direct.abs().sum(0))
+    senders: list[Sender | None] = [*graph.senders, None]
+    keys = pd.DataFrame(
+        [(sender.name, sender.layer, sender.head) if sender else ("rest", -1, -1) for sender in senders],
+        columns=["sender", "layer", "head"],
+    ).assign(metric="direct_logit")
+    values, _ = outcome.by_prompt(direct.cpu().double().numpy())
+    return outcome.table(keys, values, _provenance("direct_logits", model, prompts, {"kind": kind}, ran))
+
+
+def function_vectors(
+    model: Any,
+    pairs: Sequence[tuple[Prompts, Prompts]],
+    *,
+    heads: Sequence[Head] | None = None,
+    kind: str = "all",
+    metric: Metric = "prob",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
+
+    For each task, what the head says on average where clean prompts predict (z, over prompts and targets) is put where
+    prompts with uninformative examples predict. The effect is by how much the gold token becomes more likely: a head
+    that carries which task it is, whatever the prompt, restores the answer; one that carries an answer does not, since
+    its mean over prompts says nothing. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
+    to 5.
+
+    Misleads with one task, where the mean may hold a favourite answer. The control is the score on tasks whose answers
+    do not follow from the task alone.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        pairs: For each task, clean prompts and the same with examples that do not show the task, such as
+            `(prompts, task.corrupt(prompts, "labels"))`.
+        heads: Which heads; all by default.
+        kind: Which targets count: `"all"`, `"first"` or `"later"`.
+        metric: `"prob"` of the gold token (as published), `"log_prob"` or `"logit"`.
+        engine: As for `evaluate`.
+        batch_size: As for `evaluate`.
+
+    Returns:
+        A table keyed by layer, head and metric `"function_vector"`; with two tasks or more the intervals are over
+        tasks, and `n` is their number; with one they are over its prompts.
+
+    Raises:
+        ValueError: No tasks, prompts that do not match, or a head that the model does not have.
+    """
+    if not pairs:
+        raise ValueError("no tasks: give clean and corrupted prompts for each")
+    chosen = heads_of(model.cfg, heads)
+    if not chosen:
+        raise ValueError("no heads: name at least one")
+    layers = sorted({layer for layer, _ in chosen})
+    names = [name_of("z", layer) for layer in layers]
+    options: dict[str, Any] = {"engine": choose(model, engine, names), "batch_size": batch_size}
+    found, ran = [], ""
+    for clean, corrupted in pairs:
+        check_fits(model, clean)
+        check_pair(clean, corrupted)
+        outcome = Outcome.of(corrupted, metric, kind)
+        held = capture(model, clean, names, **options)
+        asks = torch.zeros_like(clean.mask)
+        asks[outcome.prompt, outcome.query] = True
+        means = {name: value[outcome.prompt, outcome.query].mean(0).expand_as(value) for name, value in held.items()}
+        edits = [Patch([head], site="z", positions=asks, values=means) for head in chosen]
+        says, ran = outcome.swept(model, [[], *([edit] for edit in edits)], **options)
+        found.append(outcome.by_prompt(says[1:] - says[0]))
+    keys = pd.DataFrame(chosen, columns=["layer", "head"]).assign(metric="function_vector")
+    tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
+    provenance = _provenance("function_vectors", model, pairs[0][0], tasks, ran)
+    if len(pairs) == 1:
+        values, weights = found[0]
+        return Table.from_prompts(keys, values, weights, provenance, bounded=False)
+    means_of_tasks = np.stack([weighted_mean(*some) for some in found], axis=1)
+    return Table.from_prompts(keys, means_of_tasks, np.ones_like(means_of_tasks), provenance, bounded=False)
+
+
+def head_profile(
+    model: Any,
+    prompts: Prompts,
+    pairs: Sequence[tuple[Prompts, Prompts]],
+    *,
+    kind: str = "all",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns lookup, induction and function-vector heads told apart: four numbers a head in one table.
+
+    - `"lookup_attention"` and `"induction_attention"`: where the head looks, where the model predicts;
+    - `"direct_logit"`: what it adds to the gold token's logit itself;
+    - `"function_vector"`: what its mean word on a task restores where examples do not show the task.
+
+    A lookup head looks at earlier translations and writes the answer, and its mean restores nothing; an induction head
+    does the same with what followed the same token; a function-vector head writes little itself, and its mean restores.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
+        prompts: For attention and logits.
+        pairs: As for `function_vectors`.
+        kind: Which targets count for the logits and the function vectors.
+        engine: As for `evaluate`.
+        batch_size: As for `evaluate`.
+
+    Returns:
+        A table keyed by layer, head and metric.
+
+    Raises:
+        KeyError: Prompts without the relations lookup and induction.
+        ValueError: As `direct_logits` and `function_vectors` do.
+    """
+    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
+    tables = [
+        score_heads(model, prompts, list(PROFILE), **options),
+        direct_logits(model, prompts, kind=kind, **options).heads(),
+        function_vectors(model, pairs, kind=kind, **options),
+    ]
+    columns = ["layer", "head", "metric", "value", "low", "high", "n"]
+    frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
+    settings = {"kind": kind, "tasks": [dict(clean.task) for clean, _ in pairs]}
+    return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))
+
+
+def _readout(
+    model: Any, residual: Float[Tensor, "target d_model"], gold: Int[Tensor, " target"]
+) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
+    """The direction of the residual stream that is the gold logit above the mean, and what the biases add to it.
+
+    The last norm is linear once what it divides by is known.
+    """
+    unembedding = model.W_U.detach()
+    direction = (unembedding[:, gold] - unembedding.mean(1, keepdim=True)).T
+    bias = getattr(model, "b_U", None)
+    offset = direction.new_zeros(len(gold)) if bias is None else bias.detach()[gold] - bias.detach().mean()
+    norm = getattr(model, "ln_final", None)
+    if norm is None:
+        return direction, offset
+    centred = str(model.cfg.normalization_type).startswith("LN")
+    if getattr(norm, "b", None) is not None and centred:
+        offset = offset + direction @ norm.b.detach()
+    if getattr(norm, "w", None) is not None:  # else it was folded into the unembedding
+        direction = direction * norm.w.detach()
+    stream = residual - residual.mean(1, keepdim=True) if centred else residual
+    direction = direction - direction.mean(1, keepdim=True) if centred else direction
+    return direction / (stream.pow(2).mean(1, keepdim=True) + model.cfg.eps).sqrt(), offset
+
+
+def _provenance(verb: str, model: Any, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
+    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.origin, engine=engine)

@@ -1,0 +1,300 @@
+"""Circuits as sets of edges: how much of the model's behaviour is left when all other edges are corrupted."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+from scipy.integrate import trapezoid
+from torch import Tensor
+
+from align_circuits.circuits.decomposition import wired
+from align_circuits.hooks.graph import Graph
+from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.residual_edges import PatchEdges, sent_from, touched
+from align_circuits.models.protocol import check_fits
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.forward_pass import capture, choose
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import Metric
+from align_circuits.tables import intervals as stats
+from align_circuits.tables.tables import Provenance, Table
+
+FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The shares of edges at which Mueller et al. (2025) measure a circuit."""
+
+ROUNDING = 1e-5
+"""An outcome that no prompt changes by more is not changed."""
+
+Circuit = Bool[Tensor, "receiver sender"]
+"""The edges that a circuit keeps, as places among a `Graph`'s receivers and senders."""
+
+
+def faithfulness(
+    model: Any,
+    scores: Table,
+    *,
+    clean: Prompts,
+    corrupted: Prompts,
+    fractions: Sequence[float] = FRACTIONS,
+    by: Literal["signed", "absolute"] = "signed",
+    heads: Mapping[str, Sequence[Head]] | None = None,
+    metric: Metric = "log_prob",
+    kind: str = "all",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
+
+    In a circuit's run the edges that it keeps carry what really arrives, and all others what they carry on the
+    corrupted prompts. M is the mean over prompts of what the model then says of the gold tokens; with all edges it is
+    the model's on clean prompts, with none its on corrupted ones: f is 1 and 0 there, exactly. It may leave [0, 1].
+
+    Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3; Wang et al. (2022); Hanna et al.
+    (2024). Edges are kept by score alone; those that lead nowhere change nothing. Misleads as a sign that a circuit is
+    all there is: a backup that the corruption also reaches is never missed. The control is `completeness`.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
+        scores: Of edges, from `attribute_edges` or `patch_edges` in the direction `"noise"`, best from other prompts.
+        clean: Prompts with targets.
+        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        fractions: The shares of edges that circuits keep, above 0, at most 1; none and all are added, and shares that
+            come to the same number of edges are measured once.
+        by: `"signed"` keeps first the edges whose corruption costs most (for CPR), `"absolute"` those whose corruption
+            changes most (for CMD).
+        heads: Sets of heads by name, such as those that `localize` found: each is measured as the circuit of all edges
+            among them, the embedding, the MLPs and the logits (`Graph.among`).
+        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
+        kind: Which targets count: `"all"`, `"first"` or `"later"`.
+        engine: As for `evaluate`.
+        batch_size: As for `evaluate`.
+
+    Returns:
+        A table keyed by `circuit` (`"edges"`, or a name of `heads`), `fraction` (share of edges kept), `edges` (their
+        number) and `metric`: `"faithfulness"`, and the outcome itself under its own name. The intervals are over
+        prompts, those of a ratio for faithfulness.
+
+    Raises:
+        ValueError: Scores of other edges, or of direction `"denoise"` for circuits chosen `by="signed"`; fractions
+            outside (0, 1], prompts that do not match, or prompts on which the corruption changes nothing.
+    """
+    if not fractions or not all(0 < fraction <= 1 for fraction in fractions):
+        raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
+    if by not in ("signed", "absolute"):
+        raise ValueError(f"by={by!r}: choose 'signed' or 'absolute'")
+    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    graph, order = runs.graph, _order(scores, runs.graph, by)
+    counts = sorted({0, *(round(fraction * len(order)) for fraction in fractions), len(order)})
+    circuits: list[tuple[str, Circuit]] = []
+    for count in counts:
+        kept = torch.zeros_like(graph.edges)
+        kept[tuple(order[:count].T)] = True
+        circuits.append(("edges", kept))
+    circuits += [(name, graph.among(some)) for name, some in (heads or {}).items()]
+    said = runs.of([kept for _, kept in circuits])
+    none, all_of = said[0], said[len(counts) - 1]
+    if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
+        raise ValueError("the corrupted prompts change nothing that the model says: take another corruption")
+    value, low, high = stats.ratio(said - none, all_of - none, runs.weights)
+    edges = [int(kept.sum()) for _, kept in circuits]
+    keys = {"circuit": [name for name, _ in circuits], "fraction": np.array(edges) / len(order), "edges": edges}
+    provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by, "kind": kind})
+    outcome = runs.pair.outcome.table(pd.DataFrame({**keys, "metric": metric}), said, provenance).frame
+    of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
+    return Table(pd.concat([of_model.assign(n=outcome["n"]), outcome], ignore_index=True), provenance)
+
+
+def cpr(table: Table) -> float:
+    """Returns the circuit performance ratio: the area under faithfulness over the share of edges, by trapezoids.
+
+    Over the shares that were measured above 0, up to 1; near 1 for a model whose smallest circuit does all (what lies
+    below the smallest share is left out), more where a circuit does better than the model. Source: Mueller et al.
+    (2025), §3; for circuits that were chosen `by="signed"`.
+    """
+    return _area(table, lambda f: f)
+
+
+def cmd(table: Table) -> float:
+    """Returns the circuit-model distance: the area between faithfulness and 1 over the share of edges, by trapezoids.
+
+    0 is best: every circuit then behaves as the model. Source: Mueller et al. (2025), §3; for circuits that were chosen
+    `by="absolute"`.
+    """
+    return _area(table, lambda f: np.abs(1 - f))
+
+
+def completeness(
+    model: Any,
+    heads: Sequence[Head],
+    *,
+    clean: Prompts,
+    corrupted: Prompts,
+    draws: int = 10,
+    seed: int = 0,
+    metric: Metric = "log_prob",
+    kind: str = "all",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns what the circuit of some heads and the model say when both lose the same heads.
+
+    F(C - K) beside F(M - K), for sets K of the circuit's heads: none of them, each alone, all of them, and random
+    ones. A circuit that does what the model does, in the same way, loses what the model loses; where the model holds
+    out, it has heads that the circuit lacks. Source: Wang et al. (2022), §4.1.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
+        heads: The circuit, with all edges among them, the embedding, the MLPs and the logits.
+        clean: Prompts with targets.
+        corrupted: Their other halves.
+        draws: How many random sets, each head with probability one half.
+        seed: Of the sets.
+        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
+        kind: Which targets count.
+        engine: As for `evaluate`.
+        batch_size: As for `evaluate`.
+
+    Returns:
+        A table keyed by `without` (K, as people write heads), `of` (`"circuit"`, `"model"`, or their `"difference"`)
+        and `metric`, with intervals over prompts, paired for the difference.
+
+    Raises:
+        ValueError: No heads, a head that the model does not have, or prompts that do not match.
+    """
+    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
+    sets = list(dict.fromkeys(sets))
+    everybody = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head >= 0]
+    left = [[head for head in some if head not in lost] for some in (heads, everybody) for lost in sets]
+    said = runs.of([runs.graph.among(some) for some in left])
+    circuit, whole = said[: len(sets)], said[len(sets) :]
+    keys = pd.DataFrame(
+        [(describe(lost) or "nothing", of, metric) for of in ("circuit", "model", "difference") for lost in sets],
+        columns=["without", "of", "metric"],
+    )
+    provenance = runs.provenance(
+        "completeness", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
+    )
+    return runs.pair.outcome.table(keys, np.concatenate([said, circuit - whole]), provenance)
+
+
+def minimality(
+    model: Any,
+    heads: Sequence[Head],
+    *,
+    clean: Prompts,
+    corrupted: Prompts,
+    draws: int = 10,
+    seed: int = 0,
+    metric: Metric = "log_prob",
+    kind: str = "all",
+    engine: Literal["auto", "fast", "reference"] = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> Table:
+    """Returns what each head of a circuit is needed for: F(C - K - head) - F(C - K), for the K that shows it most.
+
+    Near 0 for a head that the circuit can do without, whatever else it loses. K is empty, or one of the random sets of
+    `completeness`, chosen for the largest absolute mean: so noise looks like need, the more the more sets there are.
+    Source: Wang et al. (2022), §4.2. Arguments as for `completeness`.
+
+    Returns:
+        A table keyed by layer, head, `without` (K) and `metric`, with intervals over prompts.
+
+    Raises:
+        ValueError: No heads, a head that the model does not have, or prompts that do not match.
+    """
+    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
+    asked = [(head, lost) for head in heads for lost in sets if head not in lost]
+    left = [
+        tuple(other for other in heads if other not in gone) for head, lost in asked for gone in ((*lost, head), lost)
+    ]
+    circuits = list(dict.fromkeys(left))
+    said = runs.of([runs.graph.among(some) for some in circuits])
+    place = [circuits.index(some) for some in left]
+    change = said[place[::2]] - said[place[1::2]]
+    means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
+    best = [max((i for i, (of, _) in enumerate(asked) if of == head), key=lambda i: means[i]) for head in heads]
+    keys = pd.DataFrame(
+        [(*asked[i][0], describe(asked[i][1]) or "nothing", metric) for i in best],
+        columns=["layer", "head", "without", "metric"],
+    )
+    provenance = runs.provenance("minimality", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed})
+    return runs.pair.outcome.table(keys, change[best], provenance)
+
+
+class _Runs:
+    """Runs of circuits on a pair of prompts."""
+
+    def __init__(
+        self, model: Any, clean: Prompts, corrupted: Prompts, metric: str, kind: str, engine: Any, batch_size: Any
+    ):
+        self.pair = Pair.of(clean, corrupted, "noise", metric, kind)
+        check_fits(model, clean)
+        self._model, self._wires = model, wired(model, clean)
+        self.graph = self._wires.graph
+        self._options: dict[str, Any] = {"engine": choose(model, engine, touched(self.graph)), "batch_size": batch_size}
+        self._source = capture(model, corrupted, sent_from(self.graph), **self._options)
+        self.weights = self.pair.outcome.weights
+
+    def of(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
+        """What the model says on average in each prompt when it keeps only a circuit."""
+        patched = torch.stack([self.graph.edges & ~kept for kept in circuits])
+        edit = PatchEdges(self._wires, self._source, patched)
+        said, _ = self.pair.outcome.measured(self._model, [edit], len(circuits), **self._options)
+        return self.pair.outcome.by_prompt(said)[0]
+
+    def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
+        """Where the runs came from."""
+        return self.pair.provenance(verb, self._model, settings, self._options["engine"])
+
+
+def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
+    """Edges as places of receiver and sender, those to keep first."""
+    frame: Any = scores.frame
+    if not {"sender", "receiver"} <= set(frame.columns) or len(frame) != int(graph.edges.sum()):
+        raise ValueError(
+            f"{len(frame)} scores, but the model has {int(graph.edges.sum())} edges: give what attribute_edges or "
+            "patch_edges returned for this model, all edges and one metric"
+        )
+    graph.select(zip(frame["sender"], frame["receiver"], strict=True))
+    if (twice := frame.duplicated(["sender", "receiver"])).any():
+        edge = frame.loc[twice, ["sender", "receiver"]].iloc[0]
+        raise ValueError(f"the edge {edge['sender']} -> {edge['receiver']} has two scores: give one an edge")
+    if unknown := int(frame["value"].isna().sum()):
+        raise ValueError(f"{unknown} of {len(frame)} scores are NaN: an order of edges needs a score for each")
+    if by == "signed" and scores.provenance.settings.get("direction") == "denoise":
+        raise ValueError(
+            "these scores are of direction 'denoise', where an edge that is needed lies above zero and not below: give "
+            "scores of direction 'noise', or by='absolute'"
+        )
+    value = frame["value"].to_numpy(dtype=float)
+    order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")
+    senders = {sender.name: place for place, sender in enumerate(graph.senders)}
+    receivers = {receiver.name: place for place, receiver in enumerate(graph.receivers)}
+    places = [
+        (receivers[receiver], senders[sender])
+        for receiver, sender in zip(frame["receiver"], frame["sender"], strict=True)
+    ]
+    return torch.tensor(places)[torch.from_numpy(order)]
+
+
+def _area(table: Table, height: Callable[[ndarray], ndarray]) -> float:
+    """The area under a function of faithfulness over the share of edges."""
+    frame: Any = table.where(circuit="edges", metric="faithfulness").frame.sort_values("edges")
+    frame = frame[frame["fraction"] > 0].drop_duplicates("edges")
+    return float(trapezoid(height(frame["value"].to_numpy(dtype=float)), frame["fraction"].to_numpy(dtype=float)))
+
+
+def _drawn(heads: Sequence[Head], draws: int, seed: int) -> list[tuple[Head, ...]]:
+    """Random sets of heads, each head with probability one half."""
+    if not len(heads):
+        raise ValueError("no heads: a circuit needs at least one, such as those that localize found")
+    if draws < 0:
+        raise ValueError(f"draws={draws}: give how many random sets of heads are taken away, 0 for none")
+    chosen = np.random.default_rng(seed).random((draws, len(heads))) < 0.5
+    return [tuple(head for head, lost in zip(heads, row, strict=True) if lost) for row in chosen]

@@ -1,0 +1,146 @@
+"""LoRA beside a model: a copy that shares its weights, the adapter, and the folder that others read."""
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from align_circuits.files import writable_folder
+from align_circuits.hooks.attention import why_not_fast
+from align_circuits.models.loading import BUNDLED
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Llama's matrices, by what stands before `_proj`."""
+
+
+def unwrapped(bridge: Any) -> PreTrainedModel:
+    """A Hugging Face model with the bridge's weights, shared, and nothing of the bridge."""
+    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+    if reason := why_not_fast(bridge):
+        raise ValueError(f"this model cannot be tuned: {reason}")
+    given = bridge.original_model
+    if any(hasattr(module, "base_layer") for module in given.modules()):
+        raise ValueError("the model has an adapter already: merge it first (merge_and_unload) and load what that gives")
+    frozen = {
+        id(weight): nn.Parameter(weight.detach(), requires_grad=False) if type(weight) is nn.Parameter else weight
+        for weight in given.parameters()
+    }
+    model = sharing(given, frozen)
+
+    def strip(module: nn.Module) -> None:
+        for name, child in list(module.named_children()):
+            inner: Any = child
+            while isinstance(inner, GeneralizedComponent):
+                inner = inner.original_component
+            if isinstance(inner, nn.Linear) and "bias" in inner._buffers:  # zeros, of the bridge's own
+                del inner._buffers["bias"]
+                inner.register_parameter("bias", None)
+            setattr(module, name, inner)
+            strip(inner)
+
+    strip(model)
+    model.set_attn_implementation("sdpa")
+    model.name_or_path = _name_of(bridge)
+    return model
+
+
+def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrainedModel:
+    """A copy whose parameters are the given ones, by the id of the original: no weight is copied."""
+    return copy.deepcopy(model, dict(weights))
+
+
+def _name_of(bridge: Any) -> str:
+    """By which name an adapter finds its base: one of the package, one on the hub, or a folder from anywhere."""
+    name, read = str(bridge.cfg.model_name), str(bridge.original_model.name_or_path)
+    place = next((Path(place) for place in (name, read) if Path(place).is_dir()), None)
+    return name if name in BUNDLED or place is None or not Path(name).is_dir() else str(place.resolve())
+
+
+def with_adapter(
+    model: PreTrainedModel,
+    *,
+    names: Sequence[str],
+    layers: Sequence[int] | None,
+    r: int,
+    alpha: float,
+    dropout: float,
+    seed: int,
+) -> Any:
+    """Puts LoRA into a model, in place, and returns PEFT's view of it.
+
+    Args:
+        model: A model of Hugging Face; all its weights become frozen.
+        names: Which matrices, of `PROJECTIONS`.
+        layers: In which layers, from 0; None for all.
+        r: The rank.
+        alpha: The scale is alpha / r.
+        dropout: Before the first matrix of each pair.
+        seed: Of the first matrices; the second ones are 0.
+
+    Raises:
+        ValueError: No such layer or matrix.
+    """
+    from peft import LoraConfig, get_peft_model  # loading it takes seconds, and few need it
+
+    depth = int(model.config.num_hidden_layers)
+    if layers is not None and (not layers or not all(0 <= layer < depth for layer in layers)):
+        raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {depth - 1}")
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if lacking := [name for name in names if f"{name}_proj" not in there]:
+        raise ValueError(
+            f"a {type(model).__name__} has no {lacking[0]}_proj: only decoders with separate projections can be tuned, "
+            "such as Llama, Qwen2, Qwen3 and Mistral"
+        )
+    lora = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
+        target_modules=[f"{name}_proj" for name in names], layers_to_transform=None if layers is None else list(layers),
+    )  # fmt: skip
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+        torch.manual_seed(seed)
+        return get_peft_model(model, lora)
+
+
+def quantise(model: PreTrainedModel) -> None:
+    """Replaces the frozen matrices inside the layers by NF4 (Dettmers et al., 2023), in place."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError("four_bit needs bitsandbytes: pip install 'align-circuits[four-bit]', or leave it out")
+    import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head and not child.weight.requires_grad:
+                small = bnb.nn.Linear4bit(  # on "meta", or its unused first weights would be drawn at random
+                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, quant_type="nf4",
+                    device="meta",
+                )  # fmt: skip
+                small.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+                small.bias = child.bias
+                setattr(module, name, small.to(child.weight.device))
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Lets the backward pass compute activations again instead of keeping them."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns from transformers 5.20 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.disable_input_require_grads()  # which only reentrant checkpoints need, and which costs all lower layers
+
+
+def save_adapter(adapted: Any, folder: Path) -> None:
+    """Writes an adapter; the file that makes a folder one comes last."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    adapted.save_pretrained(partial, save_embedding_layers=False)  # else PEFT asks the hub about the base's vocabulary
+    writable_folder(folder)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (partial / name).replace(folder / name)
+    (partial / "README.md").unlink()  # a form left blank, and the path of the base on this machine
+    partial.rmdir()

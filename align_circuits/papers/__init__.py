@@ -1,0 +1,1 @@
+"""The papers that this package implements: every figure and table, reproducible by name."""

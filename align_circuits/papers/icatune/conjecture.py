@@ -1,0 +1,221 @@
+"""Can a transformer learn to find alignments in context? Small models, and a fresh alignment in every prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from align_circuits.jobs import Cell, run_cells
+from align_circuits.papers.accuracy import difference_of, mean_of
+from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.report import plots
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tasks.em import align_by_em
+from align_circuits.tasks.rng import Streams
+from align_circuits.training.loop import TrainConfig, train
+from align_circuits.training.toy_llama import Recipe, untrained
+
+SYMBOLS, LETTERS = range(4, 14), range(14, 24)
+"""Token ids; 2 and 3 are the colon and the end of an example."""
+
+TESTED = 10**9
+"""Added to the seed for the prompts of the test."""
+
+
+def draw(n: int, x_len: int, n_examples: int, seed: int) -> dict[str, Int[Tensor, "prompt example pos"]]:
+    """Draws inputs and outputs of the simplest alignment problem.
+
+    In each prompt m symbols, a letter for each of them (no two alike), and a permutation Ã are drawn anew. An input is
+    a uniformly random order of the symbols, and letter j of its output is that of the symbol at Ã(j). Examples are so
+    free of noise that little stands between a model and the alignment.
+    """
+    streams = Streams(seed, "conjecture")
+    symbols = streams.order("symbols", n, len(SYMBOLS))[:, :x_len]
+    letters = streams.order("letters", n, len(LETTERS))[:, :x_len]
+    aligned = streams.order("alignment", n, x_len)
+    order = streams.order("order", n, n_examples + 1, x_len)
+    which = order.gather(2, aligned[:, None].expand_as(order))
+    wide = (n, n_examples + 1, x_len)
+    return {
+        "x": symbols[:, None].expand(wide).gather(2, order) + SYMBOLS[0],
+        "y": letters[:, None].expand(wide).gather(2, which) + LETTERS[0],
+        "aligned": aligned[:, None],
+    }
+
+
+def tokens(drawn: Mapping[str, Int[Tensor, "prompt example pos"]]) -> tuple[Tensor, Tensor]:
+    """Returns `x1 ... xm : y1 ... ym` and an end for each example, and the positions of all y."""
+    x, y = drawn["x"], drawn["y"]
+    mark = torch.full_like(x[..., :1], 2)
+    ids = torch.cat([x, mark, y, mark + 1], 2)
+    m, length = x.shape[2], ids.shape[2]
+    place = torch.arange(ids.shape[1])[:, None] * length + m + 1 + torch.arange(m)
+    return ids.flatten(1), place.flatten()
+
+
+def learned(
+    *, depth: int, width: int, x_len: int, n_examples: int, steps: int, prompts: int, seed: int
+) -> pd.DataFrame:
+    """Trains a model from scratch, each step on fresh prompts, and tests it beside EM; the function of a cell.
+
+    Args:
+        depth: Layers.
+        width: Of the residual stream; heads are 16 wide.
+        x_len: m.
+        n_examples: k.
+        steps: Updates, each on 32 prompts; the loss is that of all letters.
+        prompts: How many are tested.
+        seed: Of weights and prompts.
+
+    Returns:
+        By predictor the accuracy on the test example: `model`, `em` (the letter that its alignment and dictionary make
+        most probable), and `blind` (knows the prompt's letters, and which are used up).
+    """
+    length = (n_examples + 1) * (2 * x_len + 2)
+    recipe = Recipe(
+        TrainConfig(steps=1), (), n_layers=depth, n_heads=max(1, width // 16), d_model=width, d_mlp=4 * width,
+        n_ctx=length,
+    )  # fmt: skip
+    config = TrainConfig(
+        steps=steps, lr=0.01, rest_lr=0.003, optimizer="muon", betas=(0.9, 0.98), schedule="linear",
+        warmup=min(50, steps - 1), log_every=steps,
+    )  # fmt: skip
+
+    def sample(_: int, batch_seed: int) -> tuple[Tensor, Tensor]:
+        return tokens(draw(32, x_len, n_examples, batch_seed))
+
+    run = train(untrained(recipe, seed), sample, _loss, config, seed=seed, progress=False)
+    tested = draw(prompts, x_len, n_examples, TESTED + seed)
+    ids, positions = tokens(tested)
+    positions = positions[-x_len:]
+    with torch.no_grad():
+        logits = run.model(ids, logits_to_keep=positions - 1, use_cache=False).logits
+    gold = ids[:, positions]
+    right = {"model": (logits.argmax(2) == gold).double()}
+    right["em"] = torch.stack([_by_em(*(tested[name][at] for name in "xy")) for at in range(prompts)]).double()
+    right["blind"] = (1 / torch.arange(x_len, 0, -1.0)).expand(prompts, -1).double()
+    keys: Any = pd.DataFrame(list(right), columns=["predictor"])
+    values = torch.stack([one.mean(1) for one in right.values()]).numpy()
+    return Table.from_prompts(keys, values, np.ones_like(values), Provenance("conjecture")).frame
+
+
+def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
+    """Whether EM, given all examples but the last, predicts each letter of the last."""
+    found = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
+    of = torch.searchsorted(found.symbols, x[-1])
+    likely = found.probability @ found.dictionary[of]
+    return found.letters[likely.argmax(1)] == y[-1]
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
+    ids, positions = batch
+    logits = model(ids, logits_to_keep=positions - 1, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, positions].flatten())
+
+
+@dataclass(frozen=True)
+class Conjecture:
+    """A base, from which depth, width and m vary one at a time."""
+
+    depth: int = 4
+    width: int = 64
+    x_len: int = 3
+    depths: tuple[int, ...] = (1, 2, 4, 8)
+    widths: tuple[int, ...] = (32, 64, 128)
+    x_lens: tuple[int, ...] = (2, 3, 4, 6)
+    n_examples: int = 12
+    steps: int = 1500
+    prompts: int = 200
+    seeds: tuple[int, ...] = (0,)
+
+    @property
+    def cells(self) -> list[dict[str, int]]:
+        """The arguments of each cell, the cheapest first."""
+        base = {"depth": self.depth, "width": self.width, "x_len": self.x_len}
+        varied = {"x_len": self.x_lens, "depth": self.depths, "width": self.widths}
+        found = [base | {name: value} for name, values in varied.items() for value in values]
+        common = {"n_examples": self.n_examples, "steps": self.steps, "prompts": self.prompts}
+        distinct = {tuple(cell.values()): cell for cell in found}.values()
+        return [
+            cell | common for cell in sorted(distinct, key=lambda cell: cell["depth"] * cell["width"] * cell["x_len"])
+        ]
+
+
+def _run(config: Conjecture, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
+    cells = [Cell(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
+    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    base = {"depth": config.depth, "width": config.width, "x_len": config.x_len}
+    settings = {"base": base, "n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
+    frame: Any = found.drop(columns=["n_examples", "steps", "prompts"])
+    frames = []
+    for name in base:
+        others = [other for other in base if other != name]
+        mine = frame[(frame[others] == [base[other] for other in others]).all(axis=1)]
+        frames.append(mine.assign(varied=name, at=mine[name]))
+    return Table(pd.concat(frames, ignore_index=True), Provenance("measure", settings))
+
+
+def _check(table: Table) -> list[Check]:
+    by_length = table.where(varied="x_len")
+    short, long = (int(end(by_length.frame["at"])) for end in (min, max))
+
+    def above(predictor: str, m: int) -> Measured:
+        at = by_length.where(at=m)
+        return difference_of(at.where(predictor=predictor), at.where(predictor="blind"))
+
+    def falls(predictor: str) -> Measured:
+        return difference_of(*(by_length.where(at=m, predictor=predictor) for m in (short, long)))
+
+    return [
+        Check(
+            claim=f"EM finds the alignment from the examples (accuracy at m = {long})",
+            measured=mean_of(by_length.where(at=long, predictor="em")), relation=">=", threshold=0.9,
+            control=mean_of(by_length.where(at=long, predictor="blind")), control_is="blind to the input",
+        ),
+        Check(
+            claim=f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})",
+            measured=above("model", long), relation="<=", threshold=0.1, control=above("em", long), control_is="EM",
+        ),
+        Check(
+            claim=f"It gets worse with m (accuracy at m = {short} minus m = {long})", measured=falls("model"),
+            relation=">=", threshold=0.2, control=falls("em"), control_is="EM",
+        ),
+    ]  # fmt: skip
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    labels = {"x_len": "m", "depth": "layers", "width": "width"}
+    return {
+        label: plots.curves({"": table.where(varied=name).frame.sort_values("at")}, x="at", by="predictor", label=label)
+        for name, label in labels.items()
+    }
+
+
+CONJECTURE = Experiment(
+    name="icatune/conjecture",
+    title="Small models trained on prompts with an alignment of their own each, beside EM",
+    source="Agarwal and Sarawagi (2025), §5",
+    scales={
+        "smoke": Conjecture(
+            depth=1, width=16, x_len=2, depths=(1, 2), widths=(16,), x_lens=(2, 3), n_examples=2, steps=2, prompts=4
+        ),
+        "cpu": Conjecture(),
+        "paper": Conjecture(
+            depths=(1, 2, 4, 8, 16), widths=(32, 64, 128, 256), x_lens=(2, 3, 4, 5, 6, 8), n_examples=30, steps=20000,
+            prompts=1000, seeds=(0, 1, 2),
+        ),
+    },
+    run=_run,
+    draw=_draw,
+    check=_check,
+    published="A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
+    makes_models=True,
+)  # fmt: skip

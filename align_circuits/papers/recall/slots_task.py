@@ -1,0 +1,127 @@
+"""What comes next anywhere in the text of a recall world with relation tokens, beside the attribute."""
+
+from dataclasses import asdict, dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from align_circuits.papers.recall.tasks import FactsTask
+from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.relations import NOBODY, Relation
+from align_circuits.tasks.rng import Streams
+
+PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
+"""What comes next in a pretraining sequence: the subject; a slot, while there was no relation token yet, the last of
+them apart, which gets it for certain; a slot after the relation token; the separator; the attribute."""
+
+
+def allowed_after(
+    world: RecallWorld, tokens: Int[Tensor, "prompt pos"], n_slots: int
+) -> tuple[Bool[Tensor, "prompt pos d_vocab"], Int[Tensor, "prompt pos"]]:
+    """Returns which tokens the data allow after each position of pretraining sequences, and its place in `PLACES`.
+
+    Args:
+        world: With relation tokens.
+        tokens: Sequences of `FactsTask`, from their first token on.
+        n_slots: S.
+    """
+    period = n_slots + 3
+    pos = torch.arange(tokens.shape[1])
+    start = (pos // period * period).expand_as(tokens)
+    place = pos % period
+    type_ = tokens - world.relation_ids.start
+    known = (type_ >= 0) & (type_ < world.n_types)
+    latest = torch.where(known, pos, -1).cummax(1).values
+    own_type = type_.gather(1, latest.clamp(min=0)).clamp(0, world.n_types - 1)
+    kind = torch.where(latest >= start, 3, torch.where(place == n_slots - 1, 2, 1))
+    kind = torch.where(place == n_slots, 4, torch.where(place == n_slots + 1, 5, torch.where(place < n_slots, kind, 0)))
+    grammar, relation, separator = (
+        torch.zeros(world.d_vocab, dtype=torch.bool).index_fill(0, torch.tensor(list(ids)), True)
+        for ids in (world.grammar_ids, world.relation_ids, [world.separator])
+    )
+    nothing = torch.zeros_like(grammar)  # where a single token is allowed
+    fixed = torch.stack([nothing, grammar | relation, relation, grammar, separator, nothing])[kind]
+    subject = tokens.gather(1, start)
+    facts = torch.from_numpy(world.facts)
+    one = torch.where(kind == 5, facts[own_type, subject], subject)
+    single = torch.nn.functional.one_hot(one, world.d_vocab).bool()
+    return torch.where(((kind == 0) | (kind == 5))[..., None], single, fixed), kind
+
+
+@dataclass(frozen=True)
+class SlotsTask:
+    """Text about one subject that breaks off among the grammar of its last fact: what may come next?
+
+    The relation is `mark`: from the last token to the nearest subject or relation token, which tells whether a relation
+    token may still come. Every token that the data allow is accepted.
+
+    Source: Vasudeva et al. (2026), Eq. 8.
+
+    Raises:
+        ValueError: A world without relation tokens, or a number outside its range.
+
+    >>> task = SlotsTask(RecallWorld.small(relation_tokens=True), n_facts=1, grammar_len=4)
+    >>> prompts = task.sample(1, seed=1)
+    >>> prompts.text, prompts.relations["mark"].keys_of(0)
+    (['s4 g0 r1 '], [2])
+    """
+
+    world: RecallWorld
+    n_facts: int = 5
+    """N_tr, the subsequences."""
+    grammar_len: int = 10
+    """S, at least 1."""
+
+    def __post_init__(self):
+        if not self.world.relation_tokens:
+            raise ValueError("this world has no relation tokens, so no slots: RecallWorld.paper(relation_tokens=True)")
+        _ = self._facts  # which checks the numbers
+
+    @property
+    def _facts(self) -> FactsTask:
+        return FactsTask(self.world, self.n_facts, self.grammar_len, p_grammar=0.0)
+
+    def sample(self, n: int, seed: int = 0) -> Prompts:
+        """Draws prompts, padded on the left.
+
+        Args:
+            n: How many.
+            seed: Which prompts.
+        """
+        world, whole = self.world, self._facts.batch(seed, n)[0]
+        allowed, _ = allowed_after(world, whole, self.grammar_len)
+        period = self.grammar_len + 3
+        cut = Streams(seed, "recall slots").below("cut", torch.full((n,), self.grammar_len)).long()
+        length = (self.n_facts - 1) * period + cut + 1
+        each, longest = torch.arange(n), int(length.max())
+        pos = torch.arange(longest) - (longest - length)[:, None]
+        mask = pos >= 0
+        inputs = whole.gather(1, pos.clamp(min=0)).where(mask, 0)
+        kinds = {
+            Role.INPUT: world.subject_ids, Role.RELATION: world.relation_ids, Role.SEPARATOR: [world.separator],
+            Role.OUTPUT: range(world.value_ids[0].start, world.value_ids[-1].stop),
+        }  # fmt: skip
+        roles = torch.full_like(inputs, Role.TEXT)
+        for role, ids in kinds.items():
+            roles[torch.isin(inputs, torch.tensor(list(ids)))] = role
+        roles[~mask] = Role.PAD
+        marks = (roles == Role.INPUT) | (roles == Role.RELATION)
+        nearest = torch.where(marks, torch.arange(longest), -1).amax(1)
+        targets = pd.DataFrame(
+            {"prompt": each, "query_pos": longest - 1, "target_pos": longest, "token": whole[each, length],
+             "phrase": self.n_facts - 1, "offset": 0, "kind": "later"}
+        )  # fmt: skip
+        mark = Relation(
+            "mark", target=each, prompt=each, query=torch.full((n,), longest - 1), wants=nearest,
+            among=torch.zeros(n, dtype=torch.long), key_label=torch.arange(longest).expand(n, -1).where(mask, NOBODY),
+            candidate_label=torch.where(mask, 0, NOBODY),
+        )  # fmt: skip
+        return Prompts(
+            inputs=inputs, mask=mask, roles=roles, example=torch.where(mask, pos // period, -1), targets=targets,
+            relations={"mark": mark}, letters=torch.arange(world.d_vocab), accepted=allowed[each, length - 1],
+            pieces=world.pieces, task={"name": "slots", "config": asdict(self), "seed": seed},
+            latent={"cut": cut},
+        )  # fmt: skip

@@ -1,0 +1,396 @@
+"""What is told of a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.relations import NOBODY, Relation
+from align_circuits.tasks.rng import Streams
+
+IGNORED = -100
+"""The label of what is not predicted; PyTorch's cross-entropy leaves it out."""
+
+Corruption = Literal["subject", "type"]
+"""What a corrupted prompt asks otherwise."""
+
+LATENT = ("subject", "type", "tells", "grammar_len")
+"""What prompts keep of what was drawn."""
+
+Predicted = Literal["all", "last"]
+"""Which tokens a batch asks for: every next one, or the last attribute alone."""
+
+
+@dataclass(frozen=True)
+class FactsTask:
+    """PT: subsequences about one subject, each of a type of its own: subject, S grammar tokens, attribute.
+
+    `s g ... g a [sep] s g ... g a ...`, N_tr subsequences and no separator at the end; in a world with relation tokens
+    `s g . r . g [sep] a s g ...`. Types are uniform and may repeat. With probability p_G a subsequence is grammar-only
+    text of S + 2 tokens; the last one of a prompt, which is asked for, never is, that of a training sequence may be.
+
+    Source: Vasudeva et al. (2026), §2 and Eq. 2.
+
+    Raises:
+        ValueError: A number outside its range; relation tokens with grammar-only text, which §4 does not have.
+
+    >>> task = FactsTask(RecallWorld.small(), n_facts=2, grammar_len=3, p_grammar=0.0)
+    >>> task.sample(1, seed=0).text
+    ['s2 g1 g3 g5 a0.0 [sep] s2 g2 g0 g2 ']
+    """
+
+    world: RecallWorld
+    n_facts: int = 5
+    """N_tr, the subsequences."""
+    grammar_len: int = 80
+    """S, at least 1."""
+    p_grammar: float = 0.2
+    """p_G."""
+
+    def __post_init__(self):
+        for name in ("n_facts", "grammar_len"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}: give at least 1")
+        if not 0 <= self.p_grammar <= 1:
+            raise ValueError(f"p_grammar is {self.p_grammar}: give a share from 0 to 1")
+        if self.p_grammar and self.world.relation_tokens:
+            raise ValueError(f"p_grammar is {self.p_grammar}, but a world with relation tokens has none: give 0")
+
+    @property
+    def length(self) -> int:
+        """The tokens of a sequence, the last attribute included."""
+        return _lengths(self.world, np.array([self.grammar_len]), self.n_facts).item()
+
+    def sample(self, n: int, seed: int = 0) -> Prompts:
+        """Draws prompts that end where the last attribute is due; see `RELATIONS`.
+
+        Args:
+            n: How many. The first prompts of a seed are the same however many are drawn.
+            seed: Which prompts.
+        """
+        drawn = self._draw(n, Streams(_seed(n, seed), "facts"))
+        return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
+
+    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+
+        - `"subject"`: the subject becomes another whose answer differs, wherever it stands, and its attributes with it.
+        - `"type"`: the last subsequence is told as one of another type: other grammar, or another relation token.
+
+        Args:
+            prompts: What `sample` of this task returned, or some of them.
+            kind: What changes.
+            seed: Which change.
+
+        Raises:
+            ValueError: An unknown kind, or no other answer.
+        """
+        return _corrupt(self.world, prompts, kind, seed, one_subject=True)
+
+    def batch(
+        self, seed: int, n: int, predict: Predicted = "all"
+    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
+        return _batch(self.world, self._draw(n, Streams(_seed(n, seed), "training"), ends=predict == "last"), predict)
+
+    def _draw(self, n: int, streams: Streams, ends: bool = True) -> "_Drawn":
+        world, shape = self.world, (n, self.n_facts)
+        subject = np.repeat(_below(streams, "subject", (n, 1), world.n_subjects), self.n_facts, 1)
+        type_ = _below(streams, "type", shape, world.n_types)
+        tells = streams.uniform("grammar only", *shape).numpy() >= self.p_grammar
+        if ends:
+            tells[:, -1] = True
+        chain = np.where(tells, type_, world.n_types)
+        text = _grammar(world, streams, chain, self.grammar_len + 2 * bool(self.p_grammar), self.grammar_len)
+        return _Drawn(subject, type_, tells, np.full(n, self.grammar_len), text)
+
+
+@dataclass(frozen=True)
+class DemonstrationsTask:
+    """ICL and ICL+Grm: facts of one type about several subjects, the last of which asks for its own.
+
+    `s a [sep] s a [sep] ... s` (in a world with relation tokens `s [sep] a s [sep] a ... s [sep]`); with grammar,
+    S_ft tokens stand between a subject and its attribute, S_ft being drawn for each sequence. Subjects are uniform and
+    may repeat; the last may come from a set of its own, such as those held out.
+
+    Source: Vasudeva et al. (2026), §2 and Eq. 3.
+
+    Raises:
+        ValueError: A number outside its range, an empty set of subjects, or an unknown one.
+
+    >>> world = RecallWorld.small()
+    >>> seen, held_out = world.split(8)
+    >>> prompts = DemonstrationsTask(world, 2, subjects=seen, query_subjects=held_out).sample(1, seed=1)
+    >>> prompts.text, prompts.relations["same_type"].keys_of(0)
+    (['s7 a1.2 [sep] s10 a1.1 [sep] s0 '], [1, 4])
+    """
+
+    world: RecallWorld
+    n_demos: int = 16
+    """N, the demonstrations before the query, from 0 up."""
+    grammar_lens: tuple[int, int] = (0, 0)
+    """The least and the greatest S_ft; (0, 0) is ICL, the paper's ICL+Grm is (1, 5)."""
+    subjects: tuple[int, ...] | None = None
+    """Whom demonstrations are about; all by default."""
+    query_subjects: tuple[int, ...] | None = None
+    """Whom the last subsequence is about; `subjects` by default."""
+
+    def __post_init__(self):
+        if self.n_demos < 0:
+            raise ValueError(f"n_demos is {self.n_demos}: give at least 0")
+        least, most = self.grammar_lens
+        if not 0 <= least <= most:
+            raise ValueError(f"grammar_lens is {self.grammar_lens}: give (least, most) with 0 <= least <= most")
+        for name in ("subjects", "query_subjects"):
+            chosen = getattr(self, name)
+            if chosen is not None and not (len(chosen) and set(chosen) <= set(self.world.subject_ids)):
+                raise ValueError(f"{name} is {chosen}: give subjects from 0 to {self.world.n_subjects - 1}, at least 1")
+
+    @property
+    def length(self) -> int:
+        """The most tokens of a sequence, the last attribute included."""
+        return _lengths(self.world, np.array([self.grammar_lens[1]]), self.n_demos + 1).item()
+
+    def sample(self, n: int, seed: int = 0) -> Prompts:
+        """Draws prompts that end where the last attribute is due; see `RELATIONS`.
+
+        Args:
+            n: How many. The first prompts of a seed are the same however many are drawn.
+            seed: Which prompts.
+        """
+        drawn = self._draw(n, Streams(_seed(n, seed), "demonstrations"))
+        return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
+
+    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+
+        - `"subject"`: the subject that is asked about becomes another whose answer differs, where it stands last.
+        - `"type"`: all demonstrations are of another type: other attributes of the same subjects, other grammar.
+
+        Args:
+            prompts: What `sample` of this task returned, or some of them.
+            kind: What changes.
+            seed: Which change.
+
+        Raises:
+            ValueError: An unknown kind, or no other answer.
+        """
+        return _corrupt(self.world, prompts, kind, seed, one_subject=False)
+
+    def batch(
+        self, seed: int, n: int, predict: Predicted = "all"
+    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
+        return _batch(self.world, self._draw(n, Streams(_seed(n, seed), "training")), predict)
+
+    def _draw(self, n: int, streams: Streams) -> "_Drawn":
+        world, parts = self.world, self.n_demos + 1
+        everybody = np.array(world.subject_ids)
+        around = everybody if self.subjects is None else np.array(self.subjects)
+        asked = around if self.query_subjects is None else np.array(self.query_subjects)
+        subject = around[_below(streams, "subject", (n, parts), len(around))]
+        subject[:, -1] = asked[_below(streams, "query", (n,), len(asked))]
+        type_ = np.repeat(_below(streams, "type", (n, 1), world.n_types), parts, 1)
+        least, most = self.grammar_lens
+        lens = least + _below(streams, "length", (n,), most - least + 1)
+        text = _grammar(world, streams, type_, most, lens)
+        return _Drawn(subject, type_, np.full((n, parts), True), lens, text)
+
+
+RELATIONS = ("subject", "query_subject", "type", "same_type", "grammar", "relation")
+"""The relations of a prompt, from the position where its last attribute is due, among all tokens up to it; a prompt
+without keys is left out, a relation without prompts too.
+
+- `subject`: the subject asked about, wherever it stands; `query_subject`: where it stands last;
+- `type`: what tells the type asked for: attributes of it, and grammar and relation tokens of facts of it;
+- `same_type`: earlier attributes of that type; of one subject (`FactsTask`) these are the answer itself;
+- `grammar`, `relation`: the grammar tokens and the relation token of the last subsequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """Sequences before they are written."""
+
+    subject: Int[ndarray, "prompt part"]
+    type: Int[ndarray, "prompt part"]
+    tells: Bool[ndarray, "prompt part"]
+    """False where a subsequence is grammar-only text."""
+    grammar_len: Int[ndarray, " prompt"]
+    text: Int[ndarray, "prompt part step"]
+    """Grammar and relation tokens, as many as the longest subsequence needs."""
+
+
+def _grammar(
+    world: RecallWorld,
+    streams: Streams,
+    chain: Int[ndarray, "prompt part"],
+    steps: int,
+    lens: Int[ndarray, " prompt"] | int,
+) -> Int[ndarray, "prompt part step"]:
+    """The grammar of each subsequence: a walk of its chain; or uniform, with its relation token among the first."""
+    uniform = streams.uniform("grammar", *chain.shape, steps).numpy()
+    if world.relation_tokens:
+        text = (uniform * world.n_grammar).astype(np.int64) + world.grammar_ids.start
+        place = (streams.uniform("place", *chain.shape).numpy() * np.reshape(lens, (-1, 1))).astype(np.int64)
+        if steps:
+            np.put_along_axis(text, place[..., None], world.relation_ids.start + chain[..., None], 2)
+        return text
+    flat = uniform.reshape(chain.size, steps).T
+    walked = np.empty(flat.shape, np.int64)
+    reaches = np.cumsum(np.concatenate([world.chains, world.grammar_only[None]]), 2)[:, :, :-1].astype(np.float32)
+    state = None
+    for step, drawn in enumerate(flat):
+        if state is None:
+            state = (drawn * world.n_grammar).astype(np.int64)
+        else:
+            state = (reaches[chain.ravel(), state] <= drawn[:, None]).sum(1)
+        walked[step] = state
+    return walked.T.reshape(uniform.shape) + world.grammar_ids.start
+
+
+def _lengths(world: RecallWorld, grammar_len: Int[ndarray, " prompt"], parts: int) -> Int[ndarray, " prompt"]:
+    """The tokens of each sequence: nothing follows the last attribute."""
+    return (grammar_len + 3) * parts - (not world.relation_tokens)
+
+
+def _write(world: RecallWorld, drawn: _Drawn) -> Int[ndarray, "prompt pos"]:
+    """The tokens, the last attribute included; shorter sequences end in separators."""
+    n, parts = drawn.subject.shape
+    value = world.facts[drawn.type, drawn.subject]
+    lengths = _lengths(world, drawn.grammar_len, parts)
+    tokens = np.full((n, lengths.max()), world.separator)
+    for inner in np.unique(drawn.grammar_len):
+        rows = np.flatnonzero(drawn.grammar_len == inner)
+        block = np.full((len(rows), parts, inner + 3), world.separator)
+        block[:, :, 0] = drawn.subject[rows]
+        block[:, :, 1 : inner + 1] = drawn.text[rows, :, :inner]
+        block[:, :, inner + 1 + world.relation_tokens] = value[rows]
+        if not (told := drawn.tells[rows]).all():
+            block[~told, : inner + 2] = drawn.text[rows][~told][:, : inner + 2]
+        length = int(_lengths(world, np.array([inner]), parts)[0])
+        tokens[rows, :length] = block.reshape(len(rows), -1)[:, :length]
+    return tokens
+
+
+def _batch(
+    world: RecallWorld, drawn: _Drawn, predict: Predicted
+) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+    tokens = torch.from_numpy(_write(world, drawn))
+    last = torch.from_numpy(_lengths(world, drawn.grammar_len, drawn.subject.shape[1]))[:, None] - 1
+    pos = torch.arange(1, tokens.shape[1])
+    asked = pos == last if predict == "last" else pos <= last
+    return tokens[:, :-1], tokens[:, 1:].where(asked, IGNORED)
+
+
+def _asked(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"], Int[ndarray, "prompt pos"]]:
+    """The tokens without the attribute that is due, padded on the left, and places from the first; below 0: padding."""
+    tokens = _write(world, drawn)
+    lengths = _lengths(world, drawn.grammar_len, drawn.subject.shape[1])[:, None] - 1
+    pos = np.arange(lengths.max()) - (lengths.max() - lengths)
+    return np.where(pos >= 0, np.take_along_axis(tokens, pos.clip(0), 1), 0), pos
+
+
+def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, one_subject: bool) -> Prompts:
+    """Prompts about another subject or of another type; `one_subject` tells facts from demonstrations."""
+    if kind not in get_args(Corruption):
+        raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
+    subject, type_, tells, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
+    streams, n = Streams(seed, f"corrupt {kind}"), len(prompts)
+    where = slice(None) if one_subject == (kind == "subject") else slice(-1, None)
+    if kind == "subject":
+        value = world.facts[type_[:, -1]]
+        other = value != np.take_along_axis(value, subject[:, -1:], 1)
+        if not other.any(1).all():
+            raise ValueError("all subjects have the same value of a type: there is no other answer to corrupt to")
+        subject[:, where] = np.where(other, streams.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
+    else:
+        shift = 1 + _below(streams, "type", (n, 1), world.n_types - 1)
+        type_[:, where] = (type_[:, -1:] + shift) % world.n_types
+    steps = int(grammar_len.max()) + 2
+    text = np.full((n, tells.shape[1], steps), world.separator)  # with relation tokens, grammar stays
+    if not world.relation_tokens:
+        text = _grammar(world, streams, np.where(tells, type_, world.n_types), steps, grammar_len)
+    written, pos = _asked(world, _Drawn(subject, type_, tells, grammar_len, text))
+    part = (pos // (grammar_len[:, None] + 3)).clip(0)
+    retold = np.take_along_axis(type_ != prompts.latent["type"].numpy(), part, 1) & np.take_along_axis(tells, part, 1)
+    roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
+    named = (roles == Role.INPUT) | (roles == Role.OUTPUT)
+    anew = named if world.relation_tokens else named | (retold & (roles == Role.TEXT))
+    inputs[anew] = written[anew]
+    told = roles == Role.RELATION
+    inputs[told] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[told]
+    latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
+    return replace(
+        prompts, inputs=torch.from_numpy(inputs), latent={**prompts.latent, **latent},
+        task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}},
+    )  # fmt: skip
+
+
+def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts:
+    n, parts = drawn.subject.shape
+    inputs, pos = _asked(world, drawn)
+    mask, width = pos >= 0, drawn.grammar_len[:, None] + 3
+    part, place = pos.clip(0) // width, pos.clip(0) % width
+    at_value = width - 2 + world.relation_tokens
+    silent = ~np.take_along_axis(drawn.tells, part, 1)
+    roles = np.select(
+        [~mask, (place >= width - 2) & (place != at_value), silent, place == at_value, place == 0],
+        [Role.PAD, Role.SEPARATOR, Role.TEXT, Role.OUTPUT, Role.INPUT],
+        Role.TEXT,
+    )
+    roles[mask & np.isin(inputs, world.relation_ids)] = Role.RELATION
+    type_ = np.where(silent, -1, np.take_along_axis(drawn.type, part, 1))
+    wanted, subject = drawn.type[:, -1:], drawn.subject[:, -1:]
+    own, subjects, values = part == parts - 1, roles == Role.INPUT, roles == Role.OUTPUT
+    grammar, relation = (roles == Role.TEXT) & mask, roles == Role.RELATION
+    keys = {
+        "subject": subjects & (inputs == subject),
+        "query_subject": subjects & own,
+        "type": (values | grammar | relation) & (type_ == wanted),
+        "same_type": values & (type_ == wanted),
+        "grammar": grammar & own,
+        "relation": relation & own,
+    }
+    each, query = torch.arange(n), inputs.shape[1] - 1
+    targets = pd.DataFrame(
+        {"prompt": each, "query_pos": query, "target_pos": query + 1,
+         "token": world.facts[drawn.type[:, -1], drawn.subject[:, -1]], "phrase": parts - 1, "offset": 0,
+         "kind": "first", "chance": 1 / sum(world.n_values)}
+    )  # fmt: skip
+    made = [_among_all(name, torch.from_numpy(found), torch.from_numpy(mask)) for name, found in keys.items()]
+    return Prompts(
+        inputs=torch.from_numpy(inputs), mask=torch.from_numpy(mask), roles=torch.from_numpy(roles),
+        example=torch.from_numpy(np.where(mask, part, -1)), targets=targets,
+        relations={relation.name: relation for relation in made if len(relation)}, pieces=world.pieces, task=task,
+        latent={"subject": torch.from_numpy(drawn.subject), "type": torch.from_numpy(drawn.type),
+                "tells": torch.from_numpy(drawn.tells), "grammar_len": torch.from_numpy(drawn.grammar_len)},
+    )  # fmt: skip
+
+
+def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Relation:
+    """From the last position of each prompt that has keys to them, among all tokens."""
+    n, length = keys.shape
+    nothing, each = torch.zeros(n, dtype=torch.long), torch.arange(n)
+    relation = Relation(
+        name, target=each, prompt=each, query=nothing + length - 1, wants=nothing, among=nothing,
+        key_label=torch.where(keys, 0, NOBODY), candidate_label=torch.where(mask, 0, NOBODY),
+    )  # fmt: skip
+    return relation.select(keys.any(1))
+
+
+def _below(streams: Streams, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarray, "*shape"]:
+    """Integers from 0 up to but without `limit`, uniform."""
+    return streams.below(name, torch.full(shape, limit)).numpy()
+
+
+def _seed(n: int, seed: int) -> int:
+    if n < 1:
+        raise ValueError(f"{n} prompts: ask for at least 1")
+    return seed

@@ -1,0 +1,378 @@
+"""Prompts that know their own gold: tokens, the role of each, what is predicted where, and who should look at whom."""
+
+import hashlib
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from align_circuits.files import replacing
+from align_circuits.prompts import relations as rel
+from align_circuits.prompts.relations import Relation
+from align_circuits.prompts.token_html import Mark, draw_tokens
+
+TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
+"""The columns that every table of targets has, in order."""
+
+KINDS = ("first", "later")
+"""`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
+
+REFERENCES = ("chance", "memoryless", "history", "oracle")
+"""The reference predictors that a task may give with its targets, a column each: a uniform guess, the two
+alignment-blind ceilings (knows the automata but not which symbol is next; also rules symbols out by the output so far)
+and exact lookup in the examples."""
+
+
+class Role(IntEnum):
+    """What a token is in its prompt."""
+
+    PAD = 0
+    BOS = 1
+    INPUT = 2
+    """A symbol of an input sequence x; an item, a subject."""
+    OUTPUT = 3
+    """A letter of an output sequence y; a label, an attribute."""
+    COLON = 4
+    """Between input and output."""
+    SEPARATOR = 5
+    """Between examples."""
+    MARKER = 6
+    """Before a letter in the marked style."""
+    ALIGNED = 7
+    """An input symbol written before its phrase in the pre-aligned style."""
+    TEXT = 8
+    """Any other token."""
+    RELATION = 9
+    """A token that tells which type of attribute follows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """A batch of prompts with their gold, on the CPU.
+
+    `prompts[3]`, `prompts[:8]` and `prompts[[1, 4]]` are again `Prompts`; `len` counts prompts.
+    """
+
+    inputs: Int[Tensor, "prompt pos"] | Float[Tensor, "prompt pos d_in"]
+    """Token ids, padded on the left; or vectors, for models without a vocabulary."""
+    mask: Bool[Tensor, "prompt pos"]
+    """True at real tokens."""
+    roles: Int[Tensor, "prompt pos"]
+    """The `Role` of each token."""
+    example: Int[Tensor, "prompt pos"]
+    """The in-context example that each token belongs to, from 0; the test example is the highest; -1 for none."""
+    targets: pd.DataFrame
+    """One row a predicted token: `prompt`, `query_pos` (where it is predicted), `target_pos` (where it stands),
+    `token`, `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the
+    task gives them. Rows are ordered by prompt, then by position."""
+    relations: Mapping[str, Relation]
+    """Who should look at whom, by name."""
+    letters: Int[Tensor, " letter"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """The token ids that the columns of `accepted` stand for."""
+    accepted: Bool[Tensor, "target letter"] | None = None
+    """Which letters are right for each target; None where only the target's own token is."""
+    pieces: Mapping[int, str] = field(default_factory=dict)
+    """The text of every token id that occurs, for people."""
+    fingerprint: str | None = None
+    """A hash of the vocabulary that the ids belong to; None where it is not known."""
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration and the seed that made the prompts, as JSON."""
+    latent: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the task drew, prompt by prompt (first dimension), for its own later use, such as `corrupt`."""
+
+    def __post_init__(self):
+        shape = tuple(self.inputs.shape[:2])
+        for name in ("mask", "roles", "example"):
+            if tuple(getattr(self, name).shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(getattr(self, name).shape)}, but the inputs are {shape}: "
+                    "give one entry a token"
+                )
+        if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
+            raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
+        if self.accepted is not None and self.accepted.shape != (len(self.targets), len(self.letters)):
+            raise ValueError(
+                f"accepted has shape {tuple(self.accepted.shape)}; it needs a row for each of the "
+                f"{len(self.targets)} targets "
+                f"and a column for each of the {len(self.letters)} letters"
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __repr__(self) -> str:
+        name = self.task.get("name", "tokens")
+        shape = f"{len(self)} x {self.inputs.shape[1]} {name}"
+        return f"Prompts({shape}, targets={len(self.targets)}, relations={sorted(self.relations)})"
+
+    def _repr_html_(self) -> str:
+        if self.inputs.is_floating_point():  # vectors have no text
+            return repr(self)
+        shown = [self.drawing(index) for index in range(min(len(self), 3))]
+        return "<hr>".join(shown) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
+
+    def drawing(self, index: int = 0, examples: int | None = None) -> str:
+        """Returns one prompt as HTML, an example a line, with its gold alignment.
+
+        Each phrase to predict (framed), the input symbol that it is aligned with (framed), and the tokens of earlier
+        examples that it could be looked up from share a number and a colour.
+
+        Args:
+            index: Which prompt.
+            examples: How many of the last examples to draw; all of them by default.
+        """
+        prompt = self[index]
+        group: dict[int, Any] = {}
+        strong: set[int] = set()
+        phrase = dict(enumerate(prompt.targets["phrase"]))
+        aligned = {name: relation for name, relation in prompt.relations.items() if name in ("lookup", "align_query")}
+        for name, relation in sorted(aligned.items(), reverse=True):
+            for row, target in enumerate(relation.target.tolist()):
+                keys = relation.keys_of(row)
+                group |= dict.fromkeys(keys, phrase[target])
+                strong |= set(keys) if name == "align_query" else set()
+        if aligned:
+            group |= dict(zip(prompt.targets["target_pos"], prompt.targets["phrase"], strict=True))
+            strong |= set(prompt.targets["target_pos"])
+        lines: dict[int, list[Mark]] = {}
+        first = 0 if examples is None else int(prompt.example.max()) - examples + 1
+        for pos, token in enumerate(prompt.tokens[0].tolist()):
+            if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
+                text = self.pieces.get(token, f"<{token}>")
+                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in strong))
+        return draw_tokens(list(lines.values()))
+
+    @property
+    def tokens(self) -> Int[Tensor, "prompt pos"]:
+        """The token ids.
+
+        Raises:
+            ValueError: The inputs are vectors.
+        """
+        if self.inputs.is_floating_point():
+            raise ValueError("these prompts are vectors, not tokens: they only fit models that take vectors")
+        return self.inputs
+
+    @property
+    def text(self) -> list[str]:
+        """Each prompt as people read it, padding left out."""
+        return ["".join(row) for row in self.token_text]
+
+    @property
+    def token_text(self) -> list[list[str]]:
+        """The text of each real token of each prompt."""
+        ids, mask = self.tokens.tolist(), self.mask.tolist()
+        return [
+            [self.pieces.get(token, f"<{token}>") for token, real in zip(row, kept, strict=True) if real]
+            for row, kept in zip(ids, mask, strict=True)
+        ]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of inputs, mask and targets, equal for equal prompts: how two tables know that they may be paired."""
+        sha = hashlib.sha256()
+        for part in (self.inputs, self.mask):
+            sha.update(np.ascontiguousarray(part.numpy()).tobytes())
+        sha.update(self.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=np.int64).tobytes())
+        return sha.hexdigest()[:16]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The task and the digest: what the provenance of a table says of the prompts that it was measured on."""
+        return {"task": dict(self.task), "digest": self.digest}
+
+    def column(self, name: str) -> Tensor:
+        """Returns a numeric column of `targets` as a tensor."""
+        return torch.from_numpy(self.targets[name].to_numpy(copy=True))
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Prompts":
+        if isinstance(index, slice):
+            chosen = torch.tensor(range(len(self))[index], dtype=torch.long)
+        else:
+            chosen = torch.as_tensor(index)
+            if chosen.dtype == torch.bool and len(chosen) != len(self):
+                raise IndexError(f"a mask of {len(chosen)} entries for {len(self)} prompts: give one entry a prompt")
+            chosen = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long().reshape(-1)
+            if len(wrong := chosen[(chosen < -len(self)) | (chosen >= len(self))]):
+                raise IndexError(f"no prompt {int(wrong[0])}: there are {len(self)}, counted from 0")
+            chosen = chosen.where(chosen >= 0, chosen + len(self))
+        if len(chosen.unique()) != len(chosen):
+            raise ValueError("the same prompt twice: give every index once, so that intervals count it once")
+        return self._take(chosen)
+
+    def batches(self, size: int) -> Iterator["Prompts"]:
+        """Yields the prompts in order, `size` at a time."""
+        for start in range(0, len(self), size):
+            yield self._take(torch.arange(start, min(start + size, len(self))))
+
+    def _take(self, chosen: Int[Tensor, " new"]) -> "Prompts":
+        place = torch.full((len(self),), -1)
+        place[chosen] = torch.arange(len(chosen))
+        new_prompt = place[self.column("prompt")]
+        old_rows = torch.argsort(torch.where(new_prompt < 0, len(self), new_prompt), stable=True)
+        old_rows = old_rows[: int((new_prompt >= 0).sum())]
+        new_row = torch.full((len(self.targets),), -1)
+        new_row[old_rows] = torch.arange(len(old_rows))
+        targets = self.targets.iloc[old_rows.numpy()].reset_index(drop=True)
+        targets["prompt"] = new_prompt[old_rows].numpy()
+
+        def moved(relation: Relation) -> Relation:
+            kept = relation.select(place[relation.prompt] >= 0)
+            return replace(
+                kept, prompt=place[kept.prompt], target=new_row[kept.target],
+                key_label=kept.key_label[chosen], candidate_label=kept.candidate_label[chosen],
+            )  # fmt: skip
+
+        return replace(
+            self,
+            **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "roles", "example")},
+            targets=targets,
+            accepted=None if self.accepted is None else self.accepted[old_rows],
+            relations={name: moved(relation) for name, relation in self.relations.items()},
+            latent={name: value[chosen] for name, value in self.latent.items()},
+        )
+
+    @classmethod
+    def from_tokens(
+        cls,
+        ids: Int[Tensor, "prompt pos"] | Sequence[Sequence[int]],
+        *,
+        relations: Mapping[str, Callable[..., Relation]] | None = None,
+        tokenizer: Any = None,
+    ) -> "Prompts":
+        """Makes prompts of one's own token ids; every token but the first of a prompt is a target.
+
+        The relations `induction`, `previous` and `duplicate` need nothing but the ids. Prompts of different lengths
+        are padded on the left.
+
+        Args:
+            ids: Token ids, a list of ints for each prompt, or a tensor without padding.
+            relations: Relations of one's own by name: functions like those of `align_circuits.relations`, called with
+                `ids`, `mask`, `target`, `prompt` and `query`. They are added to the three.
+            tokenizer: A Hugging Face tokenizer, for the text and for the check that a model shares it.
+
+        Raises:
+            ValueError: No prompts, an empty one, what is no id, a negative id, or a relation with a row without keys.
+
+        >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
+        >>> prompts.relations["induction"].keys_of(0)
+        [1]
+        """
+        try:
+            rows = [[operator.index(token) for token in row] for row in ids]
+        except TypeError as error:
+            raise ValueError("give a list of token ids for each prompt, [[5, 7, 9]] for a single one") from error
+        if not rows or any(len(row) < 2 for row in rows):
+            raise ValueError(
+                "every prompt needs at least two tokens, one to read and one to predict; give lists of token ids"
+            )
+        if any(token < 0 for row in rows for token in row):
+            raise ValueError("a token id is negative: give ids without padding, and lists of different lengths instead")
+        length = max(map(len, rows))
+        inputs = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+        mask = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+        predicts = mask[:, 1:] & mask[:, :-1]
+        prompt, query = predicts.nonzero(as_tuple=True)
+        start = mask.int().argmax(1)
+        targets = pd.DataFrame(
+            {"prompt": prompt, "query_pos": query, "target_pos": query + 1, "token": inputs[prompt, query + 1],
+             "phrase": 0, "offset": query - start[prompt], "kind": "later"}
+        )  # fmt: skip
+        makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
+        row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
+        made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
+        for name in relations or {}:
+            if (empty := int((~made[name].expand()[0].any(1)).sum())) > 0:
+                raise ValueError(
+                    f"relation {name!r}: {empty} of {len(made[name])} rows have no key, which would count as misses: "
+                    "leave them out with relation.select(...)"
+                )
+        return cls(
+            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
+            example=mask.long() - 1, targets=targets, relations=made,
+            pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
+            fingerprint=vocabulary_fingerprint(tokenizer) if tokenizer is not None else None,
+            task={"name": "tokens"},
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Writes the prompts whole into one safetensors file."""
+        tensors = {name: getattr(self, name) for name in _TENSORS} | {f"latent.{k}": v for k, v in self.latent.items()}
+        if self.accepted is not None:
+            tensors["accepted"] = self.accepted
+        for column in self.targets.columns:
+            if column != "kind":
+                tensors[f"targets.{column}"] = self.column(column)
+        kinds = self.targets["kind"].astype("category")
+        tensors["targets.kind"] = torch.from_numpy(kinds.cat.codes.to_numpy(dtype=np.int64))
+        for name, relation in self.relations.items():
+            tensors |= {f"relations.{name}.{k}": v for k, v in vars(relation).items() if isinstance(v, Tensor)}
+        header = {
+            "kinds": list(kinds.cat.categories), "columns": list(self.targets.columns), "task": dict(self.task),
+            "pieces": {str(token): text for token, text in self.pieces.items()}, "fingerprint": self.fingerprint,
+            "relations": {name: [r.name, r.keys_before_query] for name, r in self.relations.items()},
+        }  # fmt: skip
+        with replacing(path) as temporary:
+            save_file(
+                {k: v.clone().contiguous() for k, v in tensors.items()}, temporary, {"prompts": json.dumps(header)}
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Prompts":
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: The file is not there, or holds no prompts.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"no file {str(path)!r}: give one that Prompts.save wrote")
+        try:
+            with safe_open(path, "pt") as file:
+                header = json.loads((file.metadata() or {})["prompts"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
+        columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
+        columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
+        parts = [name for f in fields(Relation) if (name := f.name) not in ("name", "keys_before_query")]
+        relations = {
+            key: Relation(
+                name=name, keys_before_query=strict, **{part: tensors[f"relations.{key}.{part}"] for part in parts}
+            )
+            for key, (name, strict) in header["relations"].items()
+        }
+        return cls(
+            **{name: tensors[name] for name in _TENSORS},
+            targets=pd.DataFrame(columns), relations=relations, accepted=tensors.get("accepted"),
+            pieces={int(token): text for token, text in header["pieces"].items()}, fingerprint=header["fingerprint"],
+            task=header["task"],
+            latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
+        )  # fmt: skip
+
+
+_TENSORS = ("inputs", "mask", "roles", "example", "letters")
+
+
+def vocabulary_fingerprint(tokenizer: Any) -> str:
+    """Returns a hash of a tokenizer's vocabulary: equal if and only if every id means the same token."""
+    sha = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        sha.update(f"{index}\t{token}\n".encode(errors="surrogatepass"))
+    return sha.hexdigest()[:16]
+
+
+def text_of(tokenizer: Any, ids: Int[Tensor, " token"]) -> dict[int, str]:
+    """Returns the text of each id."""
+    return {token: tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids.tolist()}

@@ -1,0 +1,108 @@
+"""One self-contained HTML page of what was found: no network, each script once."""
+
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from align_circuits.files import replacing
+from align_circuits.report.widgets import Attention, circuitsvis_script
+from align_circuits.tables.tables import Provenance, Table
+
+Content = go.Figure | Table | Attention | str
+"""What a section may show; a string is HTML."""
+
+LARGEST = 10_000_000
+"""Bytes of a page at most."""
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""What a browser lets the page load: nothing that is not in it."""
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
+pre { overflow-x: auto; font-size: 12px; }
+.wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .85rem; }
+.verdict { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
+"""
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    verdict: str,
+    sections: Sequence[tuple[str, str, Content | Sequence[Content]]],
+    provenance: Provenance,
+) -> Path:
+    """Writes a report that opens anywhere, also without a network.
+
+    Args:
+        path: The HTML file.
+        title: The page's heading.
+        verdict: What was found, in a sentence or two.
+        sections: Heading, a sentence about it, and what it shows: a figure, a table, attention, HTML, or several.
+        provenance: Printed at the end.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: The page would be larger than `LARGEST`.
+    """
+    shown = [_several(content) for _, _, content in sections]
+    scripts = list(_scripts(shown))
+    blocks = [
+        f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(note)}</p>\n{''.join(map(_block, contents))}"
+        for (heading, note, _), contents in zip(sections, shown, strict=True)
+    ]
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{html.escape(title)}</title><style>{_STYLE}</style>
+{"".join(f"<script>{script}</script>" for script in scripts)}</head>
+<body><h1>{html.escape(title)}</h1>
+<p class="verdict">{html.escape(verdict)}</p>
+{"".join(blocks)}
+<h2>Provenance</h2><pre>{html.escape(provenance.to_json())}</pre>
+</body></html>
+"""
+    written = page.encode()
+    if len(written) > LARGEST:
+        sizes = {heading: len(block.encode()) for (heading, _, _), block in zip(sections, blocks, strict=True)}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"the report has {len(written) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: "
+            f"show less in {largest!r} ({sizes[largest] / 1e6:.1f} MB)"
+        )
+    path = Path(path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(written)
+    return path
+
+
+def _several(content: Content | Sequence[Content]) -> Sequence[Content]:
+    return [content] if isinstance(content, Content) else content
+
+
+def _scripts(shown: Sequence[Sequence[Content]]) -> Iterator[str]:
+    """The scripts that the page needs, each once."""
+    kinds = {type(content) for contents in shown for content in contents}
+    if go.Figure in kinds:
+        yield get_plotlyjs()
+    if Attention in kinds:
+        yield circuitsvis_script()
+
+
+def _block(content: Content) -> str:
+    if isinstance(content, go.Figure):
+        download = {"modeBarButtons": [["toImage"]], "toImageButtonOptions": {"format": "svg"}, "displaylogo": False}
+        return content.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, **download})
+    if isinstance(content, Table):
+        return content.frame.to_html(index=False, float_format="{:.3f}".format, border=0)
+    return content.html(script=False) if isinstance(content, Attention) else content

@@ -1,0 +1,117 @@
+"""From what a task drew to token ids, targets and relations."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.prompts.prompts import KINDS
+from align_circuits.prompts.relations import NOBODY, Relation, duplicate_token, induction, previous_token
+from align_circuits.tasks.layout import FIXED, Layout
+
+LATENT = ("symbols", "order", "phrases", "letter", "next")
+"""What `Prompts.latent` holds: `symbols [prompt symbol]`, the places of the prompt's symbols in the alphabet; `order
+[prompt example pos]`, which of them stands where in each input; `phrases [prompt example phrase offset]`, the letters;
+`letter` and `next [prompt symbol state edge]`, the automata."""
+
+
+def write(
+    places: Layout,
+    latent: Mapping[str, Tensor],
+    which: Int[Tensor, "prompt example phrase"],
+    fixed: Int[Tensor, " fixed"],
+    symbols: Int[Tensor, " symbol"],
+    letters: Int[Tensor, " letter"],
+) -> Int[Tensor, "prompt pos"]:
+    """Returns the token ids of what was drawn.
+
+    Args:
+        places: Where everything stands.
+        latent: What was drawn, as described at `LATENT`.
+        which: The symbol that each phrase translates.
+        fixed: The token ids of the delimiters.
+        symbols: The token ids of the alphabet.
+        letters: The token ids of the letters.
+    """
+    own = symbols[latent["symbols"]]
+    inputs, copies = (own.gather(1, index.flatten(1)).view_as(index) for index in (latent["order"], which))
+    return places.write(fixed, inputs, letters.take(latent["phrases"]), copies)
+
+
+def gold(
+    places: Layout, inputs: Int[Tensor, "prompt pos"], latent: Mapping[str, Tensor], aligned: Sequence[int]
+) -> tuple[pd.DataFrame, dict[str, Relation]]:
+    """Returns the targets, the letters of the test example, and the relations that ask about them.
+
+    - `align_query` and `align_key`, for the first letter of each phrase: the input position that the phrase translates,
+      among the positions of the test input. The first asks at the position that generates the letter, the second at the
+      letter itself.
+    - `lookup`, for every target, at the position that generates it: the letters of earlier examples that translate the
+      same symbol, among all letters of earlier examples. Targets whose symbol no earlier phrase translates are left
+      out.
+    - `induction`, `previous`, `duplicate`, at the position that generates the target.
+    """
+    n, (m, c) = len(inputs), places.outputs.shape[1:]
+    positions = places.outputs[-1].flatten()
+    prompt, target_pos = torch.arange(n).repeat_interleave(m * c), positions.repeat(n)
+    query_pos = target_pos - 1  # in every style the letter is predicted where the token before it stands
+    phrase, offset = torch.arange(m).repeat_interleave(c).repeat(n), torch.arange(c).repeat(n * m)
+    kind = np.array(KINDS, dtype=object)[(offset > 0).long().numpy()]
+    targets = pd.DataFrame(
+        {"prompt": prompt, "query_pos": query_pos, "target_pos": target_pos, "token": inputs[:, positions].flatten(),
+         "phrase": phrase, "offset": offset, "kind": kind}
+    )  # fmt: skip
+
+    rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": query_pos}
+    mask = torch.ones((), dtype=torch.bool).expand_as(inputs)
+    relations = {
+        "align_query": _align("align_query", places, rows, phrase, aligned),
+        "align_key": _align("align_key", places, rows | {"query": target_pos}, phrase, aligned),
+        "lookup": _lookup(places, rows, latent["order"][:, :, list(aligned)]),
+    }
+    relations |= {make.__name__: make(inputs, mask, **rows) for make in (induction, previous_token, duplicate_token)}
+    return targets, {relation.name: relation for relation in relations.values()}
+
+
+def _align(
+    name: str, places: Layout, rows: Mapping[str, Tensor], phrase: Int[Tensor, " row"], aligned: Sequence[int]
+) -> Relation:
+    """From the first letter of a phrase to its input position, among the test input."""
+    n, test = int(rows["prompt"][-1]) + 1, places.inputs[-1]
+    key = torch.full((len(places.roles),), NOBODY)
+    key[test] = torch.arange(len(test))
+    first = torch.arange(0, len(phrase), places.outputs.shape[2])
+    return Relation(
+        name,
+        target=rows["target"][first],
+        prompt=rows["prompt"][first],
+        query=rows["query"][first],
+        wants=torch.tensor(aligned)[phrase[first]],
+        among=torch.zeros_like(first),
+        key_label=key.expand(n, -1),
+        candidate_label=key.clamp(max=0).expand(n, -1),
+    )
+
+
+def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
+    """From each target to the letters of earlier examples that translate the same symbol."""
+    c = places.outputs.shape[2]
+    nobody = torch.full_like(symbol, NOBODY)
+    label = torch.cat([symbol[:, :-1], nobody[:, -1:]], dim=1)
+    key = places.write(torch.full((len(FIXED),), NOBODY), nobody, label[..., None].expand(-1, -1, -1, c), nobody)
+    wants = symbol[:, -1]
+    relation = Relation(
+        "lookup",
+        target=rows["target"],
+        prompt=rows["prompt"],
+        query=rows["query"],
+        wants=wants.repeat_interleave(c, dim=1).flatten(),
+        among=torch.zeros_like(rows["query"]),
+        key_label=key,
+        candidate_label=key[:1].clamp(max=0).expand_as(key),
+    )
+    seen = (symbol[:, :-1, :, None] == wants[:, None, None]).any(2).any(1)
+    return relation if bool(seen.all()) else relation.select(seen.repeat_interleave(c, dim=1).flatten())

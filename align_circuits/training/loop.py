@@ -1,0 +1,332 @@
+"""The one training loop: any model, any sampler of batches, and a killed run goes on where it was."""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from tqdm.auto import tqdm
+
+from align_circuits.training.checkpoints import Checkpoints, Log, bytes_of, signals_held
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Raises:
+        ValueError: A number outside its range.
+    """
+
+    steps: int
+    """The number of updates, at least 1."""
+    lr: float = 1e-3
+    """The highest learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The shape of the decay; see `learning_rate`."""
+    warmup: int = 0
+    """The number of first steps over which the learning rate rises."""
+    decay: int | None = None
+    """The number of last steps over which it falls; None: all after the warmup. Shorter, it makes a trapezoid."""
+    final: float = 0.0
+    """Where the decay ends, as a fraction of `lr`, in [0, 1]."""
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024) for the matrices inside the network, which on
+    small transformers brings induction heads several times sooner, with AdamW for embeddings and vectors."""
+    rest_lr: float | None = None
+    """With Muon, the highest learning rate of what AdamW trains; it follows the same schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    momentum: float = 0.0
+    """SGD's momentum."""
+    weight_decay: float = 0.0
+    """Decay of the weights, times the learning rate; of matrices only, not of biases, gains and other vectors. A model
+    names others that are not to decay with a method `no_weight_decay()`."""
+    clip: float | None = 1.0
+    """The largest norm of the gradient over all parameters; a longer one is scaled down to it. None: no limit."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`"bf16"` runs the forward pass under autocast; pays on a GPU."""
+    compile: bool = False
+    """Whether `torch.compile` runs the model; pays on a GPU when all batches have one shape."""
+    log_every: int = 100
+    """A row of the log is written at step 0, every so many steps, and at the end."""
+    checkpoint_every: int = 1
+    """A checkpoint is written every so many steps, and with every row of the log; `train` says what that guarantees."""
+
+    def __post_init__(self):
+        for name in ("steps", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.warmup < 0 or self.decay_steps < 0 or self.warmup + self.decay_steps > self.steps:
+            raise ValueError(f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}")
+        if (self.optimizer == "muon") != (self.rest_lr is not None):
+            raise ValueError(
+                f"rest_lr={self.rest_lr}, optimizer={self.optimizer!r}: Muon needs rest_lr, no other has it"
+            )
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final={self.final}: give a fraction of lr, 0 to 1")
+        if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
+            raise ValueError(f"lr={self.lr} and clip={self.clip} must be above 0; clip=None does not clip")
+
+    @property
+    def decay_steps(self) -> int:
+        """The number of steps that the decay takes."""
+        return self.steps - self.warmup if self.decay is None else self.decay
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Returns the learning rate of update `step`, counted from 1: a function of the step alone.
+
+    It rises linearly to `lr` at step `warmup`, stays there, and over the last D = `decay` steps falls towards
+    `final * lr`: with t = (step - 1 - (steps - D)) / D, as 1 - t (linear) or (1 + cos(pi t)) / 2 (cosine).
+
+    >>> trapezoid = TrainConfig(steps=8, lr=1.0, schedule="linear", warmup=2, decay=4)
+    >>> [learning_rate(trapezoid, step) for step in range(1, 9)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < config.warmup:
+        return config.lr * step / config.warmup
+    if config.schedule == "constant" or config.decay_steps == 0:
+        return config.lr
+    t = max(0.0, (step - 1 - (config.steps - config.decay_steps)) / config.decay_steps)
+    left = 1 - t if config.schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
+    return config.lr * (config.final + (1 - config.final) * left)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainRun:
+    """A finished training."""
+
+    model: nn.Module
+    """The model that was given, trained."""
+    log: pd.DataFrame
+    """Columns step, loss (the mean over the steps since the row before), lr, grad_norm (before clipping, of that step
+    alone), then the metrics. At step 0, loss and grad_norm are NaN."""
+    folder: Path | None
+    """Where `log.csv` and the checkpoints are."""
+
+
+def train(
+    model: nn.Module,
+    sample: Callable[[int, int], Any],
+    loss: Callable[[nn.Module, Any], Float[Tensor, ""]],
+    config: TrainConfig,
+    *,
+    seed: int = 0,
+    out: str | Path | None = None,
+    metrics: Callable[[nn.Module, int], Mapping[str, float]] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> TrainRun:
+    """Trains a model in place; with `out`, goes on from the newest checkpoint there.
+
+    A run that is killed at any moment, and started again by the same call, ends with the same weights, optimiser
+    state and log, bit for bit, as one that is not. With `checkpoint_every=1` no finished step is executed again, only
+    the one that was under way; with n, at most n - 1 finished ones. Ctrl-C and SIGTERM wait for the end of the step
+    and for its checkpoint. Bit for bit: on the same machine, versions and number of threads, with kernels that are
+    deterministic, and under `compile` only where all batches have one shape.
+
+    Args:
+        model: Its parameters that require a gradient are trained, on the device where they are.
+        sample: `(step, seed) -> batch`, a function of its two arguments alone; each step has its own seed. Tensors in
+            the batch, also in tuples, lists and dicts, are moved to the model's device.
+        loss: `(model, batch) -> scalar`.
+        config: The optimiser, the schedule, the length.
+        seed: Fixes the seeds of the batches, and of what the model draws from the global generators (dropout), which
+            are left as they were.
+        out: The folder for `log.csv` and the checkpoints; None keeps nothing.
+        metrics: `(model, step) -> {name: number}`, called for each row of the log, in evaluation mode and without
+            gradients. A run that was killed meanwhile calls it again for the same step.
+        recipe: Whatever else defines the run (data, loss, the model's seed), as JSON; a folder of another recipe is
+            refused.
+        progress: Whether to draw a progress bar.
+
+    Raises:
+        ValueError: Nothing to train; or `out` cannot be written, is in use, or holds a run of another config, seed,
+            recipe or model.
+        FloatingPointError: A loss or gradient that is not finite; model and folder stay as the step before left them.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    device = next(iter(trained.values())).device
+    optimizers = _optimizers(model, trained, config)
+    highest = {optimizer: optimizer.defaults["lr"] for optimizer in optimizers.values()}
+    network = cast(nn.Module, torch.compile(model)) if config.compile else model
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+    loss_sum, norm = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
+
+    persistent = model.state_dict(keep_vars=True).keys()
+    changing = trained | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+    def state() -> dict[str, Tensor]:
+        """Everything that the next step and the next row of the log depend on."""
+        kept = {f"model.{name}": tensor for name, tensor in changing.items()}
+        kept |= {"loss_sum": loss_sum, "grad_norm": norm}
+        for name, parameter in trained.items():
+            kept |= {f"optimizer.{name}.{key}": value for key, value in optimizers[name].state[parameter].items()}
+        return kept
+
+    def update(step: int) -> float:
+        """One step of training; returns the loss."""
+        batch_seed, model_seed, _ = _seeds(seed, step)
+        batch = _to(device, sample(step, batch_seed))
+        _reseed(device, model_seed)
+        with autocast:
+            value = loss(network, batch)
+        for parameter in trained.values():
+            parameter.grad = None
+        value.backward()
+        gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        if config.clip is not None:
+            nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
+        norm.copy_(total)
+        number, length = torch.stack([value.detach().double(), norm.double()]).tolist()
+        if not math.isfinite(number + length):
+            raise FloatingPointError(
+                f"step {step}: the loss is {number}, its gradient has the norm {length}. The model is as "
+                f"step {step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
+            )
+        for optimizer, lr in highest.items():
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (learning_rate(config, step) / config.lr)
+            optimizer.step()
+        if _since_row(config, step) == 1:
+            loss_sum.zero_()
+        loss_sum.add_(value.detach())
+        return number
+
+    with ExitStack() as stack:
+        step, checkpoints, log = 0, None, Log(None, 0)
+        if out is not None:
+            about = asdict(config) | {"seed": seed, "recipe": recipe or {}, "model": _fingerprint(model)}
+            checkpoints = stack.enter_context(closing(Checkpoints(out, about)))
+            step = checkpoints.step
+            log = Log(checkpoints.folder / "log.csv", step)
+            if step:
+                _restore(checkpoints.load(), state(), trained, optimizers)
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.callback(model.train, model.training)
+        model.train()
+        bar = stack.enter_context(tqdm(total=config.steps, initial=step, disable=not progress, unit="step"))
+
+        while True:
+            if log.step < step and _has_row(config, step):
+                row = {"loss": loss_sum.item() / _since_row(config, step) if step else math.nan}
+                row |= {"lr": learning_rate(config, step), "grad_norm": norm.item() if step else math.nan}
+                if metrics is not None:
+                    _reseed(device, _seeds(seed, step)[2])
+                    model.eval()
+                    with torch.no_grad():
+                        row |= metrics(model, step)
+                    model.train()
+                log.append(step, row)
+            if step == config.steps:
+                break
+
+            with signals_held() as held:
+                stop = False
+                while not stop:  # up to the next row, which stands on a checkpoint and may be interrupted
+                    step += 1
+                    number = update(step)
+                    stop = _has_row(config, step) or bool(held)
+                    if checkpoints is not None and (stop or step % config.checkpoint_every == 0):
+                        checkpoints.save(step, state())
+                    bar.set_postfix(loss=f"{number:.4f}", refresh=False)
+                    bar.update()
+        if checkpoints is not None:
+            checkpoints.sync()
+    return TrainRun(model, log.frame(), None if checkpoints is None else checkpoints.folder)
+
+
+def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: TrainConfig) -> dict[str, Optimizer]:
+    """The optimiser of each parameter, by its name."""
+    inner, rest = {}, dict(trained)
+    if config.optimizer == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"PyTorch {torch.__version__} has no Muon: take 2.9 or later, or optimizer='adamw'")
+        outer = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        outer |= {weight for name, weight in trained.items() if name.startswith("lm_head.")}
+        inner = {name: weight for name, weight in trained.items() if weight.ndim == 2 and weight not in outer}
+        rest = {name: weight for name, weight in trained.items() if name not in inner}
+    told: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    decays = {name: weight.ndim >= 2 and name not in told for name, weight in rest.items()}
+    groups = [
+        {"params": [rest[name] for name in rest if decays[name]], "weight_decay": config.weight_decay},
+        {"params": [rest[name] for name in rest if not decays[name]], "weight_decay": 0.0},
+    ]
+    optimizers: dict[str, Optimizer] = {}
+    if inner:
+        muon = torch.optim.Muon(list(inner.values()), lr=config.lr, weight_decay=config.weight_decay)
+        optimizers |= dict.fromkeys(inner, muon)
+    if rest and config.optimizer == "sgd":
+        optimizers |= dict.fromkeys(rest, SGD(groups, lr=config.lr, momentum=config.momentum, fused=True))
+    elif rest:
+        lr = config.lr if config.rest_lr is None else config.rest_lr
+        optimizers |= dict.fromkeys(rest, AdamW(groups, lr=lr, betas=config.betas, fused=True))
+    return optimizers
+
+
+def _restore(
+    saved: Mapping[str, Shaped[Tensor, "..."]],
+    state: Mapping[str, Shaped[Tensor, "..."]],
+    trained: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, Optimizer],
+) -> None:
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
+    for name in saved.keys() - state.keys() - {"step"}:
+        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        optimizers[parameter].state[trained[parameter]][key] = saved[name].to(trained[parameter].device)
+
+
+def _has_row(config: TrainConfig, step: int) -> bool:
+    return step % config.log_every == 0 or step == config.steps
+
+
+def _since_row(config: TrainConfig, step: int) -> int:
+    """The number of steps since the last row of the log, `step` included."""
+    return (step - 1) % config.log_every + 1
+
+
+def _seeds(seed: int, step: int) -> list[int]:
+    """Three independent seeds of a step: for its batch, for the model, for the metrics."""
+    return [int(word) >> 1 for word in np.random.SeedSequence((seed, step)).generate_state(3, np.uint64)]
+
+
+def _reseed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _to(device: torch.device, batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: _to(device, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_to(device, value) for value in batch)
+    return batch
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Tells models of other shapes, and other frozen weights, apart; trained weights come from the checkpoint."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
+        if not parameter.requires_grad:
+            digest.update(bytes_of(parameter))
+    return f"{sum(parameter.numel() for parameter in model.parameters())} parameters, {digest.hexdigest()[:12]}"

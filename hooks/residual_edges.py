@@ -1,0 +1,254 @@
+"""The residual stream as wires: what each part of a model writes to it and reads from it, and edits of what is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from align_circuits.hooks.edits import Edit, Running
+from align_circuits.hooks.graph import Graph, Reading
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import Change
+
+EMBEDDED = name_of("resid_pre", 0)
+"""Where the residual stream holds the embedding alone."""
+
+
+class Wires:
+    """The weights by which the heads and MLPs of a model write to its residual stream and read from it.
+
+    Layer norms, projections and MLPs are the model's own, without its hooks; gradients pass through them.
+    """
+
+    def __init__(self, model: Any):
+        """Takes the parts of a model.
+
+        Raises:
+            ValueError: The model does not name its parts as TransformerLens does.
+        """
+        if not hasattr(model, "blocks"):
+            raise ValueError(
+                f"a {type(model).__name__} has no blocks with ln1, attn and mlp: load it with align_circuits.load"
+            )
+        self.graph = Graph.of(model.cfg)
+        self._blocks = model.blocks
+        self._weights = [
+            {name: _weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
+            for block in model.blocks
+        ]
+
+    def written(self, layer: int, z: Float[Tensor, "prompt pos head d_head"]) -> Float[Tensor, "prompt pos head d"]:
+        """Returns what each head adds to the residual stream; the layer's bias belongs to none of them."""
+        return torch.einsum("nphe,hed->nphd", z, self._weights[layer]["W_O"])
+
+    def bias(self, layer: int) -> Float[Tensor, " d_model"] | float:
+        """Returns what the attention of a layer adds beside its heads."""
+        bias = self._weights[layer]["b_O"]
+        return 0.0 if bias is None else bias
+
+    def read(
+        self, site: Reading, layer: int, residual: Float[Tensor, "prompt pos column d_model"]
+    ) -> Float[Tensor, "prompt pos column out"]:
+        """Returns what receivers make of the residual streams that they read, a column for each of them.
+
+        Query, key and value come before rotation, with a column for each head or key head; of an MLP (one column) its
+        output; of the logits (one column) the stream itself.
+        """
+        if site == "logits":
+            return residual
+        block = self._blocks[layer]
+        if site == "mlp":
+            return _raw(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None]
+        weights, bias = (self._weights[layer][f"{kind}_{site.upper()}"] for kind in "Wb")
+        out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
+        return out if bias is None else out + bias
+
+    def pulled(
+        self,
+        site: Reading,
+        layer: int,
+        residual: Float[Tensor, "prompt pos d_model"],
+        gradient: Float[Tensor, "prompt pos column out"],
+    ) -> Float[Tensor, "prompt pos column d_model"]:
+        """Returns the gradient with respect to what each receiver reads, from that with respect to what it makes of it.
+
+        Args:
+            site: Which receivers.
+            layer: Of which layer.
+            residual: What they all read.
+            gradient: Of a scalar.
+        """
+        with torch.enable_grad():
+            each = residual.detach()[:, :, None].repeat(1, 1, gradient.shape[2], 1).requires_grad_()
+            return torch.autograd.grad(self.read(site, layer, each), each, gradient)[0]
+
+
+def reads_from(graph: Graph, site: Reading, layer: int) -> str:
+    """Returns the hook point of the residual stream that receivers read."""
+    if site == "logits":
+        return name_of("resid_post", graph.n_layers - 1)
+    return f"blocks.{layer}.hook_resid_mid" if site == "mlp" and not graph.parallel else name_of("resid_pre", layer)
+
+
+def lands_at(graph: Graph, site: Reading, layer: int) -> str:
+    """Returns the hook point of what receivers make of what they read (`Wires.read`)."""
+    if site == "logits":
+        return name_of("resid_post", graph.n_layers - 1)
+    return name_of("mlp_out" if site == "mlp" else site, layer)
+
+
+def sent_from(graph: Graph) -> list[str]:
+    """Returns the hook points of what senders say, in order: the embedding, then z and MLP of each layer."""
+    return [EMBEDDED] + [
+        name_of(site, layer) for layer in range(graph.n_layers) for site in (("z", "mlp_out") if graph.mlps else ("z",))
+    ]
+
+
+def sites_of(graph: Graph) -> dict[tuple[Reading, int], slice]:
+    """Returns the places of the receivers of each site and layer among `graph.receivers`."""
+    places: dict[tuple[Reading, int], list[int]] = {}
+    for place, receiver in enumerate(graph.receivers):
+        places.setdefault((receiver.site, receiver.layer), []).append(place)
+    return {at: slice(some[0], some[-1] + 1) for at, some in places.items()}
+
+
+def touched(graph: Graph) -> list[str]:
+    """Returns the hook points of all senders and receivers."""
+    ends = {place for site in sites_of(graph) for place in (reads_from(graph, *site), lands_at(graph, *site))}
+    return sorted({*ends, *sent_from(graph)})
+
+
+def columns_of(graph: Graph) -> dict[str, slice]:
+    """Returns the places of the senders at each hook point among `graph.senders`."""
+    columns, start = {}, 0
+    for name in sent_from(graph):
+        width = graph.n_heads if name.endswith("hook_z") else 1
+        columns[name] = slice(start, start := start + width)
+    return columns
+
+
+def written_by(wires: Wires, name: str, value: Tensor) -> Float[Tensor, "prompt pos sender d_model"]:
+    """Returns what the senders at a hook point (`sent_from`) add to the residual stream, from the activation there."""
+    return wires.written(int(name.split(".")[1]), value) if name.endswith("hook_z") else value[:, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _ByCell(Edit):
+    """An edit that tells cells apart: the prompts that it was made for run once for each cell, one after another."""
+
+    def _cells(self, running: Running | None, prompts: int) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+        """The cell of each row of a batch, and its place among the prompts."""
+        if running is None:
+            raise ValueError("an edit of edges depends on the prompts: give them, as in fwd_hooks(model, prompts)")
+        if len(running.prompts) % prompts:
+            raise ValueError(
+                f"the edit was made for {prompts} prompts, but {len(running.prompts)} run: run the same, once for each "
+                "cell"
+            )
+        return running.rows // prompts, running.rows % prompts
+
+
+@dataclass(frozen=True, eq=False)
+class PatchEdges(_ByCell):
+    """Puts what senders say in another run in place, but only for some of those who read it.
+
+    A receiver reads the residual stream of this run, in which what some senders wrote is replaced by what they wrote in
+    the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
+
+    Source: Wang et al. (2022), "Interpretability in the Wild", §3.1 (path patching); Conmy et al. (2023), "Towards
+    Automated Circuit Discovery", for circuits as sets of edges.
+    """
+
+    wires: Wires
+    source: Mapping[str, Float[Tensor, "prompt pos ..."]]
+    """What senders say in the other run, by hook point (`sent_from`): `engine.capture`."""
+    edges: Bool[Tensor, "cell receiver sender"]
+    """Which edges carry that, in each cell."""
+
+    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:  # noqa: ARG002 - the wires know it
+        """A change where a patched edge ends, and a reader where senders speak."""
+        graph, wires = self.wires.graph, self.wires
+        cell, prompt = self._cells(running, len(self.source[EMBEDDED]))
+        names, sites = sent_from(graph), sites_of(graph)
+        used = [site for site, places in sites.items() if self.edges[:, places].any()]
+        columns = columns_of(graph)
+        read_at = {reads_from(graph, *site) for site in used}
+        speaking = [name for name in names if self.edges[:, :, columns[name]].any()]
+        stream: dict[str, Tensor] = {}
+        other: dict[str, Tensor] = {}
+
+        def patched(site: tuple[Reading, int], activation: Tensor) -> Tensor:
+            wanted = self.edges[cell, sites[site]].to(activation)
+            residual = activation if site[0] == "logits" else stream[reads_from(graph, *site)]
+            change = torch.zeros_like(residual)[:, :, None].repeat(1, 1, wanted.shape[1], 1)
+            for sender in [sender for sender in speaking if sender in other]:
+                change = change + torch.einsum("npsd,nrs->nprd", other[sender], wanted[:, :, columns[sender]])
+            new = wires.read(*site, residual[:, :, None] + change)
+            return new if site[0] in ("q", "k", "v") else new[:, :, 0]
+
+        def change_at(name: str) -> Change:
+            ending = [site for site in used if lands_at(graph, *site) == name]
+
+            def change(activation: Tensor) -> Tensor | None:
+                new = patched(ending[0], activation) if ending else None
+                said = activation if new is None else new
+                if name in read_at:
+                    stream[name] = said
+                if name in speaking:
+                    before = self.source[name][prompt][:, -said.shape[1] :].to(said)
+                    other[name] = written_by(wires, name, before - said)
+                return new
+
+            return change
+
+        ends = {lands_at(graph, *site) for site in used}
+        return {name: change_at(name) for name in sorted({*ends, *read_at, *speaking})}
+
+
+@dataclass(frozen=True, eq=False)
+class Receive(_ByCell):
+    """Gives receivers what they make of the residual stream in another run."""
+
+    graph: Graph
+    made: Mapping[str, Float[Tensor, "prompt pos ..."]]
+    """What they make of it there, by hook point (`lands_at`)."""
+    receivers: Bool[Tensor, "cell receiver"]
+    """Which receivers are given it, in each cell."""
+
+    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
+        """A change at each receiver."""
+        cell, prompt = self._cells(running, len(next(iter(self.made.values()))))
+
+        def change_at(name: str, places: slice) -> Change:
+            def change(activation: Tensor) -> Tensor:
+                here = self.receivers[cell, places].to(activation.device)[:, None]
+                here = here[..., None] if activation.ndim == 4 else here
+                new = self.made[name][prompt][:, -activation.shape[1] :].to(activation)
+                return torch.where(here, new, activation)
+
+            return change
+
+        return {
+            name: change_at(name, places)
+            for site, places in sites_of(self.graph).items()
+            if (name := lands_at(self.graph, *site)) in self.made and self.receivers[:, places].any()
+        }
+
+
+def _weight(attention: Any, name: str) -> Tensor | None:
+    """A weight with a row for each key head; a grouped `HookedTransformer` shows it repeated, and hides it so."""
+    weight = getattr(attention, f"_{name}", getattr(attention, name, None))
+    return None if weight is None else weight.detach()
+
+
+def _raw(module: Any) -> Callable[[Tensor], Tensor]:
+    """A module without the hooks that a bridge puts around it."""
+    return getattr(module, "original_component", module)
+
+
+def _normed(block: Any, name: str, residual: Tensor) -> Tensor:
+    norm: nn.Module | None = getattr(block, name, None)
+    return residual if norm is None else _raw(norm)(residual)

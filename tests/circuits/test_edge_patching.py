@@ -1,0 +1,167 @@
+"""Edges and paths beside runs that freeze everything else by hooks, one head at a time."""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from frozen import Twin, of_lengths
+from peft import LoraConfig, get_peft_model
+
+import align_circuits as ac
+from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.hooks.graph import Graph
+from align_circuits.prompts.prompts import Prompts
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+ARCHITECTURES = ("llama", "qwen3", "gpt2", "gpt_neox")
+
+
+@pytest.fixture(scope="module")
+def clean(char_tokenizer) -> Prompts:
+    return TASK.sample(3, char_tokenizer, seed=0)
+
+
+@pytest.fixture(scope="module")
+def corrupted(clean) -> Prompts:
+    return TASK.corrupt(clean, "query", seed=1)
+
+
+@pytest.fixture(scope="module")
+def models(random_hf_model, char_tokenizer):
+    return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ARCHITECTURES}
+
+
+def edges_of(graph: Graph) -> list[tuple[str, str]]:
+    return [
+        (sender.name, receiver.name)
+        for row, receiver in enumerate(graph.receivers)
+        for column, sender in enumerate(graph.senders)
+        if graph.edges[row, column]
+    ]
+
+
+def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
+    frame: Any = table.frame
+    return frame.set_index(["sender", "receiver"])["value"].to_dict()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_edges_equal_runs_with_everything_frozen(models, name, clean, corrupted):
+    model, graph = models[name], Graph.of(models[name].cfg)
+    some = None if name == "llama" else edges_of(graph)[::6]
+    found = values_of(patch_edges(model, clean=clean, corrupted=corrupted, edges=some))
+    twin = Twin(model, clean, corrupted)
+    assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
+    assert set(found) == set(edges_of(graph) if some is None else some)
+    assert sum(abs(value) > 1e-3 for value in found.values()) > 0.5 * len(found)
+
+
+def test_the_graph_of_grouped_queries(models):
+    graph = Graph.of(models["llama"].cfg)
+    assert [receiver.name for receiver in graph.receivers if receiver.layer == 1] == [
+        *(f"L1H{head}.q" for head in range(4)), "L1KV0.k", "L1KV1.k", "L1KV0.v", "L1KV1.v", "M1",
+    ]  # fmt: skip
+    assert len(edges_of(graph)) == 8 + 5 + 8 * 6 + 10 + 11
+    neox = Graph.of(models["gpt_neox"].cfg)
+    assert ("L0H1", "M0") in edges_of(graph) and ("L0H1", "M0") not in edges_of(neox)
+    assert graph.among([(1, 2)]).sum() == graph.select(
+        [(a, b) for a, b in edges_of(graph) if a in ("input", "M0", "M1", "L1H2")
+         and b in ("M0", "M1", "logits", "L1H2.q", "L1KV1.k", "L1KV1.v")]
+    ).sum()  # fmt: skip
+    with pytest.raises(ValueError, match="no head L0H4: there are layers 0 to 1 with heads 0 to 3"):
+        graph.among([(0, 4)])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_paths_equal_runs_with_heads_frozen(models, name, clean, corrupted):
+    model, senders = models[name], ["input", "L0H1", "M0"]
+    shared = "KV" if name in ("llama", "qwen3") else "H"
+    receivers = ["L1H0.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
+    found = values_of(patch_paths(model, clean=clean, corrupted=corrupted, senders=senders, receivers=receivers))
+    twin = Twin(model, clean, corrupted)
+    expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in found}
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert len(found) == len(senders) * len(receivers)
+    direct = values_of(patch_edges(model, clean=clean, corrupted=corrupted, edges=found))
+    if name != "gpt_neox":  # whose heads and MLP read side by side
+        assert found["L0H1", "logits"] != pytest.approx(direct["L0H1", "logits"], abs=1e-3), "an MLP lies between"
+    assert found["M0", "L1H0.q"] == pytest.approx(direct["M0", "L1H0.q"], abs=1e-5), "none lies between"
+
+
+@pytest.mark.usefixtures("exact_arithmetic")
+@pytest.mark.parametrize("lengths", [(9, 6, 11), (8, 8, 8)], ids=["padded", "double"])
+def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
+    """Apart: on padded prompts in double precision the bridge's own attention is NaN."""
+    double = len(set(lengths)) == 1
+    model = ac.load(random_hf_model("llama", seed=3).to(torch.float64 if double else torch.float32))
+    run, other = of_lengths(lengths, 0), of_lengths(lengths, 1)
+    exact: Any = {"abs": 1e-10 if double else 1e-5}
+    some = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
+    edges = values_of(patch_edges(model, clean=run, corrupted=other, edges=some, batch_size=2))
+    twin = Twin(model, run, other)
+    assert edges == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in edges}, **exact)
+    receivers, senders = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"], ["L0H0", "L0H3", "L1H0"]
+    paths = values_of(
+        patch_paths(model, clean=run, corrupted=other, senders=senders, receivers=receivers, batch_size=2)
+    )
+    expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in paths}
+    assert paths == pytest.approx(expected, **exact)
+    assert ("L1H0", "L1H3.q") not in paths and ("L1H0", "M1") in paths
+
+
+def test_directions_engines_and_batches(models, clean, corrupted):
+    model, edges = models["llama"], [("L0H1", "L1H2.q"), ("input", "L1KV1.v"), ("M0", "logits")]
+    for verb, options in ((patch_edges, {"edges": edges}), (patch_paths, {"receivers": ["L1H2.q", "logits"]})):
+        table = verb(model, clean=clean, corrupted=corrupted, direction="denoise", **options)  # pyright: ignore[reportArgumentType]
+        assert table.provenance.engine == "fast" and table.provenance.settings["direction"] == "denoise"
+        twin = Twin(model, corrupted, clean)
+        for edge, value in values_of(table).items():
+            assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is patch_edges), abs=1e-5)
+        others: list[dict[str, Any]] = [{"engine": "reference"}, {"batch_size": 2}]
+        for other in others:
+            again = verb(model, clean=clean, corrupted=corrupted, direction="denoise", **options, **other)
+            assert values_of(again) == pytest.approx(values_of(table), abs=1e-5)
+
+
+def test_refusals(models, random_hf_model, clean, corrupted):
+    model: Any = models["llama"]
+    pair: Any = {"clean": clean, "corrupted": corrupted}
+    with pytest.raises(KeyError, match="no sender 'L0H9' in this model: it has input, L0H0"):
+        patch_edges(model, **pair, edges=[("L0H9", "logits")])
+    with pytest.raises(KeyError, match=r"no receiver 'L1H0\.k'"):
+        patch_edges(model, **pair, edges=[("L0H1", "L1H0.k")])
+    with pytest.raises(ValueError, match=r"no edge from L1H0 to L1H2\.q: L1H2\.q reads before"):
+        patch_edges(model, **pair, edges=[("L1H0", "L1H2.q")])
+    with pytest.raises(ValueError, match="no edges: name at least one"):
+        patch_edges(model, **pair, edges=[])
+    with pytest.raises(ValueError, match="none of the receivers comes after"):
+        patch_paths(model, **pair, senders=["M1"], receivers=["L1H2.q"])
+    for wrong, message in (
+        ({"metric": "loss"}, "metric='loss': choose one of 'log_prob', 'logit', 'prob'"),
+        ({"direction": "up"}, "direction='up': choose 'noise'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(patch_edges)(model, **pair, **wrong)  # annotations unchecked
+    with pytest.raises(ValueError, match="no targets of kind 'later': these prompts have 'all', 'first'"):
+        patch_edges(model, **pair, kind="later")
+    with pytest.raises(ValueError, match="do not match"):
+        patch_paths(model, clean=clean, corrupted=corrupted[:2])
+    normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
+    with pytest.raises(ValueError, match="is not what the model's weights make of its parts"):
+        patch_edges(normed, clean=of_lengths((8, 8), 0), corrupted=of_lengths((8, 8), 1))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, clean, corrupted):
+    """In bfloat16 it would pass for rounding."""
+    base = copy.deepcopy(random_hf_model("llama")).bfloat16()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.01)
+    with pytest.raises(ValueError, match=r"q_proj.* carries an adapter, .* merge it first"):
+        patch_edges(ac.load(adapted), clean=clean, corrupted=corrupted)

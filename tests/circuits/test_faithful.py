@@ -1,0 +1,172 @@
+"""Circuits: exact at both ends, monotone where they should be, and equal to runs that hooks freeze by hand."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.circuits.attribute import attribute_edges
+from align_circuits.circuits.faithful import FRACTIONS, cmd, completeness, cpr, faithfulness, minimality
+from align_circuits.hooks.graph import Graph
+from align_circuits.run.target_metrics import Outcome
+from align_circuits.tables import intervals as stats
+from align_circuits.tables.tables import Provenance, Table
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+
+
+@pytest.fixture(scope="module")
+def pair(char_tokenizer):
+    clean = TASK.sample(3, char_tokenizer, seed=0)
+    return {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
+
+
+@pytest.fixture(scope="module")
+def llama(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair):
+    """With one edge patched, and with all of the embedding's edges patched, a run says what hooks by hand say."""
+    scores = attribute_edges(llama, **pair, method="eap")
+    curve = faithfulness(llama, scores, **pair, heads={"all heads": [(i, j) for i in range(2) for j in range(4)]})
+    said: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
+    ends = {
+        name: float(Outcome.of(pair[name], "log_prob").measured(llama)[0].mean()) for name in ("clean", "corrupted")
+    }
+    n = int(Graph.of(llama.cfg).edges.sum())
+    assert said["edges", n] == pytest.approx(ends["clean"], abs=1e-5)
+    assert said["edges", 0] == pytest.approx(ends["corrupted"], abs=1e-5)
+    assert said["all heads", n] == pytest.approx(ends["clean"], abs=1e-5)
+    f: Any = curve.where(metric="faithfulness", circuit="edges").frame.set_index("edges")["value"]
+    assert (f[0], f[n]) == (0, 1)
+    assert sorted(f.index.unique()) == sorted({0, *(round(share * n) for share in FRACTIONS)})
+    middle = round(0.5 * n)
+    expected = (said["edges", middle] - ends["corrupted"]) / (ends["clean"] - ends["corrupted"])
+    assert f[middle] == pytest.approx(expected, abs=1e-3)
+    kept: Any = scores.frame.nsmallest(round(0.2 * n), "value")
+    frozen = circuit_by_hand(llama, pair, set(zip(kept["sender"], kept["receiver"], strict=True)))
+    assert said["edges", round(0.2 * n)] == pytest.approx(frozen, abs=1e-5)
+
+
+def circuit_by_hand(model: Any, pair: dict[str, ac.Prompts], kept: set[tuple[str, str]]) -> float:
+    """Every receiver in turn reads the sum of what its senders say, in Hugging Face's own words."""
+    _, corrupted = model.run_with_cache(pair["corrupted"].tokens)
+    layers, tokens = model.original_model.model.layers, pair["clean"].tokens
+    cos, sin = (corrupted[f"rotary_emb.hook_{part}"] for part in ("cos", "sin"))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:  # [prompt pos head d_head]
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        return x * cos[:, :, None] + turned * sin[:, :, None]
+
+    said, other = (
+        {"input": model.original_model.model.embed_tokens(tokens)},
+        {"input": corrupted["blocks.0.hook_resid_pre"]},
+    )
+
+    def reads(receiver: str) -> torch.Tensor:
+        return sum(said[name] if (name, receiver) in kept else other[name] for name in said)  # pyright: ignore[reportReturnType]
+
+    with torch.no_grad():
+        for number, layer in enumerate(layers):
+            weights = {
+                site: getattr(layer.self_attn, f"{site}_proj").weight.view(-1, 8, 32) for site in ("q", "k", "v")
+            }
+            out = layer.self_attn.o_proj.weight.view(32, 4, 8)
+            new = {}
+            for head in range(4):
+                names = [f"L{number}H{head}.q", f"L{number}KV{head // 2}.k", f"L{number}KV{head // 2}.v"]
+                q, k, v = (
+                    layer.input_layernorm(reads(name)) @ weights[name[-1]][head // (1 if name[-1] == "q" else 2)].T
+                    for name in names
+                )
+                q, k = (rotated(x[:, :, None])[:, :, 0] for x in (q, k))
+                scores = q @ k.transpose(1, 2) / 8**0.5
+                scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
+                new[f"L{number}H{head}"] = scores.softmax(-1) @ v @ out[:, head].T
+                z = corrupted[f"blocks.{number}.attn.hook_z"][:, :, head]
+                other[f"L{number}H{head}"] = z @ out[:, head].T
+            said |= new
+            said[f"M{number}"] = layer.mlp(layer.post_attention_layernorm(reads(f"M{number}")))
+            other[f"M{number}"] = corrupted[f"blocks.{number}.hook_mlp_out"]
+        logits = model.original_model.lm_head(model.original_model.model.norm(reads("logits")))
+    clean = pair["clean"]
+    prompt, query, token = (clean.column(name) for name in ("prompt", "query_pos", "token"))
+    return float(logits[prompt, query].log_softmax(-1).gather(1, token[:, None]).mean())
+
+
+def test_a_planted_circuit_is_all_there_is(char_tokenizer):
+    """On prompts that differ in the test input: aligners and lookup heads restore all, and none of them is idle."""
+    model = ac.planted(TASK, seed=0)
+    clean = TASK.sample(3, char_tokenizer, seed=0)
+    pair: Any = {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
+    places = {kind: place for place, kind in model.kinds.items()}
+    true = [places[kind] for kind in ("align_query", "align_key", "lookup", "backup")]
+    idle = [*true, places["gold_without_output"]]
+    scores = attribute_edges(model, **pair)
+    curve = faithfulness(model, scores, **pair, fractions=(0.002, 0.01), heads={"true": true, "without": true[1:]})
+    f: Any = curve.where(metric="faithfulness").frame.set_index(["circuit", "edges"])["value"]
+    n = int(f["edges"].index.max())
+    assert f["true"].iloc[0] == pytest.approx(1, abs=0.02)
+    assert f["without"].iloc[0] < 0.2
+    assert f["edges", round(0.01 * n)] == pytest.approx(1, abs=0.05), "eleven edges of a thousand are enough"
+    whole = completeness(model, true, **pair, draws=2)
+    assert np.abs(whole.where(of="difference").frame["value"]).max() < 0.05
+    assert np.min(whole.where(of="model").frame["value"]) < -0.5
+    needed: Any = minimality(model, idle, **pair, draws=2).frame.set_index(["layer", "head"])["value"]
+    assert (needed[true] < -0.01).all()
+    assert needed[idle[-1]] == pytest.approx(0, abs=1e-5)
+
+
+def curve_of(fractions: list[float], values: list[float]) -> Table:
+    frame = pd.DataFrame({"circuit": "edges", "fraction": fractions, "edges": [round(100 * x) for x in fractions]})
+    frame = frame.assign(metric="faithfulness", value=values, low=0.0, high=1.0, n=1)
+    return Table(frame, Provenance("test"))
+
+
+def test_areas_by_hand():
+    curve = curve_of([0.0, 0.1, 0.5, 1.0], [9.0, 0.0, 2.0, 1.0])
+    assert cpr(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)
+    assert cmd(curve) == pytest.approx(0.4 * 1 + 0.5 * 0.5)
+    perfect = curve_of([0.01, 1.0], [1.0, 1.0])
+    assert (cpr(perfect), cmd(perfect)) == (pytest.approx(0.99), 0)
+
+
+def test_the_interval_of_a_ratio_is_that_of_means():
+    rng = np.random.default_rng(0)
+    below = rng.normal(2, 0.3, 200)
+    above = 0.5 * below + rng.normal(0, 0.3, (1, 200))
+    value, low, high = stats.ratio(above, below, np.ones(200))
+    assert value[0] == pytest.approx(above.mean() / below.mean())
+    error = (above[0] - value[0] * below).std() / below.mean() / 200**0.5  # the delta method
+    assert high[0] - low[0] == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_refusals(llama, pair):
+    scores = attribute_edges(llama, **pair, method="eap")
+    for options, message in (
+        ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
+        ({"by": "size"}, "by='size': choose 'signed' or 'absolute'"),
+        ({"scores": replace(scores, frame=scores.frame[:5])}, "5 scores, but the model has 82 edges"),
+        ({"corrupted": pair["clean"]}, "change nothing that the model says"),
+        ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),
+        ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
+        ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(faithfulness)(llama, **{"scores": scores, **pair, **options})  # annotations unchecked
+    other_way = attribute_edges(llama, **pair, method="eap", direction="denoise")
+    with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
+        faithfulness(llama, other_way, **pair, by="signed")
+    assert len(faithfulness(llama, other_way, **pair, by="absolute"))
+    for verb in (completeness, minimality):
+        with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
+            verb(llama, [], **pair)
+        with pytest.raises(ValueError, match="draws=-1: give how many random sets"):
+            verb(llama, [(0, 0)], **pair, draws=-1)

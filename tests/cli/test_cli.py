@@ -1,0 +1,238 @@
+"""The command line: what a user types, what is written, and what is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.cli import main
+from align_circuits.papers.icatune.tuned_models import TOY
+from align_circuits.tables.tables import Table
+from align_circuits.training.tuning import TuneConfig
+
+SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
+
+
+def test_score_writes_a_table_a_report_and_its_provenance(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["score", *SMALL, "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"table.csv", "report.html", "provenance.json"}
+    printed = capsys.readouterr().out
+    assert str(out / "report.html") in printed
+    table = Table.load(out)
+    best = table.top("align_query", 1).frame.iloc[0]
+    assert f"L{best['layer']}H{best['head']}" in printed
+    provenance = json.loads((out / "provenance.json").read_text())
+    assert provenance["verb"] == "score"
+    assert provenance["settings"]["task"]["x_len"] == 3
+
+
+def test_the_report_is_self_contained(tmp_path):
+    main(["score", *SMALL, "--out", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page), "the report loads something"
+    assert page.count("plotly.js v") == 1, "plotly's script stands in the page once"
+    assert len(page) < 10e6
+    assert "align_query" in page
+
+
+def test_rerun_repeats_a_run_from_its_provenance(tmp_path, capsys):
+    main(["score", *SMALL, "--seed", "3", "--out", str(tmp_path / "first")])
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0" in capsys.readouterr().out
+    first, second = (Table.load(tmp_path / name).frame for name in ("first", "second"))
+    np.testing.assert_array_equal(first["value"], second["value"])
+
+
+def test_rerun_tells_when_the_numbers_differ(tmp_path, capsys):
+    main(["score", *SMALL, "--out", str(tmp_path / "first")])
+    table = tmp_path / "first" / "table.csv"
+    frame = Table.load(tmp_path / "first").frame
+    frame.assign(value=frame["value"] + 0.5).to_csv(table, index=False)
+    main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
+    assert "largest difference to the first run: 0.5" in capsys.readouterr().out
+
+
+def test_evaluate_writes_accuracies(tmp_path, capsys):
+    assert main(["evaluate", *SMALL, "--out", str(tmp_path)]) == 0
+    assert "history" in capsys.readouterr().out
+    assert set(Table.load(tmp_path).frame["predictor"]) == {"model", "chance", "memoryless", "history", "oracle"}
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory, llama_tokenizer, random_hf_model):
+    """A Llama-shaped folder in the hub's format: grouped-query attention, bf16, the real vocabulary of 128k tokens."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = random_hf_model("llama", vocab_size=len(llama_tokenizer))
+    model.bfloat16().save_pretrained(folder)
+    llama_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_folder, capsys):
+    assert main(["score", "--model", str(llama_folder), *SMALL, "--out", str(tmp_path)]) == 0
+    assert "fast engine" in capsys.readouterr().out
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["model"]["dtype"] == "bfloat16"
+    assert provenance["model"]["d_vocab"] > 128_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
+        (["--n", "0"], "0 prompts"),
+        (["--dtype", "bfloat16"], "leave out --device and --dtype"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--threads", "0"], "--threads 0: give at least 1"),
+        (["--style", "marked"], "marked"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, said):
+    out = tmp_path / "some" / "run"
+    assert main(["score", *SMALL, *arguments, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("align-circuits: ")
+    assert said in line
+    assert not out.parent.exists(), "something half-written was left"
+
+
+def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for options in ([], ["--threads", "2"]):
+        assert main(["score", *SMALL, *options, "--out", str(tmp_path)]) == 0
+    assert asked == [1, 2]
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert main(["score", "--model", "/no/such/folder", "--out", str(blocked)]) == 2
+    assert "cannot write results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"]]
+)
+def test_a_task_that_cannot_be_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["score", *arguments])
+    assert exit.value.code == 2
+    printed = capsys.readouterr()
+    assert arguments[-2].strip("-").replace("-", "_") in printed.err + printed.out
+
+
+def test_rerun_repeats_a_reproduction(tmp_path, capsys):
+    first = ["reproduce", "icatune/table1", "--scale", "smoke", "--out", str(tmp_path / "first")]
+    assert main(first) == 0
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0" in capsys.readouterr().out
+
+
+def test_rerun_tells_when_the_rows_differ(tmp_path, capsys):
+    main(["score", *SMALL, "--out", str(tmp_path / "first")])
+    Table.load(tmp_path / "first").frame[1:].to_csv(tmp_path / "first" / "table.csv", index=False)
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 2
+    assert "the rows differ" in capsys.readouterr().err
+
+
+def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
+    assert main(["reproduce", "icatune/fig3", "--model", "a", "b", "--out", str(tmp_path)]) == 2
+    assert "measures one model, but 2 were given: a, b" in capsys.readouterr().err
+
+
+def test_a_long_table_is_left_to_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("align_circuits.cli.MOST_ROWS", 1)
+    assert main(["reproduce", "recall/lemmas", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    page, rows = (tmp_path / "report.html").read_text(encoding="utf-8"), len(Table.load(tmp_path))
+    assert f"{rows:,} rows: see table.csv" in page and rows > 1
+
+
+def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
+    assert main(["rerun", str(tmp_path)]) == 2
+    assert "no table in" in capsys.readouterr().err
+    assert not (tmp_path / "rerun").exists()
+
+
+def test_rerun_refuses_what_was_saved_from_python(tmp_path, capsys):
+    prompts = ac.RepeatedTokensTask(length=4).sample(3, 20)
+    ac.evaluate(ac.planted(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
+    assert main(["rerun", str(tmp_path)]) == 2
+    assert "or from Python, which does not tell what repeats it" in capsys.readouterr().err
+    assert not (tmp_path / "rerun").exists()
+
+
+def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
+    assert main(["score", "--n", "4", "--x-len", "3", "--n-examples", "0", "--out", str(tmp_path)]) == 0
+    assert "\n  lookup " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["ica", "standard"])
+def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, method):
+    task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "8"]
+    config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
+    first = ["tune", *task, *config, "--out", str(tmp_path / "first")]
+    assert main(first) == 0
+    printed = capsys.readouterr().out
+    assert "right in" in printed and str(tmp_path / "first" / "adapter") in printed
+    assert (tmp_path / "first" / "heads" / "report.html").exists() == (method == "ica")
+    assert (tmp_path / "first" / "report.html").exists()
+    table = Table.load(tmp_path / "first")
+    assert table.provenance.verb == "tune" and set(table.frame["step"]) == {0, 2}
+    if method == "ica":
+        assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+        assert "largest difference to the first run: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], TuneConfig(**TOY)),
+        (["--steps", "7"], TuneConfig(**{**TOY, "steps": 7})),
+        (["--steps", str(TuneConfig().steps)], TuneConfig(**{**TOY, "steps": TuneConfig().steps})),
+        (["--steps", "7", "--defaults", "paper"], TuneConfig(steps=7)),
+    ],
+)
+def test_the_bundled_model_is_tuned_by_settings_of_its_own_where_none_is_given(
+    tmp_path, capsys, monkeypatch, options, wanted
+):
+    def stop(_model, _task, config, **_):
+        assert config == wanted
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("align_circuits.cli.tune", stop)
+    assert main(["tune", *options, "--n", "8", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "far enough" in said.err and ("settings made for toy-llama" in said.out) == ("paper" not in options)
+
+
+def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
+    assert main(["tune", "--n", "4", "--out", str(tmp_path)]) == 2
+    assert "at least 8 prompts" in capsys.readouterr().err
+    assert main(["tune", "--method", "standard", "--out", str(tmp_path)]) == 2
+    assert "automata='task'" in capsys.readouterr().err
+
+
+def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, capsys, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    asked = ["--model", "planted", "--style", "standard", "--n", "16", "--n-examples", "4", "--draws", "2"]
+    assert main(["localize", *asked, "--out", str(tmp_path / "first")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
+    assert "induction    nobody" in printed
+    written = {path.name for path in (tmp_path / "first").iterdir()}
+    assert written == {"table.csv", "report.html", "provenance.json", "effects", "damage", "verdict"}
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert "largest difference to the first run: 0\n" in capsys.readouterr().out
+
+
+def test_localize_refuses_a_circuit_in_another_style(tmp_path, capsys):
+    assert main(["localize", "--model", "planted", "--style", "marked", "--out", str(tmp_path)]) == 2
+    assert "standard style only" in capsys.readouterr().err

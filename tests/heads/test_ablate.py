@@ -1,0 +1,191 @@
+"""Ablation beside loops over heads, tokens and targets."""
+
+import inspect
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.heads.ablate import ablate_heads, reference_of
+from align_circuits.prompts.prompts import Prompts
+
+TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
+KINDS = ("all", "first", "later")
+
+
+@pytest.fixture(scope="module")
+def prompts(char_tokenizer) -> Prompts:
+    """Any token may be right, so that a random model is, now and then."""
+    prompts = TASK.sample(3, char_tokenizer, seed=0)
+    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    return replace(prompts, letters=torch.arange(64), accepted=accepted)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request, random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model(request.param), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llama(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
+    """z [prompt pos head d_head] of each layer."""
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompts.tokens)
+    return [cache["z", layer] for layer in range(2)]
+
+
+def group_of(prompts: Prompts) -> dict[tuple[int, int], tuple[int, bool]]:
+    """Of each token its role, and whether it belongs to the last example."""
+    roles, example, last = prompts.roles.tolist(), prompts.example.tolist(), int(prompts.example.max())
+    places = [(i, pos) for i in range(len(prompts)) for pos in range(len(roles[i]))]
+    return {(i, pos): (roles[i][pos], example[i][pos] == last) for i, pos in places}
+
+
+def judged(prompts: Prompts, logits: Tensor) -> dict[tuple[str, int], tuple[float, float]]:
+    """Log-probability and accuracy, by kind and target, from logits [prompt pos d_vocab]."""
+    found = {}
+    for row, (prompt, query, token, kind) in enumerate(
+        prompts.targets[["prompt", "query_pos", "token", "kind"]].itertuples(index=False)
+    ):
+        predicted = int(logits[prompt, query].argmax())
+        assert prompts.accepted is not None
+        right = predicted in prompts.letters[prompts.accepted[row]].tolist()
+        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
+        found["all", row] = found[kind, row] = (log_prob, float(right))
+    return found
+
+
+def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[tuple, float]:
+    """What ablating each head changes, by layer, head, kind and metric."""
+    held, means = z_of(model, reference), {}
+    groups, alike = group_of(prompts), group_of(reference)
+    for layer in range(2):
+        for group in set(alike.values()):
+            tokens = [held[layer][token] for token, its in alike.items() if its == group]
+            means[layer, group] = torch.stack(tokens).mean(0)
+    with torch.no_grad():
+        intact = judged(prompts, model(prompts.tokens))
+    found = {}
+    for layer in range(2):
+        for head in range(4):
+
+            def ablate(z: Tensor, hook: Any, layer: int = layer, head: int = head) -> Tensor:  # noqa: ARG001
+                for i in range(len(prompts)):
+                    for pos in range(z.shape[1]):
+                        if how == "zero":
+                            z[i, pos, head] = 0
+                        elif how == "resample":
+                            z[i, pos, head] = held[layer][(i + 1) % len(prompts), pos, head]
+                        else:
+                            z[i, pos, head] = means[layer, groups[i, pos]][head]
+                return z
+
+            with torch.no_grad():
+                logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", ablate)])
+            after = judged(prompts, logits)
+            for kind in KINDS:
+                changes = [np.subtract(after[key], intact[key]) for key in intact if key[0] == kind]
+                log_prob, accuracy = np.mean(changes, axis=0)
+                found[layer, head, kind, "log_prob"], found[layer, head, kind, "accuracy"] = log_prob, accuracy
+    return found
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
+def test_equals_a_loop(model, prompts, how, char_tokenizer):
+    others = TASK.sample(3, char_tokenizer, seed=8)
+    for reference in (None, others) if how == "mean" else (None,):
+        table = ablate_heads(model, prompts, how, reference=reference, batch_size=2)
+        expected = looped(model, prompts, how, reference or prompts)
+        value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
+        assert value == pytest.approx(expected, abs=1e-5) and len(value) == 2 * 4 * 3 * 2
+        assert max(map(abs, value.values())) > 0.1
+        assert {v for (*_, metric), v in expected.items() if metric == "accuracy"} != {0.0}
+
+
+def test_intervals_and_provenance(llama, prompts):
+    table = ablate_heads(llama, prompts, heads=[(1, 2), (0, 1)])
+    frame: Any = table.frame
+    assert frame[["low", "value", "high"]].notna().all(axis=None)
+    assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
+    assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
+    assert frame.set_index("kind")["n"].to_dict() == {"all": 12, "first": 6, "later": 6}
+    assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
+    told = table.provenance
+    assert (told.verb, told.engine) == ("ablate_heads", "cone")
+    assert told.settings == {"how": "mean", "reference": prompts.digest}
+    assert told.data["digest"] == prompts.digest
+    assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty
+
+
+def test_padding_changes_nothing(llama):
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(64, (n,), generator=generator).tolist() for n in (9, 5, 7)]
+    padded, value = Prompts.from_tokens(ids), {}
+    frame: Any = ablate_heads(llama, padded, "zero", heads=[(0, 1)]).frame
+    assert frame["kind"].unique().tolist() == ["all", "later"]
+    for index, row in enumerate(ids):
+        one = ablate_heads(llama, Prompts.from_tokens([row]), "zero", heads=[(0, 1)])
+        value[index] = one.frame.set_index(["kind", "metric"])["value"]["all", "log_prob"]
+    lengths = [len(row) - 1 for row in ids]
+    expected = np.average(list(value.values()), weights=lengths)
+    assert frame.set_index(["kind", "metric"])["value"]["all", "log_prob"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
+    prompts, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
+    aligner = next(place for place, kind in planted.kinds.items() if kind == "align_query")
+    idle = next(place for place, kind in planted.kinds.items() if kind == "gold_without_output")
+    frame: Any = ablate_heads(planted, prompts, heads=[aligner, idle]).frame
+    effect = frame[(frame["metric"] == "accuracy") & (frame["kind"] == "first")].set_index(["layer", "head"])["value"]
+    assert effect[aligner] < -0.3
+    assert effect[idle] == 0
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, prompts, engine):
+    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    expected = reference_of(model, prompts, engine=engine).means
+
+    def small_memory(_module, args):
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
+
+    model.original_model.lm_head.register_forward_pre_hook(small_memory)
+    found = reference_of(model, prompts, engine=engine).means
+    assert found.keys() == expected.keys() == {"blocks.0.attn.hook_z", "blocks.1.attn.hook_z"}
+    for name, mean in found.items():
+        torch.testing.assert_close(mean, expected[name], atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_refusals(llama, prompts, char_tokenizer):
+    padded = Prompts.from_tokens([[1, 2, 3], [4, 5]])
+    how, site = cast(Any, ("median", "attn"))
+    refer = inspect.unwrap(reference_of)  # without the checks of annotations
+    for run, message in [
+        (lambda: ablate_heads(llama, prompts, heads=[(0, 4)]), "no head L0H4"),
+        (lambda: refer(llama, prompts, how), "how='median': choose 'mean', 'resample' or 'zero'"),
+        (lambda: ablate_heads(llama, prompts[:1], "resample"), "1 prompts of .* resampling takes at least two"),
+        (lambda: ablate_heads(llama, padded, "resample"), "2 prompts of 2 to 3 tokens: .* of one length"),
+        (lambda: ablate_heads(llama, prompts, "resample", reference=prompts[:2]), "must match, prompt by prompt"),
+        (lambda: reference_of(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a role"),
+        (lambda: refer(llama, prompts, site=site), "site='attn': choose one of z, q"),
+        (
+            lambda: ablate_heads(llama, prompts, reference=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),
+            "tokens of a role that the reference prompts lack",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run()
+    nothing = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3).sample(2, char_tokenizer)
+    object.__setattr__(nothing, "targets", nothing.targets[:0])
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        ablate_heads(llama, nothing)

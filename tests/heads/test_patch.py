@@ -1,0 +1,281 @@
+"""Patching beside loops over heads, and beside TransformerLens's own."""
+
+import inspect
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from transformer_lens import patching
+
+import align_circuits as ac
+from align_circuits.heads.patch import check_pair, patch_heads, position_groups
+from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
+from align_circuits.prompts.prompts import Prompts, Role
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
+SITES: Any = HEAD_SITES + LAYER_SITES
+
+
+@pytest.fixture(scope="module")
+def clean(char_tokenizer) -> Prompts:
+    """Any token may be right, so that a random model is, now and then."""
+    prompts = TASK.sample(4, char_tokenizer, seed=0)
+    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    return replace(prompts, letters=torch.arange(64), accepted=accepted)
+
+
+@pytest.fixture(scope="module")
+def corrupted(clean) -> Prompts:
+    return TASK.corrupt(clean, "query", seed=1)
+
+
+@pytest.fixture(scope="module")
+def models(random_hf_model, char_tokenizer):
+    return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ("llama", "gpt2")}
+
+
+def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
+    """Log-probability and accuracy of each target, by kind and metric, from logits [prompt pos d_vocab]."""
+    found: dict[tuple[str, str], list[float]] = {}
+    columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
+    for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
+        assert prompts.accepted is not None
+        right = int(logits[prompt, query].argmax()) in prompts.letters[prompts.accepted[row]].tolist()
+        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
+        for which in ("all", kind):
+            found.setdefault((which, "log_prob"), []).append(log_prob)
+            found.setdefault((which, "accuracy"), []).append(float(right))
+    return found
+
+
+def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tensor) -> dict[tuple, float]:
+    """What patching each head, or each layer, changes: by layer, head, kind and metric."""
+    with torch.no_grad():
+        before = measured(run, model(run.tokens))
+        _, cache = model.run_with_cache(source.tokens)
+    shared = 2 if site in ("k", "v") and model.cfg.n_key_value_heads == 2 else 1
+    found = {}
+    for layer in range(2):
+        for head in [-1] if site in LAYER_SITES else range(4):
+            name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
+
+            def patch(x: Tensor, hook: Any, name: str = name, head: int = head) -> Tensor:  # noqa: ARG001
+                x = x.clone()
+                here = (positions,) if site in LAYER_SITES else (positions, head // shared)
+                new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cache[name]))
+                new[here] = old[here]
+                return x
+
+            with torch.no_grad():
+                after = measured(run, model.run_with_hooks(run.tokens, fwd_hooks=[(name, patch)]))
+            for key, values in after.items():
+                found[layer, head, *key] = float(np.mean(np.subtract(values, before[key])))
+    return found
+
+
+def values_of(table: ac.Table, **keys: Any) -> dict[tuple, float]:
+    frame: Any = table.frame
+    for column, value in keys.items():
+        frame = frame[frame[column] == value]
+    return frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
+
+
+@pytest.mark.parametrize(("name", "direction"), [("llama", "denoise"), ("gpt2", "noise")])
+def test_equals_a_loop_at_every_site(models, name, direction, clean, corrupted):
+    model, everywhere = models[name], torch.ones_like(clean.mask)
+    table = patch_heads(model, clean=clean, corrupted=corrupted, direction=direction, sites=SITES, batch_size=3)
+    run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    accuracies = set()
+    for site in SITES:
+        found = values_of(table, site=site, positions="all")
+        expected = looped(model, run, source, site, everywhere)
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert len(found) == (12 if site in LAYER_SITES else 48)
+        assert max(map(abs, found.values())) > 1e-2
+        accuracies |= {value for (*_, metric), value in found.items() if metric == "accuracy"}
+    assert len(accuracies) > 2
+    assert table.provenance.settings["direction"] == direction
+    assert len(table.frame) == 5 * 48 + 3 * 12
+
+
+def test_equals_transformer_lens(models, clean, corrupted):
+    """All positions, then single ones."""
+    model, targets = models["llama"], (clean.column("prompt"), clean.column("query_pos"))
+
+    def metric(logits: Tensor) -> Tensor:
+        return logits[targets].log_softmax(-1).gather(1, clean.column("token")[:, None]).mean()
+
+    with torch.no_grad():
+        _, cache = model.run_with_cache(clean.tokens)
+        before = metric(model(corrupted.tokens))
+        theirs = {
+            site: getattr(patching, f"get_act_patch_attn_head_{name}_all_pos")(model, corrupted.tokens, cache, metric)
+            for site, name in {"z": "out", "q": "q", "k": "k", "v": "v", "pattern": "pattern"}.items()
+        }
+    mine = patch_heads(model, clean=clean, corrupted=corrupted, sites=HEAD_SITES)  # pyright: ignore[reportArgumentType]
+    for site, expected in theirs.items():
+        found = values_of(mine, site=site, kind="all", metric="log_prob")
+        for (layer, head, *_), value in found.items():
+            column = head // 2 if site in ("k", "v") else head
+            assert value == pytest.approx(float(expected[layer, column] - before), abs=1e-5)
+    assert theirs["k"].shape == (2, 2), "two key heads"
+
+    some = [14, int(targets[1].max()) - 1, int(targets[1].max())]
+    masks = {str(pos): (torch.arange(clean.mask.shape[1]) == pos).expand_as(clean.mask) for pos in some}
+    mine = patch_heads(model, clean=clean, corrupted=corrupted, sites=["z", "resid_pre"], positions=masks)
+    heads = pd.DataFrame([(layer, pos, head) for layer in range(2) for pos in some for head in range(4)])
+    layers = pd.DataFrame([(layer, pos) for layer in range(2) for pos in some])
+    options: dict[str, Any] = {"index_axis_names": None}
+    with torch.no_grad():
+        by_head = patching.get_act_patch_attn_head_out_by_pos(
+            model, corrupted.tokens, cache, metric, index_df=heads, **options
+        )
+        by_layer = patching.get_act_patch_resid_pre(model, corrupted.tokens, cache, metric, index_df=layers, **options)
+    expected = {(layer, head, str(pos)): by_head[i] - before for i, (layer, pos, head) in enumerate(heads.to_numpy())}
+    expected |= {(layer, -1, str(pos)): by_layer[i] - before for i, (layer, pos) in enumerate(layers.to_numpy())}
+    frame = mine.frame[(mine.frame["kind"] == "all") & (mine.frame["metric"] == "log_prob")]
+    found = frame.set_index(["layer", "head", "positions"])["value"].to_dict()
+    assert found == pytest.approx({key: float(value) for key, value in expected.items()}, abs=1e-5)
+    assert max(map(abs, found.values())) > 1e-2
+
+
+@pytest.mark.parametrize("site", ["z", "pattern"])
+def test_position_groups_equal_a_loop(models, clean, corrupted, site):
+    table = patch_heads(
+        models["llama"], clean=clean, corrupted=corrupted, direction="noise", sites=[site], positions="groups"
+    )
+    assert table.frame["positions"].unique().tolist() == ["examples", "test input", "test output"]
+    for name, mask in position_groups(clean).items():
+        expected = looped(models["llama"], clean, corrupted, site, mask)
+        assert values_of(table, positions=name) == pytest.approx(expected, abs=1e-5)
+
+
+def test_position_groups_partition_the_tokens(clean, char_tokenizer):
+    for prompts in (clean, ac.Seq2SeqTask(2, 2, 3, style="pre-aligned").sample(2, char_tokenizer)):
+        groups = position_groups(prompts)
+        assert torch.equal(sum(mask.int() for mask in groups.values()), prompts.mask.int())  # pyright: ignore[reportArgumentType]
+        last = prompts.example == prompts.example.max()
+        assert torch.equal(groups["test input"], last & (prompts.roles == Role.INPUT))
+        assert groups["test output"][prompts.column("prompt"), prompts.column("query_pos")].all()
+        assert not (groups["examples"] & last).any()
+
+
+def test_masks_of_ones_own(models, clean, corrupted):
+    model, last = models["llama"], torch.arange(clean.mask.shape[1]) == clean.mask.shape[1] - 2
+    one = last.expand_as(clean.mask)
+    pair = {"clean": clean, "corrupted": corrupted, "heads": [(0, 1)]}
+    table = patch_heads(model, **pair, positions={"all": one, "one": one, "none": one & ~one})
+    assert values_of(table, positions="all") == pytest.approx(values_of(table, positions="one"), abs=1e-5)
+    assert values_of(table, positions="one") != values_of(patch_heads(model, **pair))
+    assert set(values_of(table, positions="none").values()) == {0.0}
+
+
+def test_heads_that_share_keys_have_equal_rows(models, clean, corrupted):
+    table = patch_heads(models["llama"], clean=clean, corrupted=corrupted, sites=["k", "v"], heads=[(1, 0), (1, 3)])
+    for site in ("k", "v"):
+        found = values_of(table, site=site)
+        assert {key[:2] for key in found} == {(1, head) for head in range(4)}
+        for first, second in ((0, 1), (2, 3)):
+            assert all(found[1, first, *key[2:]] == found[key] for key in found if key[1] == second)
+        assert found[1, 0, "all", "log_prob"] != found[1, 2, "all", "log_prob"]
+
+
+def test_intervals_and_engines(models, clean, corrupted):
+    table = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)])
+    frame: Any = table.frame
+    assert np.isfinite(frame[["low", "value", "high"]]).all(axis=None)
+    assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
+    assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
+    assert frame.set_index("kind")["n"].to_dict() == {"all": 24, "first": 12, "later": 12}
+    assert table.provenance.engine == "cone" and table.provenance.data["digest"] == clean.digest
+    assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
+    others: tuple[dict[str, Any], ...] = ({"engine": "reference"}, {"batch_size": 1})
+    for options in others:
+        other = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)], **options)
+        pd.testing.assert_frame_equal(other.frame, frame, atol=1e-5)
+    pair = {"clean": clean, "corrupted": corrupted, "heads": [(0, 0)]}
+    ran = {
+        (name, site): patch_heads(models[name], **pair, sites=[site]).provenance.engine
+        for name in ("llama", "gpt2")
+        for site in ("z", "q", "pattern")
+    }
+    assert ran == {
+        ("llama", "z"): "cone", ("llama", "q"): "cone", ("llama", "pattern"): "fast",
+        ("gpt2", "z"): "cone", ("gpt2", "q"): "reference", ("gpt2", "pattern"): "fast",
+    }  # fmt: skip
+
+
+def test_a_planted_aligner_restores_the_answer(char_tokenizer):
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
+    clean, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
+    places = {kind: place for place, kind in planted.kinds.items()}
+    aligner, idle = places["align_query"], places["gold_without_output"]
+    signs: dict[Literal["denoise", "noise"], int] = {"denoise": 1, "noise": -1}
+    for direction, sign in signs.items():
+        table = patch_heads(
+            planted, clean=clean, corrupted=task.corrupt(clean, "query"), direction=direction, heads=[aligner, idle]
+        )
+        found = values_of(table, kind="first", metric="log_prob")
+        assert sign * found[*aligner, "first", "log_prob"] > 1
+        assert found[*idle, "first", "log_prob"] == pytest.approx(0, abs=1e-4)
+
+
+def test_refusals(models, clean, corrupted, char_tokenizer):
+    model, wrong = models["llama"], {"direction": "sideways"}
+    with pytest.raises(ValueError, match="direction='sideways': choose 'denoise'"):
+        inspect.unwrap(patch_heads)(model, clean=clean, corrupted=corrupted, **wrong)  # annotations unchecked
+    longer = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3).sample(4, char_tokenizer)
+    others = TASK.sample(4, char_tokenizer, seed=5)
+    for other, message in [
+        (corrupted[:3], r"clean prompts \(4, \d+\) and corrupted ones \(3, \d+\) do not match"),
+        (longer, "do not match token by token"),
+        (others, "ask for different targets"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            patch_heads(model, clean=clean, corrupted=other)
+        with pytest.raises(ValueError, match=message):
+            check_pair(clean, other)
+    padded = Prompts.from_tokens([[1, 2, 3], [4, 5]])
+    with pytest.raises(ValueError, match="do not match token by token"):
+        check_pair(padded, Prompts.from_tokens([[4, 5], [1, 2, 3]]))
+    check_pair(padded, padded)
+    for site in ("z", "k", "pattern", "mlp_out"):
+        with pytest.raises(ValueError, match="no head L0H4"):
+            patch_heads(model, clean=clean, corrupted=corrupted, sites=[site], heads=[(0, 4), (2, 0)])
+    pair = {"clean": clean, "corrupted": corrupted}
+    for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0H1"]):
+        with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
+            inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
+    for positions, message in [
+        ({"some": clean.mask[:, :5]}, r"positions\['some'\] is torch.bool of \(4, 5\): give a boolean mask"),
+        ({}, "positions={}: give masks by name, 'groups', or nothing"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            patch_heads(model, **pair, positions=positions)
+
+
+def test_heads_may_be_a_tensor_and_named_twice(models, clean, corrupted):
+    options = {"clean": clean, "corrupted": corrupted}
+    twice = inspect.unwrap(heads_of)(models["llama"].cfg, torch.tensor([[1, 2], [0, 3], [1, 2]]))
+    assert twice == [(1, 2), (0, 3)]
+    tables = [patch_heads(models["llama"], **options, heads=heads) for heads in (twice, [*twice, *twice])]
+    pd.testing.assert_frame_equal(tables[0].frame, tables[1].frame)
+
+
+def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, char_tokenizer):
+    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    task = ac.Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
+    clean = task.sample(3, char_tokenizer, seed=0)
+    corrupted = task.corrupt(clean, "query")
+    with pytest.raises(ValueError, match="swap them"):
+        patch_heads(model, clean=corrupted, corrupted=clean)
+    longer = torch.zeros(3, clean.mask.shape[1] + 5, dtype=torch.bool)
+    longer[:, -5:] = True
+    for engine in ("auto", "reference"):
+        with pytest.raises(ValueError, match=f"the edit holds 3 prompts of {longer.shape[1]} tokens"):
+            ac.evaluate(model, clean, edits=[ac.Ablate([(0, 0)], how="zero", positions=longer)], engine=engine)

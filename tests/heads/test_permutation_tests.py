@@ -1,0 +1,289 @@
+"""p-values beside loops over every redraw, and on attention that is made up."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.heads import permutation_tests as nulls
+from align_circuits.heads.metrics import TIE
+from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
+from align_circuits.prompts.prompts import Prompts, Role
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2, alignment="permutation", task_seed=2)
+NAMES = ("align_query", "align_key", "previous", "lookup", "induction", "duplicate")
+
+
+@pytest.fixture(scope="module")
+def prompts(char_tokenizer) -> Prompts:
+    return TASK.sample(5, char_tokenizer, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def patterns(model, prompts) -> list[Tensor]:
+    """Attention [prompt head query key] of each layer."""
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompts.tokens)
+    return [cache["pattern", layer].double() for layer in range(2)]
+
+
+def share(scores: list[float]) -> float:
+    """The share of redraws that score as high as the first, up to rounding."""
+    return sum(score >= scores[0] - 1e-6 * abs(scores[0]) for score in scores) / len(scores)
+
+
+def looped_alignment(attention: Tensor, prompts: Prompts, name: str) -> float:
+    """Every order of the input places, by attention [prompt query key]."""
+    relation, scores = prompts.relations[name], []
+    m = prompts.task["config"]["x_len"]
+    for order in permutations(range(m)):
+        hits = []
+        for row in range(len(relation)):
+            prompt, query = int(relation.prompt[row]), int(relation.query[row])
+            tested = (prompts.example[prompt] == prompts.example.max()) & (prompts.roles[prompt] == Role.INPUT)
+            places = tested.nonzero()[:, 0].tolist()
+            (gold,) = relation.keys_of(row)
+            gold = places[order[places.index(gold)]]
+            best = max(float(attention[prompt, query, place]) for place in places)
+            tied = [place for place in places if attention[prompt, query, place] >= best * (1 - TIE)]
+            hits.append((gold in tied) / len(tied))
+        scores.append(float(np.mean(hits)))
+    return share(scores)
+
+
+def looped_distance(attention: Tensor, prompts: Prompts) -> float:
+    """Every distance back that all rows have."""
+    relation = prompts.relations["previous"]
+    rows = list(zip(relation.prompt.tolist(), relation.query.tolist(), strict=True))
+    furthest = min(query for _, query in rows)
+    return share([
+        float(np.mean([float(attention[prompt, query, query - back]) for prompt, query in rows]))
+        for back in range(1, furthest + 1)
+    ])  # fmt: skip
+
+
+def looped_exchange(attention: Tensor, prompts: Prompts, name: str) -> float:
+    """Every permutation of prompts, where `p_values` draws from them."""
+    relation, n = prompts.relations[name], len(prompts)
+    per = len(prompts.targets) // n
+    told = zip(relation.prompt.tolist(), relation.target.tolist(), strict=True)
+    gold = {(prompt, target % per): relation.keys_of(row) for row, (prompt, target) in enumerate(told)}
+    query = prompts.column("query_pos").tolist()
+    scores = []
+    for order in permutations(range(n)):
+        score = 0.0
+        for prompt in range(n):
+            for target in range(per):
+                for key in gold.get((order[prompt], target), []):
+                    score += float(attention[prompt, query[prompt * per + target], key])
+        scores.append(score)
+    return share(scores)
+
+
+class TestBesideLoops:
+    @pytest.mark.parametrize("name", ["align_query", "align_key"])
+    def test_alignments(self, model, prompts, patterns, name):
+        found = p_values(model, prompts, [name])[name]
+        expected = [[looped_alignment(layer[:, head], prompts, name) for head in range(4)] for layer in patterns]
+        np.testing.assert_allclose(found, expected)
+        assert len(np.unique(found)) > 2 and (found >= 1 / 6 - 1e-12).all()
+
+    def test_distances(self, model, prompts, patterns):
+        found = p_values(model, prompts, ["previous"])["previous"]
+        np.testing.assert_allclose(
+            found, [[looped_distance(layer[:, head], prompts) for head in range(4)] for layer in patterns]
+        )
+        assert len(np.unique(found)) > 2
+
+    @pytest.mark.parametrize("name", ["lookup", "induction"])
+    def test_other_prompts(self, model, prompts, patterns, name):
+        found = p_values(model, prompts, [name])[name]
+        exact = [[looped_exchange(layer[:, head], prompts, name) for head in range(4)] for layer in patterns]
+        np.testing.assert_allclose(found, exact, atol=0.02)  # 9,999 draws: four standard errors
+        assert len(np.unique(found)) > 2 and found.min() >= 1 / (REDRAWS + 1)
+
+    def test_neither_batches_nor_company_change_them(self, model, prompts):
+        one = p_values(model, prompts, NAMES, seed=3)
+        batches: tuple[dict[str, Any], ...] = ({"batch_size": 1}, {"batch_size": 2, "engine": "reference"})
+        for options in batches:
+            other = p_values(model, prompts, NAMES, seed=3, **options)
+            for name in NAMES:
+                np.testing.assert_allclose(other[name], one[name], atol=2e-3)
+        for name in NAMES:
+            np.testing.assert_array_equal(p_values(model, prompts, [name], seed=3)[name], one[name])
+        again = p_values(model, prompts, NAMES, seed=4)
+        assert any((again[name] != one[name]).any() for name in ("lookup", "induction")), "the seed is used"
+
+    @pytest.mark.parametrize("engine", ["fast", "reference"])
+    def test_a_batch_that_fails_counts_once(self, random_hf_model, char_tokenizer, prompts, engine):
+        model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+        one = p_values(model, prompts, NAMES, engine=engine)
+
+        def small_memory(_module, args):
+            if len(args[0]) > 2:
+                raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
+
+        model.original_model.lm_head.register_forward_pre_hook(small_memory)
+        for name, found in p_values(model, prompts, NAMES, engine=engine).items():
+            np.testing.assert_allclose(found, one[name], atol=2e-3)
+
+
+Attention = Callable[[int, int], Tensor]
+"""(prompt, query) -> [head pos]"""
+
+
+@pytest.fixture
+def attending(monkeypatch):
+    """Makes a model of one layer that attends as one says."""
+
+    def make(attention: Attention) -> Any:
+        def forward(_model, _prompts, *, prompt, query, on_pattern, **_):
+            pattern = [attention(*row) for row in zip(prompt.tolist(), query.tolist(), strict=True)]
+            for rows in torch.arange(len(prompt)).split(len(prompt) // 2 + 1):
+                on_pattern(rows, 0, torch.stack([pattern[row] for row in rows.tolist()]))
+            return "fast"
+
+        monkeypatch.setattr(nulls, "forward", forward)
+        heads = len(attention(0, 1))
+        return SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=heads))
+
+    return make
+
+
+def spread(length: int, keys: list[int]) -> Tensor:
+    """Attention [pos] to some keys alike."""
+    row = torch.zeros(length)
+    row[keys] = 1 / max(1, len(keys))
+    return row
+
+
+class TestMeaning:
+    @pytest.mark.parametrize("name", ["align_query", "align_key", "lookup", "previous"])
+    @pytest.mark.parametrize("m", [4, 8])
+    def test_knowing_is_told_from_habit(self, attending, char_tokenizer, name, m):
+        task = ac.Seq2SeqTask(x_len=m, phrase_len=1, n_examples=3, alignment="permutation", task_seed=1)
+        prompts = task.sample(12, char_tokenizer, seed=0)
+        relation, length = prompts.relations[name], prompts.mask.shape[1]
+        asked = zip(relation.prompt.tolist(), relation.query.tolist(), strict=True)
+        gold = {place: relation.keys_of(row) for row, place in enumerate(asked)}
+        symbols = ((prompts.example[0] == prompts.example.max()) & (prompts.roles[0] == Role.INPUT)).nonzero()[:, 0]
+
+        def attention(prompt: int, query: int) -> Tensor:
+            knows = spread(length, gold.get((prompt, query), []))
+            everywhere = spread(length, list(range(query + 1)))
+            return torch.stack([
+                knows, 0.5 * knows + 0.5 * everywhere, everywhere, spread(length, [int(symbols[0])]),
+                spread(length, [int(symbols[0]), 0, 1, 2]), spread(length, [max(0, query - 3)]),
+            ])  # fmt: skip
+
+        knows, partly, *habits = p_values(attending(attention), prompts, [name])[name][0]
+        smallest = {"align_query": 24, "align_key": 24, "lookup": REDRAWS + 1}
+        if name == "previous":
+            assert knows == partly == 1 / int(relation.query.min())
+        elif m == 4 or name == "lookup":
+            assert knows == partly == pytest.approx(1 / smallest[name], rel=0.5)
+        else:
+            assert knows == partly <= 3 / (REDRAWS + 1), "of 40,320 orders some are drawn"
+        assert min(habits) > 0.04, "a habit is no knowledge, even where it is right"
+        assert habits[:2] == [1, 1], "what never moves scores the same under every redraw"
+
+    @pytest.mark.parametrize("name", ["align_query", "lookup", "previous"])
+    def test_chance_is_uniform(self, attending, char_tokenizer, name):
+        task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3, alignment="permutation", task_seed=1)
+        prompts, generator = task.sample(8, char_tokenizer, seed=0), torch.Generator().manual_seed(0)
+        length = prompts.mask.shape[1]
+        pos = torch.arange(length)
+        noise = torch.rand(8, length, 400, length, generator=generator) ** 4
+
+        def attention(prompt: int, query: int) -> Tensor:
+            row = noise[prompt, query].masked_fill(pos > query, 0)
+            return row / row.sum(1, keepdim=True)
+
+        p = p_values(attending(attention), prompts, [name])[name][0]
+        assert 0.43 < p.mean() < 0.6
+        for level in (0.1, 0.3, 0.5, 0.8):
+            assert (p <= level).mean() < level + 0.08, "valid"
+        assert (p <= 0.5).mean() > 0.35, "and not idle"
+
+    def test_gold_in_one_place(self, attending, char_tokenizer):
+        """Where all prompts have it there, the null is other places: who knows the places may know the tokens."""
+        prompts = ac.RepeatedTokensTask(length=8).sample(6, char_tokenizer, seed=0)
+        relation, length = prompts.relations["induction"], prompts.mask.shape[1]
+        assert nulls.in_one_place(relation, prompts)
+
+        def attention(_: int, query: int) -> Tensor:
+            knows = spread(length, [query - 7])
+            everywhere = spread(length, list(range(query + 1)))
+            return torch.stack([knows, 0.3 * knows + 0.7 * everywhere, everywhere, spread(length, [query - 3])])
+
+        found = p_values(attending(attention), prompts, ["induction"])["induction"][0]
+        assert found[:2].tolist() == [1 / (REDRAWS + 1)] * 2
+        assert found[2] == 1 and found[3] > 0.2
+
+    def test_rows_that_come_again_count_once(self, char_tokenizer):
+        """As after an out-of-memory."""
+        prompts = ac.RepeatedTokensTask(length=5).sample(4, char_tokenizer, seed=0)
+        relation = prompts.relations["induction"]
+        rows = torch.arange(len(relation))
+        pattern = torch.rand(len(rows), 2, prompts.mask.shape[1], generator=torch.Generator().manual_seed(0))
+        once, again = (nulls._Places(relation, prompts, 1, 2) for _ in range(2))
+        once.add(rows, 0, pattern)
+        for some in (rows[:7], rows):
+            again.add(some, 0, pattern[some])
+        torch.testing.assert_close(again.attention, once.attention)
+        assert once.attention[0, 1, 0, 3] == pytest.approx(float(pattern[1 :: once.targets, 0, 3].sum()))
+
+    def test_a_phrase_without_rows(self, model, prompts):
+        relation = prompts.relations["align_query"]
+        phrase = prompts.column("phrase")[relation.target]
+        some = replace(prompts, relations={"align_query": relation.select(phrase != 0)})
+        found = p_values(model, some, ["align_query"])["align_query"]
+        assert (found >= 1 / 6 - 1e-12).all()
+
+
+class TestRefusals:
+    def test_what_is_asked(self, model, prompts):
+        with pytest.raises(KeyError, match=r"no relation 'sink' in these prompts; they have .*lookup"):
+            p_values(model, prompts, ["lookup", "sink"])
+        with pytest.raises(ValueError, match="1 prompt: redrawing the gold takes at least two"):
+            p_values(model, prompts[:1], ["lookup"])
+
+    def test_alignments_that_differ(self, model, prompts):
+        relation = prompts.relations["align_query"]
+        wants = relation.wants.where(relation.prompt != 1, relation.wants.roll(1))
+        mixed = replace(prompts, relations={"align_query": replace(relation, wants=wants)})
+        with pytest.raises(ValueError, match="'align_query': the alignment differs between prompts"):
+            p_values(model, mixed, ["align_query"])
+
+    @pytest.mark.parametrize("lengths", [(6, 8), (6, 7, 8)])
+    def test_layouts_that_differ(self, model, lengths):
+        padded = Prompts.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2][:length] for length in lengths])
+        with pytest.raises(ValueError, match="targets at different positions: test prompts of one layout"):
+            p_values(model, padded, ["induction"])
+        assert p_values(model, padded, ["previous"])["previous"].shape == (2, 4)
+
+
+def test_fixed_offset(char_tokenizer, prompts):
+    monotonic = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=2).sample(3, char_tokenizer)
+    assert fixed_offset(monotonic.relations["align_query"]) == 1
+    for name in ("align_query", "lookup", "previous", "induction"):
+        relation = prompts.relations[name]
+        rows = [{int(relation.query[row]) - key for key in relation.keys_of(row)} for row in range(len(relation))]
+        most = Counter(back for row in rows for back in row).most_common(1)[0][1]
+        assert fixed_offset(relation) == pytest.approx(most / len(rows))
+    assert fixed_offset(prompts.relations["align_query"]) < 1 == fixed_offset(prompts.relations["previous"])
+    nobody = prompts.relations["lookup"].select(torch.zeros(len(prompts.relations["lookup"]), dtype=torch.bool))
+    assert fixed_offset(nobody) == 0

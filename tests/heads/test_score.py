@@ -1,0 +1,312 @@
+"""Scores of heads beside loops over TransformerLens's cached patterns, and beside its own head detector."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformer_lens.head_detector import detect_head
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from align_circuits.heads import score as scoring
+from align_circuits.heads.metrics import TIE
+from align_circuits.heads.score import LAYER_MEAN, score_heads
+from align_circuits.models.loading import load
+from align_circuits.models.planted.model import planted
+from align_circuits.prompts import relations as rel
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.tables.tables import Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3)
+SHARP = 0.6
+"""The spread of random weights; at the usual 0.02 attention is uniform and most mistakes would not show."""
+
+
+@pytest.fixture(scope="module")
+def models(char_tokenizer):
+    """The planted circuit, a GPT-2 and a grouped-query Llama with random weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        gpt2 = GPT2Config(
+            vocab_size=64,
+            n_positions=128,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            initializer_range=SHARP,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        llama = LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, initializer_range=SHARP,
+        )  # fmt: skip
+        return {
+            "planted": planted(TASK, seed=0),
+            "gpt2": load(GPT2LMHeadModel(gpt2).eval(), tokenizer=char_tokenizer),
+            "llama": load(LlamaForCausalLM(llama).eval(), tokenizer=char_tokenizer),
+        }
+
+
+@pytest.fixture(scope="module")
+def prompts(char_tokenizer) -> Prompts:
+    return TASK.sample(5, char_tokenizer, seed=0)
+
+
+RUNS = [("planted", "reference"), *((name, engine) for name in ("gpt2", "llama") for engine in ("fast", "reference"))]
+
+
+def patterns(model, prompts: Prompts) -> list[dict[int, torch.Tensor]]:
+    """Each prompt's attention [head query key] by layer, run alone and without padding."""
+    found = []
+    for tokens, mask in zip(prompts.tokens, prompts.mask, strict=True):
+        _, cache = model.run_with_cache(tokens[mask][None], names_filter=lambda name: name.endswith("hook_pattern"))
+        found.append({layer: cache["pattern", layer][0].detach().double() for layer in range(model.cfg.n_layers)})
+    return found
+
+
+def looped(
+    attention_of: list[dict[int, torch.Tensor]], prompts: Prompts, relation: rel.Relation
+) -> dict[str, dict[tuple[int, int], float]]:
+    """A relation's measures from their definitions, by measure, then by layer and head."""
+    rows = defaultdict(list)
+    for index, by_layer in enumerate(attention_of):
+        left = int((~prompts.mask[index]).sum())
+        candidate_label, key_label = relation.candidate_label[index].tolist(), relation.key_label[index].tolist()
+        for row in (relation.prompt == index).nonzero()[:, 0].tolist():
+            query, wants, among = (int(part[row]) for part in (relation.query, relation.wants, relation.among))
+            candidates = [p for p in range(left, query + 1) if candidate_label[p] == among]
+            keys = [p for p in candidates if key_label[p] == wants]
+            keys = [p for p in keys if p < query] if relation.keys_before_query else keys
+            for layer, pattern in by_layer.items():
+                for head in [*range(len(pattern)), LAYER_MEAN]:
+                    attention = pattern.mean(0) if head == LAYER_MEAN else pattern[head]
+                    row_of_attention = attention[query - left].tolist()
+                    attends = {p: row_of_attention[p - left] for p in candidates}
+                    rows[layer, head].append((sum(attends[p] for p in keys), sum(attends.values()), attends, keys))
+    hit, mass, attention_on, mean = {}, {}, {}, {}
+    for place, found in rows.items():
+        hits = []
+        for _, whole, attends, keys in found:
+            best = [p for p in attends if attends[p] >= max(attends.values()) * (1 - TIE)]
+            hits.append(sum(p in keys for p in best) / len(best) if whole > 0 else 0)
+        ratios = [part / whole for part, whole, _, _ in found if whole > 0]
+        total = sum(whole for _, whole, _, _ in found)
+        hit[place] = np.mean(hits)
+        mass[place] = sum(part for part, _, _, _ in found) / total if total > 0 else math.nan
+        attention_on[place] = np.mean([part for part, _, _, _ in found])
+        mean[place] = np.mean(ratios) if ratios else math.nan
+    return {"hit": hit, "mass": mass, "attention": attention_on, "mean": mean}
+
+
+def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
+    return table.where(**keys).frame
+
+
+def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
+    frame = frame_of(table, metric=metric)
+    return dict(zip(zip(frame["layer"], frame["head"], strict=True), frame["value"], strict=True))
+
+
+@pytest.mark.parametrize(("name", "engine"), RUNS)
+def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engine):
+    model = models[name]
+    suffixes = ("", "_hit", "_mass", "_attention", "_mean")
+    metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in suffixes]
+    table = score_heads(model, prompts, metrics, engine=engine)
+    assert table.provenance.engine == engine
+    assert len(table) == len(metrics) * model.cfg.n_layers * (model.cfg.n_heads + 1)
+    attention_of = patterns(model, prompts)
+    for relation in prompts.relations:
+        expected = looped(attention_of, prompts, prompts.relations[relation])
+        for measure in ("hit", "mass", "attention", "mean"):
+            assert values(table, f"{relation}_{measure}") == pytest.approx(expected[measure], abs=1e-5, nan_ok=True)
+        standard = "hit" if relation.startswith("align") else "mass"
+        assert values(table, relation) == pytest.approx(expected[standard], abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(("name", "engine"), RUNS)
+def test_sink_and_entropy_equal_loops_over_the_cache(models, name, engine):
+    model = models[name]
+    tokens = [[1, 20, 21, 22, 20], [1, 30, 31]]
+    prompts = Prompts.from_tokens(tokens if name != "planted" else tokens[:1])
+    table = score_heads(model, prompts, ["sink", "entropy"], engine=engine)
+    attention_of = patterns(model, prompts)
+    for layer in range(model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            sink, entropy = [], []
+            for pattern, row in zip(attention_of, tokens, strict=False):
+                for query in range(1, len(row) - 1):  # the last token predicts nothing, the first attends to itself
+                    attention = pattern[layer][head, query, : query + 1]
+                    sink.append(attention[0].item())
+                    entropy.append(-sum(p * math.log(p) for p in attention.tolist() if p > 0))
+            assert values(table, "sink")[layer, head] == pytest.approx(np.mean(sink), abs=1e-5)
+            assert values(table, "entropy")[layer, head] == pytest.approx(np.mean(entropy), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "engine"), RUNS)
+def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, name, engine):
+    """The detector averages over all positions; ours leaves out those without a key, whose score is 0."""
+    model, text = models[name], "ABCab|ABCab|BACba"
+    tokens = model.to_tokens(text)[0].tolist()
+    assert tokens == char_tokenizer(text)["input_ids"]
+    asking_everywhere = [*tokens, 0]  # the last token asks nothing, so one more is put behind
+    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), engine=engine)
+    for metric in ("previous", "duplicate", "induction"):
+        detected = detect_head(model, text, f"{metric}_token_head" if metric != "induction" else "induction_head")  # pyright: ignore[reportArgumentType]
+        rows = table.where(metric=metric).frame["n"].iloc[0]
+        assert 0 < rows < len(tokens)
+        assert detected.max() > 0.01
+        np.testing.assert_allclose(table.grid(metric) * rows / len(tokens), detected, atol=1e-5)
+
+
+def test_planted_heads_are_found(models, prompts):
+    model = models["planted"]
+    table = score_heads(model, prompts)
+    for metric in ("align_query", "align_key", "lookup"):
+        frame = frame_of(table.top(metric, 1))
+        place = int(frame["layer"][0]), int(frame["head"][0])
+        assert model.kinds[place] in (metric, "gold_without_output", "backup", "diffuse")
+        assert frame["value"][0] > 0.95
+    assert set(table.frame["metric"]) == {*prompts.relations, "lookup_mean", "sink", "entropy"}
+    assert table.provenance.data["digest"] == prompts.digest
+    assert table.provenance.settings["metrics"][-1] == "entropy"
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
+    whole = score_heads(models["llama"], prompts, engine=engine, batch_size=5)
+    monkeypatch.setattr(scoring, "_CELLS_AT_ONCE", 4000)
+    chunked = score_heads(models["llama"], prompts, engine=engine, batch_size=2)
+    columns = ["value", "low", "high", "n"]
+    np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)
+
+
+def test_padding_changes_nothing(models):
+    rows = [[1, 20, 21, 20, 21, 22, 20], [1, 30, 30, 31]]
+    together = score_heads(models["llama"], Prompts.from_tokens(rows))
+    assert together.values is not None
+    for index, row in enumerate(rows):
+        alone = score_heads(models["llama"], Prompts.from_tokens([row]))
+        assert alone.values is not None
+        np.testing.assert_allclose(together.values[:, index], alone.values[:, 0], atol=1e-5)
+
+
+def test_a_row_that_comes_twice_counts_once(models, prompts, monkeypatch):
+    """As after an out-of-memory, when a batch that was half through comes again in two parts."""
+    once = score_heads(models["llama"], prompts)
+    real = scoring.forward
+
+    def twice(*args, on_pattern, **kwargs):
+        def stutter(rows, layer, pattern):
+            half = len(rows) // 2
+            on_pattern(rows[:half], layer, pattern[:half])
+            on_pattern(rows, layer, pattern)
+
+        return real(*args, on_pattern=stutter, **kwargs)
+
+    monkeypatch.setattr(scoring, "forward", twice)
+    again = score_heads(models["llama"], prompts)
+    np.testing.assert_allclose(again.frame["value"], once.frame["value"], atol=1e-12)
+    assert again.frame["n"].tolist() == once.frame["n"].tolist()
+
+
+def test_attention_that_never_arrives_is_no_score(models, prompts, monkeypatch):
+    monkeypatch.setattr(scoring, "forward", lambda *_, **__: "fast")
+    with pytest.raises(RuntimeError, match="no attention for layer 0"):
+        score_heads(models["llama"], prompts)
+
+
+def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
+    table = score_heads(models["gpt2"], prompts)
+    frame = frame_of(table)[table.frame["n"] > 0]
+    for metric, rows in frame.groupby("metric"):
+        if metric in prompts.relations:
+            assert set(rows["n"]) == {len(prompts.relations[str(metric)])}
+    assert (frame["low"] <= frame["value"] + 1e-9).all()
+    assert (frame["value"] <= frame["high"] + 1e-9).all()
+
+
+def test_pooled_lookup_is_not_the_mean_of_prompts(models, prompts):
+    """A prompt weighs by its attention to the candidates: the interval and the value see the same weights."""
+    table = score_heads(models["gpt2"], prompts, ["lookup", "lookup_mean"])
+    assert table.values is not None and table.weights is not None
+    pooled = (table.values * table.weights).sum(1) / table.weights.sum(1)
+    np.testing.assert_allclose(table.frame["value"], pooled)
+    unweighted = table.values[: len(table) // 2].mean(1)
+    assert np.abs(unweighted - table.where(metric="lookup").frame["value"]).max() > 1e-4
+
+
+def test_a_metric_without_any_row_has_no_value(models):
+    table = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 23]]))
+    nothing = frame_of(table, metric="induction")
+    assert (nothing["n"] == 0).all()
+    assert nothing[["value", "low", "high"]].isna().all(axis=None)
+    assert frame_of(table, metric="previous")["value"].notna().all()
+    assert len(table.top("induction")) == 0
+
+
+def test_prompts_of_which_only_some_have_a_row(models):
+    both = score_heads(models["llama"], Prompts.from_tokens([[1, 20, 21], [1, 22, 22, 23]]), ["duplicate"])
+    alone = score_heads(models["llama"], Prompts.from_tokens([[1, 22, 22, 23]]), ["duplicate"])
+    assert (frame_of(both)["n"] == 1).all()
+    np.testing.assert_allclose(both.frame["value"], alone.frame["value"], atol=1e-6)
+
+
+def test_a_relation_of_ones_own_measures_mass(models, prompts):
+    also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))
+    wide = rel.with_candidates(prompts.relations["align_query"], also)
+    mine = replace(prompts, relations={"wide": wide, "align_query": prompts.relations["align_query"]})
+    table = score_heads(models["gpt2"], mine, ["wide", "wide_hit", "align_query"])
+    expected = looped(patterns(models["gpt2"], mine), mine, wide)
+    assert values(table, "wide") == pytest.approx(expected["mass"], abs=1e-5)
+    assert values(table, "wide_hit") == pytest.approx(expected["hit"], abs=1e-5)
+    assert values(table, "wide_hit") != values(table, "align_query"), "more candidates, fewer hits"
+
+
+def test_bf16_models_are_scored(prompts):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        model = load(LlamaForCausalLM(config).bfloat16())
+    table = score_heads(model, prompts)
+    assert frame_of(table)["value"].between(0, 10).all()
+    assert table.provenance.model["dtype"] == "bfloat16"
+
+
+def test_a_metric_that_is_not_known(models, prompts):
+    with pytest.raises(KeyError, match=r"no metric 'aligns' for these prompts; they have .*align_query.*entropy"):
+        score_heads(models["llama"], prompts, ["align_query", "aligns"])
+
+
+def test_nothing_to_score(models, prompts):
+    with pytest.raises(ValueError, match="no prompts to score"):
+        score_heads(models["llama"], prompts[:0])
+    with pytest.raises(ValueError, match="hold no relation"):
+        score_heads(models["llama"], replace(prompts, relations={}))
+    with pytest.raises(ValueError, match=r"no metrics to score"):
+        score_heads(models["llama"], prompts, [])
+
+
+def test_prompts_of_another_tokenizer(models, byte_bpe_tokenizer):
+    with pytest.raises(ValueError, match="another tokenizer"):
+        score_heads(models["llama"], Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
+
+
+def test_a_head_that_does_not_exist(models, prompts):
+    table = score_heads(models["llama"], prompts, ["previous"])
+    with pytest.raises(KeyError, match="no layer 99 in this table; it has 0, 1, 2"):
+        table.where(layer=99)
+    with pytest.raises(KeyError, match="no head 4 in this table"):
+        table.where(layer=0, head=[0, 4])

@@ -1,0 +1,600 @@
+"""Edits beside hooks written by hand: one prompt at a time, without padding, one position after the other."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.heads.ablate import reference_of
+from align_circuits.hooks.edits import Edit, Reference
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
+from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.run.evaluation import predict
+from align_circuits.run.forward_pass import capture, forward
+
+HEADS = [(0, 2), (0, 3), (1, 0), (1, 1)]
+"""Two in each layer, which share a key head where four heads have two."""
+LAYERS = [0, 1]
+SITES: Any = HEAD_SITES + LAYER_SITES
+NAMES = ["llama", "gpt2", "plain"]
+New = Callable[[int, Any, int, int, Tensor], Any]
+"""(layer, column, prompt, position without padding, old) -> what stands there instead."""
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> Prompts:
+    """Prompts of few different tokens, with roles and two examples."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(12, (length,), generator=generator).tolist() for length in lengths]
+    prompts = Prompts.from_tokens(ids)
+    roles = torch.randint(2, 5, prompts.mask.shape, generator=generator).where(prompts.mask, Role.PAD.value)
+    example = (torch.arange(prompts.mask.shape[1]) >= 6).long().where(prompts.mask, -1).expand_as(prompts.mask)
+    return replace(prompts, roles=roles, example=example)
+
+
+PADDED = random_prompts((9, 6, 10))
+EQUAL = random_prompts((9, 9, 9))
+POSITIONS = torch.rand(PADDED.mask.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+
+
+def plain_model() -> HandBuilt:
+    """A model without Hugging Face: TransformerLens's hooks on a module of one's own, random weights."""
+    cfg = HandBuiltConfig(n_layers=2, n_heads=4, d_model=32, d_head=8, d_mlp=16, d_vocab=64, n_ctx=64)
+    model, generator = HandBuilt(cfg), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(random_hf_model):
+    """Each model once."""
+    made = {"plain": plain_model()}
+
+    def make(name: str) -> Any:
+        if name not in made:
+            made[name] = ac.load(random_hf_model(name))
+        return made[name]
+
+    return make
+
+
+def logits_of(model: Any, prompts: Prompts, **options: Any) -> tuple[Tensor, str]:
+    """The logits at every target, and the engine that ran."""
+    found = torch.full((len(prompts.targets), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
+    ran = forward(
+        model,
+        prompts,
+        prompt=prompts.column("prompt"),
+        query=prompts.column("query_pos"),
+        on_logits=lambda rows, logits: found.__setitem__(rows, logits.double()),
+        **options,
+    )
+    assert not found.isnan().any()
+    return found, ran
+
+
+def alone(prompts: Prompts, index: int) -> tuple[Tensor, int]:
+    """One prompt's tokens [1 pos], and the padding before them."""
+    mask = prompts.mask[index]
+    return prompts.tokens[index][mask][None], int((~mask).sum())
+
+
+def computed(model: Any, prompts: Prompts, site: Any, layer: int) -> list[Tensor]:
+    """What a model computes at a site, prompt by prompt."""
+    found = []
+    for index in range(len(prompts)):
+        model.run_with_hooks(
+            alone(prompts, index)[0],
+            fwd_hooks=[(name_of(site, layer), lambda x, hook: found.append(x[0].detach().clone()))],  # noqa: ARG005
+        )
+    return found
+
+
+def part(activation: Tensor, site: str, column: Any, pos: int) -> Tensor:
+    """The part of an activation, without prompts, that belongs to a head and a position."""
+    return activation[column, pos] if site == "pattern" else activation[pos, column]
+
+
+def columns_of(model: Any, site: str) -> dict[int, list[Any]]:
+    """What HEADS are called in the activations of each layer; in a site of layers, all that a token has."""
+    if site in LAYER_SITES:
+        return {layer: [slice(None)] for layer in LAYERS}
+    shared = 4 // (getattr(model.cfg, "n_key_value_heads", None) or 4) if site in ("k", "v") else 1
+    return {layer: sorted({head // shared for where, head in HEADS if where == layer}) for layer in LAYERS}
+
+
+def by_hand(model: Any, prompts: Prompts, site: Any, new: New, positions: Tensor | None = None) -> Tensor:
+    """The logits at every target under plain hooks, one prompt at a time."""
+    found = []
+    for index in range(len(prompts)):
+        tokens, left = alone(prompts, index)
+
+        def hooked(layer: int, columns: list[Any], index: int = index, left: int = left) -> Callable[..., Tensor]:
+            def hook(activation: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+                activation = activation.clone()
+                for pos in range(activation.shape[2 if site == "pattern" else 1]):
+                    if positions is None or positions[index, left + pos]:
+                        for column in columns:
+                            old = part(activation[0], site, column, pos)
+                            old.copy_(torch.as_tensor(new(layer, column, index, pos, old.clone())))
+                return activation
+
+            return hook
+
+        hooks = [(name_of(site, layer), hooked(layer, columns)) for layer, columns in columns_of(model, site).items()]
+        with torch.no_grad():
+            logits = model.run_with_hooks(tokens, fwd_hooks=hooks)[0].double()
+        query = prompts.column("query_pos")[prompts.column("prompt") == index]
+        found.append(logits[query - left])
+    return torch.cat(found)
+
+
+def place(site: str) -> dict[str, Any]:
+    return {"site": site, **({"heads": HEADS} if site in HEAD_SITES else {"layers": LAYERS})}
+
+
+def assert_equal(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def assert_edit_is(model: Any, prompts: Prompts, edit: Edit, expected: Tensor) -> None:
+    """Both engines, where they apply, and in batches."""
+    intact, _ = logits_of(model, prompts)
+    assert (expected - intact).abs().max() > 1e-2, "the edit does something"
+    for options in ({}, {"engine": "reference", "batch_size": 2}):
+        assert_equal(logits_of(model, prompts, edits=[edit], **options)[0], expected)
+
+
+class TestBesideHooksByHand:
+    @pytest.mark.parametrize("site", SITES)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_zero(self, models, name, site):
+        model = models(name)
+        for positions in (None, POSITIONS):
+            expected = by_hand(model, PADDED, site, lambda *_: 0.0, positions)
+            assert_edit_is(model, PADDED, ac.Ablate(**place(site), positions=positions), expected)
+
+    @pytest.mark.parametrize("site", [site for site in SITES if site != "pattern"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_steer(self, models, name, site):
+        model = models(name)
+        vector = torch.randn(8 if site in HEAD_SITES else 32, generator=torch.Generator().manual_seed(5))
+
+        def new(layer, column, index, pos, old):  # noqa: ARG001
+            return old + 1.5 * vector
+
+        expected = by_hand(model, PADDED, site, new, POSITIONS)
+        assert_edit_is(model, PADDED, ac.Steer(**place(site), positions=POSITIONS, vector=vector, scale=1.5), expected)
+
+    @pytest.mark.parametrize("site", SITES)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_patch(self, models, name, site):
+        model, other = models(name), random_prompts((9, 6, 10), seed=7)
+        names = [name_of(site, layer) for layer in LAYERS]
+        held = {layer: computed(model, other, site, layer) for layer in LAYERS}
+        values = capture(model, other, names, engine="reference", batch_size=2)
+        expected = by_hand(
+            model, PADDED, site, lambda layer, column, index, pos, _: part(held[layer][index], site, column, pos),
+            POSITIONS,
+        )  # fmt: skip
+        assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
+
+    @pytest.mark.parametrize("site", [site for site in SITES if site != "pattern"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_mean_by_role(self, models, name, site):
+        model, others = models(name), random_prompts((8, 10, 7, 10), seed=9)
+        means: dict[tuple[int, int, int], list[Tensor]] = {}
+
+        def group(prompts: Prompts, layer: int, index: int, pos: int) -> tuple[int, int, int]:
+            """Layer, role, and whether the token belongs to the last example of its prompt."""
+            pos += alone(prompts, index)[1]
+            example = prompts.example[index]
+            return layer, int(prompts.roles[index, pos]), int(example[pos] == example.max())
+
+        for layer in LAYERS:
+            for index, activation in enumerate(computed(model, others, site, layer)):
+                for pos, token in enumerate(activation):
+                    means.setdefault(group(others, layer, index, pos), []).append(token)
+        assert len(means) == 12, "three roles, before and in the test example, in two layers"
+
+        def new(layer, column, index, pos, old):  # noqa: ARG001
+            return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
+
+        expected = by_hand(model, PADDED, site, new, POSITIONS)
+        reference = reference_of(model, others, "mean", site=site, batch_size=3)
+        edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", reference=reference)
+        assert_edit_is(model, PADDED, edit, expected)
+
+    @pytest.mark.parametrize("site", SITES)
+    @pytest.mark.parametrize("name", NAMES)
+    def test_resample(self, models, name, site):
+        model, others = models(name), random_prompts((9, 9, 9), seed=9)
+        held = {layer: computed(model, others, site, layer) for layer in LAYERS}
+
+        def new(layer, column, index, pos, old):  # noqa: ARG001
+            return part(held[layer][[1, 2, 0][index]], site, column, pos)
+
+        edit = ac.Ablate(**place(site), how="resample", reference=reference_of(model, others, "resample", site=site))
+        assert_edit_is(model, EQUAL, edit, by_hand(model, EQUAL, site, new))
+
+    @pytest.mark.parametrize("relation", ["induction", "previous"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_clamp(self, models, name, relation):
+        model, rows = models(name), PADDED.relations[relation]
+        keys = {
+            (int(rows.prompt[row]), int(rows.query[row])): rows.keys_of(row) for row in range(len(rows))
+        }  # with padding
+        assert relation == "previous" or max(map(len, keys.values())) > 1, "equally to several"
+
+        def new(layer, column, index, pos, old):  # noqa: ARG001
+            left = alone(PADDED, index)[1]
+            if (index, left + pos) not in keys:
+                return old
+            right = keys[index, left + pos]
+            return torch.tensor([(left + k in right) / len(right) for k in range(len(old))])
+
+        assert_edit_is(model, PADDED, ac.Clamp(HEADS, relation), by_hand(model, PADDED, "pattern", new))
+
+    def test_on_a_planted_model(self, char_tokenizer):
+        task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
+        prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted(task, seed=0)
+        layer, head = next(place for place, kind in model.kinds.items() if kind == "align_query")
+
+        def silence(z, hook):  # noqa: ARG001
+            z[:, :, head] = 0
+            return z
+
+        with torch.no_grad():
+            logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", silence)])
+        expected = logits[prompts.column("prompt"), prompts.column("query_pos")].double()
+        assert_edit_is(model, prompts, ac.Ablate([(layer, head)]), expected)
+
+
+class TestTogether:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_edits_that_meet_apply_in_order(self, models, name):
+        model, vector = models(name), torch.ones(8)
+        steer, zero = ac.Steer([(1, 1), (1, 2)], vector=vector), ac.Ablate([(1, 1)])
+        for edits, ones in (([zero, steer], True), ([steer, zero], False)):
+
+            def hook(z, hook, ones=ones):  # noqa: ARG001
+                z[:, :, 1] = float(ones)
+                z[:, :, 2] += 1
+                return z
+
+            with torch.no_grad():
+                logits = model.run_with_hooks(EQUAL.tokens, fwd_hooks=[("blocks.1.attn.hook_z", hook)])
+            expected = logits[EQUAL.column("prompt"), EQUAL.column("query_pos")].double()
+            assert_equal(logits_of(model, EQUAL, edits=edits)[0], expected)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_hooks_equal_edits(self, models, name):
+        model = models(name)
+        means, values = reference_of(model, PADDED), capture(model, PADDED, ["blocks.1.hook_resid_pre"])
+        flipped = {name: value.flip(2) for name, value in values.items()}
+        for edit in (
+            ac.Ablate(HEADS),
+            ac.Ablate(HEADS, how="mean", reference=means, positions=POSITIONS),
+            ac.Patch(layers=[1], site="resid_pre", values=flipped),
+            ac.Clamp(HEADS, "induction"),
+            ac.Steer(HEADS, vector=torch.ones(8)),
+        ):
+            edited = ac.evaluate(model, PADDED, edits=[edit])
+            with model.hooks(fwd_hooks=edit.fwd_hooks(model, PADDED)):
+                hooked = ac.evaluate(model, PADDED)
+            pd.testing.assert_frame_equal(hooked.frame, edited.frame, atol=1e-5)
+            assert not ac.evaluate(model, PADDED).frame["value"].equals(edited.frame["value"])
+
+    def test_hooks_do_without_prompts_where_the_edit_does(self, models):
+        model = models("llama")
+        hooks = ac.Ablate([(0, 1)]).fwd_hooks(model) + ac.Patch(
+            [(1, 2)], values=capture(model, EQUAL, ["blocks.1.attn.hook_z"])
+        ).fwd_hooks(model)
+        with torch.no_grad():
+            logits = model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
+        expected, _ = logits_of(
+            model,
+            EQUAL,
+            edits=[ac.Ablate([(0, 1)]), ac.Patch([(1, 2)], values=capture(model, EQUAL, ["blocks.1.attn.hook_z"]))],
+        )
+        assert_equal(logits[EQUAL.column("prompt"), EQUAL.column("query_pos")].double(), expected)
+
+    def test_a_clamped_head_hits(self, models):
+        model = models("llama")
+        clamp = ac.Clamp([(0, 1), (1, 3)], "induction")
+        table = ac.score_heads(model, PADDED, ["induction_hit", "induction"], edits=[clamp], engine="reference")
+        value: Any = table.frame.set_index(["metric", "layer", "head"])["value"]
+        for metric in ("induction_hit", "induction"):
+            assert value[metric, 0, 1] == value[metric, 1, 3] == pytest.approx(1, abs=1e-6)
+            assert value[metric, 0, 0] < 0.9
+
+    def test_readers_see_what_was_edited(self, models):
+        model, found = models("llama"), {}
+        forward(
+            model,
+            EQUAL,
+            prompt=torch.arange(3),
+            query=torch.full((3,), 8),
+            on_activation={"blocks.0.attn.hook_z": lambda rows, z: found.update({int(rows[0]): z.clone()})},
+            edits=[ac.Ablate([(0, 1)])],
+            batch_size=2,
+        )
+        assert set(found) == {0, 2} and all((z[:, :, 1] == 0).all() and (z[:, :, 0] != 0).any() for z in found.values())
+
+
+class TestEngines:
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_neox"])
+    def test_agree(self, models, name):
+        model = models(name)
+        sites = ["z", *LAYER_SITES] if name == "gpt_neox" else ["z", "q", "k", "v", *LAYER_SITES]
+        some = torch.randn(32, generator=torch.Generator().manual_seed(1)) / 3
+        steer = [ac.Steer(**place(site), vector=some[:8] if site in HEAD_SITES else some) for site in sites]
+        mean = ac.Ablate([(1, 3)], how="mean", reference=reference_of(model, PADDED))
+        for edits in (steer, [mean]):
+            fast, reference = (logits_of(model, PADDED, edits=edits, engine=which) for which in ("fast", "reference"))
+            assert (fast[1], reference[1]) == ("fast", "reference")
+            assert_equal(fast[0], reference[0])
+            assert logits_of(model, PADDED, edits=edits)[1] == "fast", "auto"
+
+    @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])
+    def test_edits_in_the_attention_function_equal_the_hooks(self, models, name):
+        model, other = models(name), random_prompts((9, 6, 10), seed=7)
+        whole: dict[str, Any] = {"heads": [(0, 0), (0, 1), (1, 2), (1, 3)]}
+        rotated = [] if name == "gpt2" else [("rot_q", "q"), ("rot_k", "k")]
+        pairs: Any = [("z", "z"), ("v", "v"), ("pattern", "pattern"), *rotated]
+        for site, plain in pairs:
+            if name == "gpt_neox" and site.startswith("rot"):  # whose queries TransformerLens cannot patch
+                fast, reference = (logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s)], engine=e)
+                                   for s, e in ((site, "fast"), (plain, "reference")))  # fmt: skip
+            else:
+                names = [[name_of(which, layer) for layer in LAYERS] for which in (site, plain)]
+                values = [capture(model, other, names[0], engine="fast")]
+                values.append(capture(model, other, names[1], engine="reference"))
+                fast, reference = (
+                    logits_of(model, PADDED, edits=[ac.Patch(**whole, site=s, values=v)], engine=e)
+                    for s, v, e in zip((site, plain), values, ("fast", "reference"), strict=True)
+                )
+                if site == plain:
+                    for one in names[0]:
+                        torch.testing.assert_close(values[0][one], values[1][one], atol=1e-5, rtol=0)
+            assert (fast[1], reference[1]) == ("fast", "reference")
+            assert_equal(fast[0], reference[0])
+            assert (fast[0] - logits_of(model, PADDED)[0]).abs().max() > 1e-2
+
+    def test_rows_of_attention_come_after_an_edit_of_the_pattern(self, models):
+        edit = ac.Ablate(HEADS, site="pattern")
+        rows: dict[str, Any] = {"prompt": torch.tensor([0, 1]), "query": torch.tensor([9, 9])}
+        found: dict[Any, Tensor] = {}
+        for engine in ("fast", "reference"):
+            forward(models("llama"), PADDED, **rows, edits=[edit], engine=engine,
+                    on_pattern=lambda rows, layer, x, engine=engine: found.update({(engine, layer): x.clone()}))  # noqa: ARG005  # fmt: skip
+        for layer in LAYERS:
+            torch.testing.assert_close(found["fast", layer], found["reference", layer], atol=1e-5, rtol=0)
+        assert bool((found["fast", HEADS[0][0]][:, HEADS[0][1]] == 0).all())
+
+    @pytest.mark.parametrize(("name", "site"), [("gpt2", "q"), ("gpt_neox", "q")])
+    def test_silent_sites_go_to_the_reference(self, models, name, site):
+        model, edit = models(name), ac.Ablate(HEADS, site=site)
+        assert logits_of(model, EQUAL)[1] == "fast"
+        assert logits_of(model, EQUAL, edits=[edit])[1] == "reference"
+        with pytest.raises(
+            ValueError, match=rf"hook_{site}' does not fire under it; use engine='reference'|hook_{site} d"
+        ):
+            logits_of(model, EQUAL, edits=[edit], engine="fast")
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_batches_and_padding_change_nothing(self, models, name):
+        model, other = models(name), random_prompts((9, 6, 10), seed=7)
+        values = capture(model, other, ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"])
+        for edits in (
+            [ac.Ablate(HEADS, how="mean", reference=reference_of(model, other, batch_size=1))],
+            [ac.Patch(HEADS, values=values, positions=POSITIONS)],
+            [ac.Clamp(HEADS, "previous"), ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))],
+        ):
+            one, _ = logits_of(model, PADDED, edits=edits)
+            for size in (1, 2):
+                for engine in ("auto", "reference"):
+                    assert_equal(logits_of(model, PADDED, edits=edits, batch_size=size, engine=engine)[0], one)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_capture_is_what_each_prompt_computes_alone(self, models, name):
+        model = models(name)
+        for site in SITES:
+            held, expected = capture(model, PADDED, [name_of(site, 1)], batch_size=2), computed(model, PADDED, site, 1)
+            for index, activation in enumerate(held[name_of(site, 1)]):
+                left = alone(PADDED, index)[1]
+                mine = activation[:, left:, left:] if site == "pattern" else activation[left:]
+                assert_equal(mine, expected[index])
+                padding = activation[:, :left] if site == "pattern" else activation[:left]
+                assert (padding == 0).all(), "whatever the batch"
+
+
+class TestAfterwards:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_logits_are_bit_identical(self, models, name):
+        model = models(name)
+        with torch.no_grad():
+            before = model(EQUAL.tokens)
+            ac.evaluate(
+                model, EQUAL, edits=[ac.Ablate(HEADS), ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))]
+            )
+            ac.score_heads(model, EQUAL, edits=[ac.Clamp(HEADS, "previous")])
+            with model.hooks(fwd_hooks=ac.Ablate(HEADS).fwd_hooks(model)):
+                assert not torch.equal(model(EQUAL.tokens), before)
+            assert torch.equal(model(EQUAL.tokens), before)
+            for engine in ("auto", "reference"):
+                with pytest.raises(ValueError, match="cannot be added"):
+                    ac.evaluate(model, EQUAL, edits=[ac.Steer(HEADS, vector=torch.ones(3))], engine=engine)
+                assert torch.equal(model(EQUAL.tokens), before)
+        assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+    def test_the_callers_hooks_stay(self, random_hf_model):
+        model = ac.load(random_hf_model("llama"))
+        model.add_hook("blocks.0.attn.hook_z", lambda z, hook: z * 0)  # noqa: ARG005
+        ac.Ablate(HEADS).fwd_hooks(model)
+        ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS)])
+        assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
+
+    def test_dropout_stays_off_and_every_module_keeps_its_mode(self, random_hf_model):
+        llama = ac.load(random_hf_model("llama", attention_dropout=0.5))
+        gpt2 = ac.load(random_hf_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5))
+        for model in (llama, gpt2):
+            model.train()
+            model.blocks[0].eval()
+            everyone = [*model.modules(), *model.original_model.modules()]
+            modes = [module.training for module in everyone]
+            assert any(modes) and not all(modes)
+            ac.Ablate(HEADS).fwd_hooks(model)
+            one, two = (logits_of(model, EQUAL, edits=[ac.Ablate(HEADS)])[0] for _ in range(2))
+            assert torch.equal(one, two)
+            assert modes == [module.training for module in everyone]
+
+
+class TestRefusals:
+    def test_hooks_that_never_fire(self):
+        model = plain_model()
+        model.blocks[1].forward = lambda residual, hidden: residual  # noqa: ARG005
+        for edit in (ac.Ablate([(1, 0)]), ac.Ablate(layers=[1], site="mlp_out")):
+            with pytest.raises(ValueError, match=r"'blocks.1.*' never fired.*silent are 1 of 1"):
+                edit.fwd_hooks(model)
+            with pytest.raises(ValueError, match="never fired"):
+                ac.evaluate(model, EQUAL, edits=[edit])
+
+    def test_hooks_that_do_not_exist(self):
+        model = plain_model()
+        model.cfg = replace(model.cfg, n_layers=3)
+        with pytest.raises(ValueError, match=r"no hook point 'blocks.2.attn.hook_z' in this HandBuilt"):
+            ac.Ablate([(2, 0)]).fwd_hooks(model)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (ac.Ablate([(2, 0)]), "no head L2H0: this model has layers 0 to 1 with heads 0 to 3"),
+            (ac.Ablate([(0, -1)]), "no head L0H-1"),
+            (ac.Ablate([(0, 1), (1, 4)]), "no head L1H4"),
+            (ac.Ablate(layers=[2], site="mlp_out"), "no layer 2: this model has layers 0 to 1"),
+            (ac.Ablate(), "takes place at heads: name at least one, and no layers"),
+            (ac.Ablate([(0, 0)], layers=[0]), "takes place at heads: name at least one, and no layers"),
+            (ac.Ablate([(0, 0)], site="resid_pre"), "takes place at layers: name at least one, and no heads"),
+            (ac.Clamp([], "induction"), "takes place at heads: name at least one"),
+            (ac.Clamp([(0, 4)], "induction"), "no head L0H4"),
+            (ac.Ablate([(0, 2)], site="k"), "share a key head cannot change their k apart: name all of L0H2 L0H3"),
+            (ac.Ablate([(1, 1), (1, 2)], site="v"), "name all of L1H0 L1H1 L1H2 L1H3"),
+            (ac.Ablate([(0, 0)], how="mean"), r"needs a reference that holds 'blocks.0.attn.hook_z'"),
+            (ac.Ablate([(0, 0)], how="resample"), r"needs a reference .* reference_of\(model, prompts, how='resample'"),
+            (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch holds none"),
+            (
+                ac.Patch([(1, 0)], values={"blocks.0.attn.hook_z": torch.zeros(3, 9, 4, 8)}),
+                "holds blocks.0.attn.hook_z",
+            ),
+            (ac.Steer([(0, 0)]), "a vector of shape None cannot be added .* give 8 numbers"),
+            (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
+            (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
+            (ac.Steer([(0, 0)], site="pattern", vector=torch.ones(9)), "any site but 'pattern'"),
+        ],
+    )
+    def test_edits_that_make_no_sense(self, models, edit, message):
+        with pytest.raises(ValueError, match=message):
+            ac.evaluate(models("llama"), EQUAL, edits=[edit])
+
+    def test_unknown_names(self, models):
+        model, wrong = models("llama"), {"site": "attn"}
+        with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
+            unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
+        with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
+            ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])
+        for edits in ([ac.Clamp([(0, 0)], "lookup")], [ac.Ablate([(0, 1)]), ac.Clamp([(0, 0)], "lookup")]):
+            with pytest.raises(KeyError, match="no relation 'lookup' in these prompts; they have induction, previous"):
+                ac.evaluate(model, EQUAL, edits=edits)
+
+    def test_prompts_are_missing(self, models):
+        model = models("llama")
+        with pytest.raises(ValueError, match="a clamp depends on the prompts: give them"):
+            ac.Clamp([(0, 0)], "induction").fwd_hooks(model)
+        for how in ("mean", "resample"):
+            hooks = ac.Ablate([(0, 0)], how=how, reference=reference_of(model, EQUAL, how)).fwd_hooks(model)
+            with pytest.raises(ValueError, match=f"how='{how}' depends on the prompts: give them"):
+                model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
+
+    def test_a_position_that_asks_twice(self, models):
+        previous = PADDED.relations["previous"]
+        columns = ("target", "prompt", "query", "wants", "among")
+        twice = replace(previous, **{name: torch.cat([getattr(previous, name)] * 2) for name in columns})
+        prompts = replace(PADDED, relations={"twice": twice})
+        with pytest.raises(ValueError, match="relation 'twice' asks twice at one position"):
+            ac.evaluate(models("llama"), prompts, edits=[ac.Clamp([(0, 0)], "twice")])
+
+    @pytest.mark.parametrize("lengths", [(10, 10, 10), (8, 8, 8), (9, 9), (9, 9, 9, 9)])
+    def test_what_another_run_holds_must_match(self, models, lengths):
+        model, other = models("llama"), random_prompts(lengths, seed=2)
+        message = rf"the edit holds {len(lengths)} prompts of {lengths[0]} tokens, but the model runs on 3 of 9"
+        for site in ("z", "pattern"):
+            values = capture(model, other, [name_of(site, 0)])
+            for edit in (
+                ac.Patch([(0, 0)], site=site, values=values),
+                ac.Ablate([(0, 0)], site=site, how="resample", reference=Reference(values=values)),
+                ac.Ablate([(0, 0)], site=site, positions=other.mask),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    ac.evaluate(model, EQUAL, edits=[edit])
+            with pytest.raises(ValueError, match=message):
+                hooks = ac.Patch([(0, 0)], site=site, values=values).fwd_hooks(model)
+                model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
+
+    def test_hooks_run_on_what_they_were_made_for(self, models):
+        model = models("llama")
+        for edit in (
+            ac.Clamp([(0, 0)], "induction"),
+            ac.Ablate([(0, 0)], positions=EQUAL.mask),
+            ac.Ablate([(0, 0)], how="mean", reference=reference_of(model, EQUAL)),
+            ac.Patch(layers=[0], site="mlp_out", values=capture(model, EQUAL, ["blocks.0.hook_mlp_out"])),
+        ):
+            hooks = edit.fwd_hooks(model, EQUAL)
+            for tokens in (EQUAL.tokens[:1], EQUAL.tokens[:, :7], torch.cat([EQUAL.tokens, EQUAL.tokens], 1)):
+                with pytest.raises(
+                    ValueError, match=r"the model runs on . prompts of .*, but the edit was made for 3 of 9"
+                ):
+                    model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+    def test_a_role_that_the_reference_lacks(self, models):
+        model = models("llama")
+        lacking = replace(EQUAL, roles=EQUAL.roles.where(EQUAL.roles != Role.COLON, Role.INPUT.value))
+        edit = ac.Ablate([(0, 0)], how="mean", reference=reference_of(model, lacking))
+        with pytest.raises(ValueError, match="tokens of a role that the reference prompts lack"):
+            ac.evaluate(model, EQUAL, edits=[edit])
+        ac.evaluate(model, lacking, edits=[edit])
+
+
+def unchecked(edit: Any, **changes: Any) -> Any:
+    """An edit with a field that its annotations would not let through."""
+    for name, value in changes.items():
+        object.__setattr__(edit, name, value)
+    return edit
+
+
+def test_provenance_tells_edits_apart(models):
+    model = models("llama")
+    steer = ac.Steer(layers=[1], site="mlp_out", vector=torch.ones(32), scale=2.0)
+    edits = [ac.Ablate([(0, 1)], how="zero"), ac.Clamp([(1, 2)], "induction"), steer]
+    sha = hashlib.sha256(b" (32,) torch.float32" + torch.ones(32).numpy().tobytes()).hexdigest()
+    told = [
+        {"edit": "Ablate", "heads": [[0, 1]], "site": "z", "how": "zero"},
+        {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
+        {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
+    ]
+    opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
+    assert opposite == [{**told[2], "vector": opposite[0]["vector"]}] != [told[2]]
+    evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
+    assert evaluated.provenance.settings == {"edits": told}
+    assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
+    assert ac.Provenance.from_json(scored.provenance.to_json()) == scored.provenance
+    assert ac.evaluate(model, EQUAL).provenance.settings == {}
+    assert predict(model, EQUAL, edits=edits)[1] == "fast", "the pattern is clamped inside the attention function"

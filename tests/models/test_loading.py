@@ -1,0 +1,362 @@
+"""Loading: from every place, the same model; and one clear line where that cannot be."""
+
+import json
+import shutil
+import socket
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+import align_circuits as ac
+from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.models.loading import load
+from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
+from align_circuits.prompts.prompts import vocabulary_fingerprint
+from align_circuits.run.forward_pass import forward
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+
+NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
+TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
+
+
+@pytest.fixture(scope="module")
+def folders(random_hf_model, char_tokenizer, tmp_path_factory):
+    """A folder for each architecture, in the hub's format, with a tokenizer."""
+    made = {}
+    for name in NAMES:
+        made[name] = tmp_path_factory.mktemp(name)
+        random_hf_model(name).save_pretrained(made[name])
+        char_tokenizer.save_pretrained(made[name])
+    return made
+
+
+def lora(model, seed=0):
+    """A PeftModel whose adapter changes the model: LoRA starts as the identity, so its second matrix is drawn anew."""
+    gpt2 = model.config.model_type == "gpt2"
+    targets = ["attn.c_proj"] if gpt2 else ["q_proj", "k_proj", "v_proj"]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=gpt2)
+        wrapped = get_peft_model(model, config)
+        for name, value in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(value, std=0.5)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folder(name, folders, random_hf_model, char_tokenizer):
+    model = load(folders[name])
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), random_hf_model(name)(TOKENS).logits, atol=5e-5, rtol=0)
+    assert model.cfg.architecture in ARCHITECTURES
+    assert (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_model, model.cfg.d_vocab) == (2, 4, 32, 64)
+    assert (model.cfg.d_head, model.cfg.n_ctx, model.cfg.dtype) == (8, 64, torch.float32)
+    assert vocabulary_fingerprint(model.tokenizer) == vocabulary_fingerprint(char_tokenizer)
+    text = " A C B: r i j\n"
+    assert model.tokenizer(text)["input_ids"] == char_tokenizer(text)["input_ids"]
+    assert model.to_tokens(text).tolist() == [char_tokenizer(text)["input_ids"]]
+    assert isinstance(model, HookedModel)
+
+
+def test_public_name_and_string(folders):
+    assert ac.load is load
+    assert load(str(folders["llama"])).cfg.model_name == str(folders["llama"])
+
+
+def test_model_in_memory_keeps_its_weights_and_finds_its_tokenizer(folders, random_hf_model):
+    hf = random_hf_model("llama")
+    weight = hf.lm_head.weight
+    model = load(hf)
+    assert model.tokenizer is None and model.original_model is hf and hf.lm_head.weight is weight
+    read = type(hf).from_pretrained(folders["llama"])
+    assert load(read).tokenizer is not None
+
+
+def test_tokenizer_given(folders, random_hf_model, byte_bpe_tokenizer):
+    before = vocabulary_fingerprint(byte_bpe_tokenizer)
+    model = load(random_hf_model("gpt2", vocab_size=600), tokenizer=byte_bpe_tokenizer)
+    assert vocabulary_fingerprint(model.tokenizer) == before == vocabulary_fingerprint(byte_bpe_tokenizer)
+    assert byte_bpe_tokenizer.pad_token is None, "the caller's tokenizer is left alone"
+    assert model.to_tokens(["the cat", "the"]).shape[0] == 2
+    assert model.to_tokens("the cat").tolist() == [byte_bpe_tokenizer("the cat")["input_ids"]], (
+        "no BOS where there is none"
+    )
+    again = load(folders["gpt2"], tokenizer=folders["llama"])
+    assert vocabulary_fingerprint(again.tokenizer) == vocabulary_fingerprint(load(folders["llama"]).tokenizer)
+
+
+def test_tokenizer_in_memory_only(random_hf_model):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<bos>": 0, "a": 1, "b": 2}, unk_token="a"))
+    model = load(
+        random_hf_model("llama"), tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
+    )
+    assert model.tokenizer.get_vocab() == {"<bos>": 0, "a": 1, "b": 2}, "no token is added"
+    assert model.to_tokens("b").tolist() == [[0, 2]]
+
+
+def test_real_llama_3_vocabulary(random_hf_model, llama_tokenizer, tmp_path):
+    small = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": len(llama_tokenizer), "num_hidden_layers": 1}
+    random_hf_model("llama", **small).save_pretrained(tmp_path)
+    llama_tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    text = " A C B: r i j"
+    ids = model.tokenizer(text)["input_ids"]
+    assert ids == llama_tokenizer(text)["input_ids"] and model.cfg.d_vocab == len(llama_tokenizer)
+    prompts = ac.Prompts.from_tokens([ids], tokenizer=llama_tokenizer)
+    seen = {}
+    forward(
+        model, prompts, prompt=prompts.column("prompt"), query=prompts.column("query_pos"),
+        on_logits=lambda _rows, logits: seen.update(logits=logits),
+    )  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(seen["logits"], model(prompts.tokens)[0, :-1], atol=1e-5, rtol=0)
+
+
+def test_bf16_is_reported_and_dtype_is_honoured(random_hf_model, tmp_path):
+    random_hf_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.cfg.dtype == torch.bfloat16 == next(model.original_model.parameters()).dtype
+    assert model_provenance(model)["dtype"] == "bfloat16"
+    assert load(tmp_path, dtype=torch.float32).cfg.dtype == torch.float32
+    assert load(random_hf_model("llama"), dtype=torch.float64).cfg.dtype == torch.float64
+
+
+def test_cuda_where_there_is_one(folders):
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert next(load(folders["llama"]).original_model.parameters()).device.type == expected
+    assert load(folders["llama"], device="cpu").cfg.device == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there(folders):
+    with pytest.raises(ValueError, match="no CUDA device"):
+        load(folders["llama"], device="cuda")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_peft_model_and_adapter_folder(name, folders, random_hf_model, tmp_path):
+    wrapped = lora(type(random_hf_model(name)).from_pretrained(folders[name]))
+    with torch.no_grad():
+        expected = wrapped(TOKENS).logits
+        with wrapped.disable_adapter():
+            plain = wrapped(TOKENS).logits
+    wrapped.save_pretrained(tmp_path / "adapter")
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    read = load(tmp_path / "adapter")
+    model = load(wrapped)
+    with torch.no_grad():
+        torch.testing.assert_close(read(TOKENS), expected, atol=5e-5, rtol=0)
+        torch.testing.assert_close(model(TOKENS), expected, atol=5e-5, rtol=0)
+        with wrapped.disable_adapter():
+            torch.testing.assert_close(model(TOKENS), plain, atol=5e-5, rtol=0)
+    assert read.tokenizer is not None, "an adapter without a tokenizer of its own reads its base's"
+
+
+def test_adapter_names_its_base_relative_to_itself(random_hf_model, tmp_path):
+    wrapped = lora(random_hf_model("llama"))
+    random_hf_model("llama").save_pretrained(tmp_path / "base")
+    wrapped.save_pretrained(tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "adapter")(TOKENS), wrapped(TOKENS).logits, atol=5e-5, rtol=0)
+    config.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="does not name its base"):
+        load(tmp_path / "adapter")
+
+
+def test_adapter_that_would_be_lost_in_silence(folders, random_hf_model, tmp_path):
+    lora(type(random_hf_model("llama")).from_pretrained(folders["llama"])).save_pretrained(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    mangled = {
+        key.replace(".self_attn.", ".self_attn._original_component."): v for key, v in load_file(weights).items()
+    }
+    save_file(mangled, weights)
+    with pytest.raises(ValueError, match="its tensors have other names"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("gpt2", "c_attn"), ("gpt_neox", "query_key_value")])
+def test_adapter_on_a_fused_projection_is_refused_and_merged_is_right(name, fused, random_hf_model):
+    with torch.random.fork_rng():
+        config = LoraConfig(r=2, target_modules=[fused], init_lora_weights=False, fan_in_fan_out=name == "gpt2")
+        wrapped = get_peft_model(random_hf_model(name), config).eval()
+    with pytest.raises(ValueError, match=f"an adapter on .*{fused} would be lost"):
+        load(wrapped)
+    with torch.no_grad():
+        expected = wrapped(TOKENS).logits
+        torch.testing.assert_close(load(wrapped.merge_and_unload())(TOKENS), expected, atol=5e-5, rtol=0)
+
+
+def test_adapter_beside_the_model_is_refused(random_hf_model):
+    with torch.random.fork_rng():
+        beside = get_peft_model(
+            random_hf_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        )
+    with pytest.raises(ValueError, match="PROMPT_TUNING adapter works beside the model"):
+        load(beside)
+
+
+def test_transformer_lens_model_as_it_is(random_hf_model, char_tokenizer):
+    model = load(random_hf_model("llama"))
+    assert load(model) is model
+    with pytest.raises(ValueError, match="taken as it is"):
+        load(model, tokenizer=char_tokenizer)
+    with pytest.raises(ValueError, match="already wrapped"):
+        load(model.original_model)
+
+
+def test_pickle_is_refused(folders, random_hf_model, tmp_path):
+    random_hf_model("llama").config.save_pretrained(tmp_path)
+    torch.save(random_hf_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors weights .* convert once: AutoModelForCausalLM"):
+        load(tmp_path)
+    lora(type(random_hf_model("llama")).from_pretrained(folders["llama"])).save_pretrained(
+        tmp_path / "adapter", safe_serialization=False
+    )
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./nowhere", "a/b/c"])
+def test_missing_folder(source):
+    with pytest.raises(ValueError, match="no folder"):
+        load(source)
+
+
+@pytest.mark.parametrize("source", ["nobody/nothing", "nothing", "not a name!"])
+def test_unreachable_name_is_one_line_at_once(source):
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="is no folder here, and not to be had from the hub") as caught:
+        load(source)
+    assert time.monotonic() - started < 5 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"lack 9 tensors that config\.json asks for, such as 'model\.layers\.2\."),
+        (
+            {"num_hidden_layers": 1},
+            r"hold 9 tensors of layers that config\.json does not have, such as 'model\.layers\.1\.",
+        ),
+        ({"num_key_value_heads": 4}, "cannot be read"),
+    ],
+)
+def test_weights_of_another_configuration_are_refused(folders, tmp_path, change, message):
+    """What a checkpoint lacks would be drawn at random, and the rest left out, without a word."""
+    folder = shutil.copytree(folders["llama"], tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_broken_files_are_named(folders, tmp_path):
+    cut = shutil.copytree(folders["llama"], tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"weights in '.*cut' cannot be read .*: a file is missing, cut short"):
+        load(cut)
+    garbled = shutil.copytree(folders["llama"], tmp_path / "garbled")
+    (garbled / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json in '.*garbled' is no JSON"):
+        load(garbled)
+
+
+def test_unknown_device(folders):
+    with pytest.raises(ValueError, match="device='gpu': give 'cpu', 'cuda'"):
+        load(folders["llama"], device="gpu")
+
+
+def test_unknown_architecture(tmp_path, random_hf_model):
+    for settings in ({"model_type": "nonesuch"}, {"model_type": "t5"}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match="unknown architecture"):
+            load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load(tmp_path)
+    from transformers import LlamaForSequenceClassification
+
+    with (
+        torch.random.fork_rng(),
+        pytest.raises(ValueError, match="unknown architecture 'LlamaForSequenceClassification'"),
+    ):
+        load(LlamaForSequenceClassification(random_hf_model("llama").config))
+
+
+def test_other_things(folders):
+    with pytest.raises(ValueError, match="a dict cannot be loaded"):
+        load({})
+    with pytest.raises(ValueError, match="no tokenizer in"):
+        load(folders["llama"], tokenizer="/no/such/folder")
+
+
+def test_nan_weights(random_hf_model):
+    broken = random_hf_model("llama")
+    broken.lm_head.weight.data[3, 4] = float("nan")
+    with pytest.raises(ValueError, match=r"NaN in 1 tensors, first in lm_head\.weight"):
+        load(broken)
+
+
+def test_nothing_touches_the_network(folders, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    model = load(folders["qwen3"])
+    prompts = ac.Prompts.from_tokens(TOKENS, tokenizer=model.tokenizer)
+    prompt, query = prompts.column("prompt"), prompts.column("query_pos")
+    assert forward(model, prompts, prompt=prompt, query=query, on_pattern=lambda *_: None) == "fast"
+
+
+def test_what_does_not_fit(folders, byte_bpe_tokenizer):
+    model = load(folders["llama"])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        check_fits(model, ac.Prompts.from_tokens(TOKENS, tokenizer=byte_bpe_tokenizer))
+    with pytest.raises(ValueError, match="vocabulary has 64"):
+        check_fits(model, ac.Prompts.from_tokens([[3, 64]]))
+    with pytest.raises(ValueError, match="a prompt of 65 tokens, but the model's context is 64"):
+        check_fits(model, ac.Prompts.from_tokens([[3] * 65]))
+    check_fits(model, ac.Prompts.from_tokens([[3] * 64, [63, 2]]))
+
+
+def test_provenance_tells_models_apart(folders, random_hf_model):
+    first = model_provenance(load(folders["llama"]))
+    assert first == model_provenance(load(folders["llama"])) and json.dumps(first)
+    assert first["architecture"] == "LlamaForCausalLM" and first["n_layers"] == 2
+    assert first["weights"] == model_provenance(load(random_hf_model("llama")))["weights"], "the same weights in memory"
+    swapped, nudged = random_hf_model("llama"), random_hf_model("llama")
+    q = swapped.model.layers[1].self_attn.q_proj.weight.data
+    q[:16] = q[:16].roll(8, 0)
+    nudged.model.layers[0].mlp.up_proj.weight.data[7, 7] += 1e-4
+    hashes = {first["weights"], *(model_provenance(load(model))["weights"] for model in (swapped, nudged))}
+    assert len(hashes) == 3
+
+
+def test_peft_stays_the_callers(random_hf_model):
+    wrapped = lora(random_hf_model("llama"))
+    load(wrapped)
+    assert isinstance(wrapped, PeftModel)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"), [("gpt2", {"scale_attn_weights": False}), ("gpt_neox", {"attention_bias": False})]
+)
+def test_what_transformer_lens_would_get_wrong_is_refused(random_hf_model, architecture, change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}=False"):
+        ac.load(random_hf_model(architecture, **change))

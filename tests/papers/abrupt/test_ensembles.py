@@ -1,0 +1,217 @@
+"""Ensembles train each member as it would train alone; progress measures beside loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from align_circuits.papers.abrupt.ensemble_runs import aligned_curves, at_end, half_rises, transitions
+from align_circuits.papers.abrupt.ensembles import train_ensemble
+from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
+from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
+from align_circuits.papers.abrupt.progress_measures import (
+    MEASURES,
+    Evaluation,
+    crossing_step,
+    measure,
+    progress,
+)
+from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
+from align_circuits.papers.accuracy import over_seeds
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.training.loop import TrainConfig
+
+TASK = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
+TASKS = [TASK, replace(TASK, burst=3, zipf=1.0), replace(TASK, n_classes=24, p_context=0.5)]
+SEEDS = (0, 0, 5)
+CONFIG = TrainConfig(100, lr=0.1, optimizer="sgd", clip=None, log_every=50, checkpoint_every=20)
+
+
+def trained(tasks, seeds, dtype, config=CONFIG, **how):
+    net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), seeds).to(dtype)
+    worlds = Worlds(tasks, seeds, dtype=dtype)
+    return train_ensemble(net, worlds, config, batch_size=16, probe=40, progress=False, **how)
+
+
+class Plain(nn.Module):
+    """One network as one writes it by hand, all positions of both layers."""
+
+    def __init__(self, member: ExemplarNet):
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for block in member.blocks:
+            layer = nn.ModuleDict()
+            for name in ("W_Q", "W_K", "W_V"):
+                weight = getattr(block.attn, name)[0, 0].detach()
+                layer[name] = nn.Linear(*weight.shape, bias=False, dtype=weight.dtype)
+                layer[name].weight.data = weight.T.clone()
+            self.layers.append(layer)
+        parts = []
+        for weight, bias in zip(member.classifier.weights, member.classifier.biases, strict=True):
+            linear = nn.Linear(*weight.shape[1:], dtype=weight.dtype)
+            linear.weight.data, linear.bias.data = weight[0].detach().T.clone(), bias[0, 0].detach().clone()
+            parts += [linear, nn.ReLU()]
+        self.classifier = nn.Sequential(*parts[:-1])
+
+    def forward(self, stream):
+        hidden = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            q, k, v = (layer[name](stream) for name in ("W_Q", "W_K", "W_V"))
+            stream = stream + (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        return self.classifier(stream[:, -1])
+
+
+def plain_of(member: ExemplarNet) -> Plain:
+    with torch.random.fork_rng():  # nn.Linear draws weights, which are then replaced
+        return Plain(member)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
+    config = replace(CONFIG, weight_decay=0.05)  # of weights, not of biases
+    together = trained(TASKS, SEEDS, dtype, config).net
+    for index, (task, seed) in enumerate(zip(TASKS, SEEDS, strict=True)):
+        alone = trained([task], [seed], dtype, config).net
+        start = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), [seed]).to(dtype)
+        plain, worlds = plain_of(start), Worlds([task], [seed], dtype=dtype)
+        biases = [weight for weight in plain.parameters() if weight.ndim == 1]
+        weights = [weight for weight in plain.parameters() if weight.ndim == 2]
+        optimizer = torch.optim.SGD([{"params": weights, "weight_decay": 0.05}, {"params": biases}], lr=0.1)
+        for step in range(1, 101):
+            batch = worlds.batch(step, 16)
+            loss = nn.functional.cross_entropy(plain(batch.inputs[0]), batch.label[0])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for one, other in zip(together.member(index).parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=near, rtol=0)
+        for one, other in zip(plain_of(together.member(index)).parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=near, rtol=0)
+        assert not torch.allclose(start.blocks[0].attn.W_Q, alone.blocks[0].attn.W_Q, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_reduced_heads_train_as_alone(dtype, near):
+    tasks = [replace(task, n_positions=0) for task in TASKS]
+
+    def head(tasks, seeds):
+        net = InductionHead(InductionHeadConfig(6, TASK.d_content, d_hidden=7), seeds, fixed=["beta_2"]).to(dtype)
+        train_ensemble(net, Worlds(tasks, seeds, dtype=dtype), CONFIG, batch_size=16, probe=4, progress=False)
+        return net
+
+    together = head(tasks, SEEDS)
+    assert (together.alpha.detach().diff().abs() > 1e-4).all()  # each went its own way
+    for index, (task, seed) in enumerate(zip(tasks, SEEDS, strict=True)):
+        for one, other in zip(together.member(index).parameters(), head([task], [seed]).parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=near, rtol=0)
+
+
+def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole = trained(TASKS, SEEDS, torch.float32)
+    original, calls = Worlds.batch, []
+
+    def dies(self, step, n, kind="train"):
+        if kind == "train":
+            calls.append(step)
+            if step == 77 and len(calls) < 80:
+                raise KeyboardInterrupt
+        return original(self, step, n, kind)
+
+    monkeypatch.setattr(Worlds, "batch", dies)
+    with pytest.raises(KeyboardInterrupt):
+        trained(TASKS, SEEDS, torch.float32, out=tmp_path)
+    again = trained(TASKS, SEEDS, torch.float32, out=tmp_path)
+    assert calls[77] == 61  # the checkpoint of step 60
+    for one, other in zip(whole.net.parameters(), again.net.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert whole.table.frame.equals(again.table.frame)
+    with pytest.raises(ValueError, match="another"):
+        trained(TASKS[:1], SEEDS[:1], torch.float32, out=tmp_path)
+
+
+def test_the_table_has_every_measure_of_every_member():
+    table = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2)).table
+    assert len(table) == 3 * 3 * len(MEASURES)
+    row = table.where(member=1, step=4, measure="ila1").frame["value"].item()
+    net = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2)).net
+    assert row == pytest.approx(float(measure(net, Evaluation.of(Worlds(TASKS, SEEDS), 40))["ila1"][1]), abs=1e-6)
+
+
+def test_progress_measures_beside_loops():
+    worlds = Worlds([TASK, replace(TASK, burst=3)], [0, 1])
+    batch = worlds.batch(0, 6, "icl")
+    generator = torch.Generator().manual_seed(0)
+    first = torch.rand(2, 6, 7, 7, generator=generator)
+    second, logits = torch.rand(2, 6, 7, generator=generator), torch.randn(2, 6, 6, generator=generator)
+    found = progress(first, second, logits, batch)
+    for member in range(2):
+        ila1, tila2, cla, tla2 = [], [], [], []
+        for prompt in range(6):
+            ila1 += [float(first[member, prompt, i, i - 1]) for i in range(1, 7)]
+            right = [pair for pair in range(3) if batch.right[member, prompt, pair]]
+            tila2.append(sum(float(second[member, prompt, 2 * pair + 1]) for pair in right))
+            tla2.append(sum(float(second[member, prompt, position]) for position in (1, 3, 5)))
+            guess = np.exp(logits[member, prompt].numpy())
+            cla.append(sum(guess[label] for label in set(batch.context[member, prompt].tolist())) / guess.sum())
+        for name, values in (("ila1", ila1), ("tila2", tila2), ("cla", cla), ("tla2", tla2)):
+            assert float(found[name][member]) == pytest.approx(np.mean(values), abs=1e-6), name
+
+
+def test_measures_of_an_untrained_network_are_at_chance():
+    net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=1e-4), [0, 1])
+    found = measure(net, Evaluation.of(Worlds([TASK, TASK], [0, 1]), 400))
+    even = np.mean([1 / (i + 1) for i in range(1, 7)])
+    assert found["ila1"].tolist() == pytest.approx([even] * 2, abs=1e-3)
+    assert found["tla2"].tolist() == pytest.approx([3 / 7] * 2, abs=1e-3)
+    assert found["tila2"].tolist() == pytest.approx([1 / 7] * 2, abs=1e-3)
+    assert found["cla"].tolist() == pytest.approx([1 / 2] * 2, abs=0.1)
+    assert found["icl"].mean().item() < 0.4
+
+
+def test_what_ties_members_together_is_refused():
+    with pytest.raises(ValueError, match="would tie them together"):
+        trained(TASKS, SEEDS, torch.float32, replace(CONFIG, clip=1.0))
+    net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in), [0])
+    with pytest.raises(ValueError, match="1 members, 2 worlds"):
+        train_ensemble(net, Worlds([TASK, TASK], [0, 1]), CONFIG)
+
+
+def sweep_table(shift):
+    """Four seeds whose accuracy rises at 40, 60, 80 and never; ILA1 with it, TLA2 `shift` steps before."""
+    rows = []
+    steps = np.arange(0.0, 201, 10)
+    for seed, middle in enumerate((40.0, 60.0, 80.0, np.inf)):
+        for name, early in (("icl", 0), ("ila1", 0), ("tla2", shift)):
+            for step in steps:
+                value = float(np.clip(0.5 + (step - middle + early) / 40, 0, 1))
+                rows.append({"seed": seed, "step": step, "measure": name, "value": value})
+    frame = pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1)
+    return Table(frame, Provenance("test"))
+
+
+def test_transitions_and_leads_are_read_off_planted_curves():
+    table = sweep_table(15)
+    np.testing.assert_allclose(transitions(table), [40, 60, 80, np.nan])
+    np.testing.assert_allclose(half_rises(table, "ila1")[1:3], [60, 80])
+    np.testing.assert_allclose(half_rises(table, "tla2")[1:3], [45, 65])
+    np.testing.assert_array_equal(at_end(table, "icl"), [1, 1, 1, 0])
+    step = over_seeds(transitions(table))
+    assert step.value == pytest.approx(60)
+    assert 40 <= step.low < 60 < step.high <= 80
+    curves = aligned_curves(table, {"icl": "IC", "tla2": "T"})
+    middle = curves[(curves["measure"] == "IC") & (curves["step"] == 0)]["value"].item()
+    assert middle == pytest.approx(0.5)
+    assert curves[(curves["measure"] == "T") & (curves["step"] == 0)]["value"].item() == pytest.approx(0.875)
+
+
+def test_crossings():
+    steps = np.array([0.0, 10, 20])
+    assert crossing_step(steps, np.array([0.0, 0.25, 0.75])) == 15
+    assert np.isnan(crossing_step(steps, np.array([0.0, 0.75, 0.25])))
+    assert np.isnan(crossing_step(steps, np.array([0.6, 0.75, 0.8])))
+    with pytest.raises(ValueError, match="give one value for each of ascending steps"):
+        crossing_step(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))

@@ -1,0 +1,258 @@
+"""What experiments measure of tuned models: shared runs, attention, emergence, and checks that can fail."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.cli import main
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.icatune import causal_heads as icatune_causal
+from align_circuits.papers.icatune import conjecture
+from align_circuits.papers.icatune import tuned_models as tuned
+from align_circuits.papers.icatune.fig_2_data import _accepted
+from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
+from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10, _sizes
+from align_circuits.papers.icatune.tuned_models import ALL_SEEDS, KEYS, SMOKE, SMOKE_TASK, Arm
+from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tasks.em import align_by_em
+from align_circuits.training.tuning import TuneConfig
+
+ARM = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, char_tokenizer, random_hf_model):
+    folder = tmp_path_factory.mktemp("random-llama")
+    random_hf_model("llama", max_position_embeddings=200).save_pretrained(folder)
+    char_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, monkeypatch):
+    course, about = tuned.measure_tuned("course", folder, [ARM], jobs=1, folder=tmp_path)
+    assert set(course["seed"]) == {0, 1} and about["name"] == folder
+    assert len(list((tmp_path / "tuned").iterdir())) == 2
+    trained, real = [], torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: trained.append(1) or real(*a, **k))
+    tuned.measure_tuned("ends", folder, [ARM], jobs=1, folder=tmp_path, prompts=3)
+    assert not trained, "tuned again"
+    tuned.measure_tuned("course", folder, [replace(ARM, config={**ARM.config, "lr": 1e-3})], jobs=1, folder=tmp_path)
+    assert len(trained) == 2 * SMOKE["steps"]
+
+
+def test_a_failing_tuning_is_reported_with_its_config(folder, tmp_path):
+    wrong = replace(ARM, config={**ARM.config, "layers": 9}, seeds=(0,))
+    with pytest.raises(ValueError, match=r"1 cells failed.*'layers': 9") as error:
+        tuned.measure_tuned("course", folder, [wrong], jobs=1, folder=tmp_path)
+    assert "the model has layers 0 to 1" in str(error.value)
+
+
+def test_mean_attention_equals_a_loop(folder):
+    model = tuned.loaded(folder)
+    prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2).sample(4, model.tokenizer, seed=3)
+    names = ["blocks.1.attn.hook_pattern"]
+    _, cache = model.run_with_cache(prompts.tokens, names_filter=names)
+    pattern, tokens = cache[names[0]][:, 2], prompts.tokens
+    colon = model.tokenizer.convert_tokens_to_ids(":")
+    expected = {"align": np.zeros((6, 3)), "lookup": np.zeros((6, 6))}
+    for row in range(4):
+        *examples, last = (tokens[row] == colon).nonzero()[:, 0].tolist()
+        for letter in range(6):
+            for place in range(3):
+                symbol = int(tokens[row, last - 3 + place])
+                expected["align"][letter, place] += float(pattern[row, last + letter, last - 3 + place]) / 4
+                for near, offset in itertools.product(examples, range(2)):
+                    there = near + 1 + 2 * tokens[row, near - 3 : near].tolist().index(symbol) + offset
+                    expected["lookup"][letter, 2 * place + offset] += float(pattern[row, last + letter, there]) / 4
+    for what, wanted in expected.items():
+        found: Any = tuned._mean_attention(model, prompts, (1, 2), what)
+        grid = found.pivot(index="query", columns="key", values="value").to_numpy()
+        np.testing.assert_allclose(grid, wanted, atol=1e-5)
+
+
+def test_planted_attention_lies_on_gold():
+    task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4, alignment="permutation")
+    model = ac.planted(task, seed=0)
+    prompts = task.sample(8, model.tokenizer, seed=0)
+    head = {kind: head for head, kind in model.kinds.items()}
+    lookup: Any = tuned._mean_attention(model, prompts, head["lookup"], "lookup")
+    on_gold = lookup[lookup["query"] == lookup["key"]]["value"].sum() / lookup["value"].sum()
+    assert on_gold > 0.9
+    align: Any = tuned._mean_attention(model, prompts, head["align_query"], "align")
+    grid = align.pivot(index="query", columns="key", values="value").to_numpy()[::2]
+    assert tuple(grid.argmax(1)) == task.aligned
+
+
+def emergence_table(steps: dict[str, list[float]]) -> Table:
+    rows = [
+        {"arm": "a", "part": "emergence", "seed": seed, "metric": metric, "value": value}
+        for metric, values in steps.items() for seed, value in enumerate(values)
+    ]  # fmt: skip
+    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("test"))
+
+
+def test_before_counts_only_what_emerged_and_was_earlier():
+    table = emergence_table({"align": [10, 30, 20, np.nan, np.nan], "lookup": [20, 20, 20, 40, np.nan]})
+    assert before_in(table, "align", "lookup").value == 0.2
+    assert before_in(table, "lookup", "align").value == 0.4
+    assert before_in(emergence_table({"align": [10, 10]}), "align", "lookup").value == 1.0
+
+
+def test_layers_apart_pairs_seeds():
+    rows = [
+        {"part": "after", "condition": "in distribution", "of": "best head", "seed": seed, "metric": name, "layer": at}
+        for name, layers in (("align_query_attention", (1, 3)), ("lookup_attention", (4, 4)))
+        for seed, at in enumerate(layers)
+    ]  # fmt: skip
+    table = Table(pd.DataFrame(rows).assign(value=1.0, low=1.0, high=1.0, n=1), Provenance("test"))
+    assert layers_apart(table, "after").value == 2.0
+
+
+def test_courses_are_means_over_seeds_and_keep_the_last_probe():
+    course = pd.DataFrame(
+        [
+            (seed, step, False, "accuracy", "first", -1, -1, -1, 0.5 * seed + 0.1 * step)
+            for seed in (0, 1) for step in (0, 1, 2, 3)
+        ] + [
+            (seed, step, False, "lookup", "all", -1, 0, head, 0.1 * head + 0.5 * seed)
+            for seed in (0, 1) for step in (0, 1, 2, 3) for head in (-1, 0, 1)
+        ],
+        columns=["seed", "step", "ood", "metric", "kind", "offset", "layer", "head", "value"],
+    ).assign(arm="a", low=0.0, high=1.0, n=4)  # fmt: skip
+    found: Any = tuned.courses(course, every=2)
+    assert sorted(found["step"].unique()) == [0, 2, 3] and set(found["seed"]) == {ALL_SEEDS}
+    model = found[found["of"] == "model"].set_index("step")["value"]
+    assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
+    best = found[found["of"] == "best head"]["value"]
+    assert best.to_list() == pytest.approx([0.35] * 3)
+
+
+def test_the_other_alignment_of_four_symbols_agrees_within_the_grammar_and_not_beyond(char_tokenizer):
+    task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
+    inside = task.sample(8, char_tokenizer, seed=0)
+    assert inside.accepted is not None
+    first = inside.column("offset") == 0
+    swapped = icatune_causal._swapped(inside)
+    assert swapped.accepted is not None and torch.equal(swapped.accepted, inside.accepted)
+    outside = replace(task, ood=True).sample(64, char_tokenizer, seed=0)
+    outside = outside[~icatune_causal.in_support(outside.latent["order"][:, -1])]
+    swapped = icatune_causal._swapped(outside)
+    assert swapped.accepted is not None and outside.accepted is not None
+    first = outside.column("offset") == 0
+    assert (swapped.accepted != outside.accepted)[first].any(1).float().mean() > 0.9
+    assert torch.equal(swapped.accepted[~first], outside.accepted[~first])
+    order, letter = outside.latent["order"][0, -1].tolist(), outside.latent["letter"][0, :, 0]
+    for phrase, neighbour in enumerate((1, 0, 3, 2)):
+        partner = {0: 1, 1: 0, 2: 3, 3: 2}[order[neighbour]]
+        letters = {int(edge) for edge in letter[partner] if edge >= 0}
+        assert set(swapped.accepted[2 * phrase].nonzero()[:, 0].tolist()) == letters
+    keys = [swapped.relations["align_query"].keys_of(row)[0] for row in range(4)]
+    gold = [outside.relations["align_query"].keys_of(row)[0] for row in range(4)]
+    assert keys == [gold[1], gold[0], gold[3], gold[2]]
+
+
+def test_other_heads_are_others_and_of_the_same_layers():
+    class Model:
+        class cfg:
+            n_layers, n_heads = 3, 4
+
+    chosen = [(0, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+    others = icatune_causal._others(Model, chosen, np.random.default_rng(0))
+    assert len(set(others)) == 5 and not {*others} & {*chosen}
+    assert others[0][0] == 0
+    below = icatune_causal._others(Model, chosen, np.random.default_rng(0), below=2)
+    assert len(set(below)) == 5 and max(below) < (2, 0) and not {*below} & {*chosen}
+    assert icatune_causal._others(Model, chosen, np.random.default_rng(0), below=0) == []
+
+
+def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
+    rows = [
+        {"arm": f"λ = {decay}", "part": part, "step": step, "value": value}
+        for decay, late in ((1, 0.5), (16, 1.0), (4, 0.6))
+        for part, step, value in (("mean", -1, late), ("course", 0, 0.3), ("course", 9, late))
+    ]
+    about = {"seed": ALL_SEEDS, "condition": "in distribution", "metric": "accuracy", "kind": "first", "n": 3}
+    frame = pd.DataFrame(rows).assign(**about)
+    faster, learned = EXPERIMENTS["icatune/fig7"].check(
+        Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("test"))
+    )
+    assert faster.claim.startswith("λ = 16 is learned faster than λ = 1 ") and faster.measured.value == 0.5
+    assert learned.holds and learned.control_fails
+
+
+def test_phrases_are_accepted_by_their_own_automata_alone(char_tokenizer):
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=3, n_examples=1, alignment="permutation")
+    accepted = _accepted(task.sample(30, char_tokenizer, seed=0)).float().mean(0)
+    gold = torch.zeros(3, 3, dtype=torch.bool)
+    gold[torch.arange(3), list(task.aligned)] = True
+    assert (accepted[gold] == 1).all() and (accepted[~gold] < 0.2).all()
+
+
+def test_standard_tuning_reads_no_more_examples_than_there_are():
+    task = {**SMOKE_TASK, "automata": "task"}
+    standard = Arm("standard", task, {**SMOKE, "method": "standard", "loss_on": "last", "batch": 88}, (0,))
+    arms = _sizes(Arm("ICA-Tune", task, SMOKE, (0,)), standard, (20, 800))
+    batches = {arm.name: TuneConfig(**arm.config).batch for arm in arms}
+    assert batches == {"ICA-Tune, N = 20": 2, "standard, N = 20": 20, "ICA-Tune, N = 800": 2, "standard, N = 800": 88}
+    assert {TuneConfig(**arm.config).pool for arm in arms} == {20, 800}
+
+
+@pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10])
+def test_scales_for_the_paper_are_valid(experiment):
+    config: Any = experiment.scales["paper"]
+    arms: Any = config.arms(32) if callable(config.arms) else config.arms
+    for arm in arms:
+        TuneConfig(**arm.config)
+        tuned.task_of(arm.task, 1)
+
+
+def test_figure_4_tells_success_from_failure(folder, tmp_path):
+    experiment = EXPERIMENTS["icatune/fig4"]
+    config = replace(experiment.scales["smoke"], arms=(ARM,), n=3)
+    table = experiment.run(config, models=[folder], jobs=1, folder=tmp_path)
+    assert list(table.frame.columns) == [*KEYS, *VALUES]
+    failed = {check.claim: check.holds for check in experiment.check(table)}
+    assert not any(holds for claim, holds in failed.items() if claim.startswith(("After", "A head", "The gain")))
+    frame = table.frame.copy()
+    good = (frame["part"] == "after") & (frame["condition"] != "labels corrupted")
+    ahead = frame["metric"].isin(["accuracy", "align_query"]) & ((frame["kind"] != "later") | (frame["seed"] < -1))
+    frame.loc[good & ahead, ["value", "low", "high"]] = 1.0
+    frame.loc[(frame["part"] == "before") & (frame["metric"] == "align_query"), ["value", "low", "high"]] = 0.2
+    frame.loc[(frame["part"] == "emergence") & (frame["metric"] == "align_query"), "value"] = 1.0
+    checks = {check.claim: check for check in experiment.check(Table(frame, table.provenance))}
+    for claim, check in checks.items():
+        if not claim.startswith("Lookup heads lie"):
+            assert check.holds and check.control_fails, claim
+
+
+def test_conjecture_prompts_hold_one_alignment_each():
+    drawn = conjecture.draw(6, 4, 5, seed=2)
+    ids, positions = conjecture.tokens(drawn)
+    assert ids.shape == (6, 6 * 10) and torch.equal(ids[:, positions].view(6, 6, 4), drawn["y"])
+    assert len({tuple(row) for row in drawn["aligned"][:, 0].tolist()}) > 1
+    for x, y, aligned in zip(drawn["x"], drawn["y"], drawn["aligned"][:, 0].tolist(), strict=True):
+        letter_of: dict[int, int] = {}
+        for symbols, letters in zip(x.tolist(), y.tolist(), strict=True):
+            for phrase, letter in enumerate(letters):
+                assert letter_of.setdefault(symbols[aligned[phrase]], letter) == letter
+        assert len(set(letter_of.values())) == 4
+    found = align_by_em(drawn["x"][0, :-1], drawn["y"][0, :-1])
+    assert list(found.alignment) == drawn["aligned"][0, 0].tolist()
+    assert conjecture._by_em(drawn["x"][0], drawn["y"][0]).all()
+
+
+def test_reproduce_shares_tuned_models_unless_told_otherwise(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "icatune/prior", "--scale", "smoke"]) == 0
+    assert main(["reproduce", "icatune/fig1", "--scale", "smoke", "--model", folder]) == 0
+    assert (Path("runs") / "icatune" / "fig1" / "smoke" / "table.csv").is_file()
+    assert main(["reproduce", "icatune/appF", "--scale", "smoke"]) == 0
+    assert (Path("runs") / "cells").is_dir()
+    assert "claim" in capsys.readouterr().out

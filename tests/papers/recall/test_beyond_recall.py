@@ -1,0 +1,244 @@
+"""Beyond the paper on contextual recall: what is planted is found, and what is not is not."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.heads.metrics import MATCHES
+from align_circuits.papers.recall.constructions import HEADS, finetuned, pretrained
+from align_circuits.papers.recall.forced_attention import BACK, BRIDGE, forced, looking_at
+from align_circuits.papers.recall.head_exchange import EXCHANGE, EXCHANGED, exchanged, parts_of
+from align_circuits.papers.recall.layer_2_attention import CARRIER, last_demonstrations, measure, places_of
+from align_circuits.papers.recall.mixed_training import MIXING
+from align_circuits.papers.recall.pretraining import MixedTask
+from align_circuits.papers.recall.small_gpt2 import small_gpt2
+from align_circuits.papers.recall.subject_head import STRATEGIES
+from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.prompts.prompts import Role
+from align_circuits.tables.tables import Provenance, Table
+
+WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
+FACTS = FactsTask(WORLD, 3, 4, p_grammar=0.0)
+CONTEXT = DemonstrationsTask(WORLD, 6)
+LENGTH = max(FACTS.length, CONTEXT.length)
+PT, FT = pretrained(WORLD, LENGTH, 4).model(), finetuned(WORLD, LENGTH, 4).model()
+HEAD = {name: place for place, name in enumerate(HEADS)}
+
+CHAINS = RecallWorld.small()
+ICL = DemonstrationsTask(CHAINS, 5)
+
+
+def table(rows: Any) -> Table:
+    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=10), Provenance("test"))
+
+
+def test_the_constructions_exchange_what_the_theorem_says():
+    context = CONTEXT.sample(48, seed=0)
+    parts = parts_of(PT, FACTS.sample(16, seed=0))
+    assert parts == {
+        (0, HEAD["subject"]): "subject head", (0, HEAD["relation"]): "relation head", (0, HEAD["grammar"]): "other head"
+    }  # fmt: skip
+    rows = {(row["site"], row["head"]): row["value"] for row in exchanged(FT, PT, context)}
+    assert set(rows) == {("none", -1)} | {(site, head) for site in EXCHANGED for head in range(3)}
+    assert rows["none", -1] == 1
+    assert rows["pattern", HEAD["relation"]] < 0.7  # it looked for relation tokens, of which there are none
+    assert all(rows[site, HEAD["grammar"]] == 1 for site in EXCHANGED)
+    alone = {row["value"] for row in exchanged(FT, FT, context)}
+    assert alone == {1.0}
+
+
+def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
+    nets: list[Any] = [ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=seed)) for seed in (0, 1)]
+    prompts = ICL.sample(200, seed=0)
+    tokens, gold = prompts.tokens, prompts.column("token")
+    rows = {(row["site"], row["layer"]): row["value"] for row in exchanged(nets[0], nets[1], prompts)}
+    for (site, layer), found in rows.items():
+        hooks = []
+        if site != "none":
+            name = f"blocks.{layer}.attn.hook_{site}"
+            _, kept = nets[1].run_with_cache(tokens)
+            hooks = [(name, lambda value, hook, kept=kept, name=name: kept[name])]  # noqa: ARG005 - TransformerLens's
+        logits = nets[0].run_with_hooks(tokens, fwd_hooks=hooks)[:, -1]
+        assert found == pytest.approx((logits.argmax(-1) == gold).double().mean().item())
+
+
+def test_places_are_what_a_reader_finds():
+    prompts = ICL.sample(4, seed=0)
+    places = places_of(prompts)
+    assert (torch.stack(list(places.values())).sum(0) == 1).all()
+    assert places["query"].nonzero()[:, 1].tolist() == [15] * 4
+    assert places["attributes"].nonzero()[:5, 1].tolist() == [1, 4, 7, 10, 13]
+    assert (prompts.roles[places["subjects"]] == Role.INPUT).all()
+    last = last_demonstrations(prompts)
+    assert {k: int(mask.sum()) for k, mask in last.items()} == {"1": 12, "2": 24, "4": 48, "5": 60}
+    assert last["1"][0].nonzero()[:, 0].tolist() == [12, 13, 14]
+
+
+def test_patching_the_whole_prompt_is_the_other_prompt():
+    model = ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=3))
+    clean = ICL.sample(60, seed=1)
+    corrupted = ICL.corrupt(clean, "type", seed=1)
+    found = table(measure(model, clean, corrupted)).where(metric="log_prob")
+    rows = {"predictor": "model", "metric": "log_prob", "kind": "all", "offset": -1}
+    tables = [ac.evaluate(model, prompts).where(**rows).frame for prompts in (clean, corrupted)]
+    own, other = (frame["value"].to_numpy(float).item() for frame in tables)
+    whole = {
+        edit: found.where(edit=edit, site="resid_pre").frame["value"].to_numpy(float).item()
+        for edit in ("denoise", "noise")
+    }
+    assert whole["denoise"] == pytest.approx(own - other, abs=1e-5)
+    assert whole["noise"] == pytest.approx(other - own, abs=1e-5)
+    assert found.where(edit="none", positions="clean").frame["value"].to_numpy(float).item() == pytest.approx(
+        own, abs=1e-5
+    )
+    after: Any = found.where(edit="denoise", site="resid_post", layer=1).frame.set_index("positions")["value"]
+    assert after["query"] == pytest.approx(whole["denoise"], abs=1e-5)  # nothing else reaches the answer any more
+    assert after["attributes"] == 0
+
+
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_carrier_is_told_from_one_that_only_steers(carries):
+    rows = []
+    for seed in range(3):
+        for edit, sign in (("denoise", 1), ("noise", -1), ("ablate", -1)):
+            for layer in (0, 1):
+                here = layer == 1 and carries
+                rows.append(
+                    {"edit": edit, "site": "z", "layer": layer, "positions": "query", "value": sign * 0.8 * here}
+                )
+        for place in ("attributes", "subjects"):
+            rows.append({"edit": "denoise", "site": "resid_post", "layer": 0, "positions": place,
+                         "value": 0.8 * (place == "attributes") * carries})  # fmt: skip
+        for row in rows[-8:]:
+            row.update(seed=seed, kind="icl", metric="accuracy")
+    checks = CARRIER.check(table(rows))
+    assert [check.holds for check in checks] == [carries] * 4
+    assert all(check.control_fails for check in checks)
+
+
+def test_strategies_are_told_apart():
+    def of(suppressing: list[bool]) -> Table:
+        rows: list[dict[str, Any]] = []
+        for seed, suppresses in enumerate(suppressing):
+            for stage in ("untrained", "pretrained", "finetuned"):
+                common = {"stage": stage, "seed": seed, "positions": "relative", "sequences": "pretraining"}
+                rows.append({**common, "metric": "exact", "head": -1, "value": float(stage != "untrained")})
+                for head in range(2):
+                    mine = head == seed % 2
+                    rows.append(
+                        {**common, "metric": "attention", "head": head, "what": "subject", "value": float(mine)}
+                    )
+                    entries = {"subject to own": 0.5, "subject to other values": 0.3, "subject to other tokens": 0.5}
+                    if mine and not suppresses:
+                        entries = {
+                            "subject to own": 0.9,
+                            "subject to other values": 0.4,
+                            "subject to other tokens": 0.5,
+                        }
+                    rows += [
+                        {**common, "metric": "weight", "head": head, "what": what, "value": value}
+                        for what, value in entries.items()
+                    ]
+        return table(rows)
+
+    assert [check.holds for check in STRATEGIES.check(of([True, True, True]))] == [True] * 3
+    some = STRATEGIES.check(of([True, False, True]))
+    assert [check.holds for check in some] == [True, False, False]
+    assert some[1].measured.value == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("mixed", "expected"), [(0.9, [True, True, True, True]), (0.1, [False, False, True, False])])
+def test_one_stage_is_held_against_two(mixed, expected):
+    ends = {
+        ("mixed", "pt"): 1.0, ("mixed", "icl_seen"): 1.0, ("mixed", "icl_held_out"): mixed,
+        ("staged", "pt"): 0.3, ("staged", "icl_seen"): 1.0, ("staged", "icl_held_out"): 0.9,
+    }  # fmt: skip
+    rows = [
+        {"stage": stage, "probe": probe, "match": match, "seed": seed, "step": step, "value": end * (step > 0)}
+        for (stage, probe), end in ends.items() for match in MATCHES for seed in range(3) for step in (0, 10)
+    ]  # fmt: skip
+    assert [check.holds for check in MIXING.check(table(rows))] == expected
+
+
+def test_exchanges_are_credited_to_the_head_that_matters():
+    rows = []
+    for seed in range(3):
+        for model, key, other in (("GPT-2", "layer 2", "layer 1"), ("attention-only", "relation head", "other head")):
+            for receiver in ("pt", "ft"):
+                has = float(receiver == "ft")
+                common = {"model": model, "receiver": receiver, "probe": "icl", "seed": seed}
+                rows.append({**common, "site": "none", "part": "none", "value": has})
+                rows.append({**common, "site": "z", "part": key, "value": 1 - has})
+                rows.append({**common, "site": "z", "part": other, "value": has})
+                rows.append({**common, "site": "pattern", "part": key, "value": 0.0})
+                rows.append({**common, "site": "v", "part": key, "value": has})
+    checks = EXCHANGE.check(table(rows))
+    assert all(check.holds and check.control_fails for check in checks)
+    assert len(checks) == 5
+
+
+def test_a_mixture_draws_from_both_tasks():
+    facts, shown = FactsTask(CHAINS, 2, 3), ICL
+    lengths = {facts.length - 1: "facts", shown.length - 1: "demonstrations"}
+    kinds = [lengths[MixedTask(facts, shown, 0.3).batch(seed, 2)[0].shape[1]] for seed in range(200)]
+    assert 0.2 < np.mean([kind == "demonstrations" for kind in kinds]) < 0.4
+    for share, task in ((0.0, facts), (1.0, shown)):
+        for mine, theirs in zip(MixedTask(facts, shown, share).batch(5, 3), task.batch(5, 3), strict=True):
+            assert (mine == theirs).all()
+    with pytest.raises(ValueError, match="share is 2"):
+        MixedTask(facts, shown, 2.0)
+    with pytest.raises(ValueError, match="two worlds"):
+        MixedTask(facts, replace(shown, world=replace(CHAINS, world_seed=1)), 0.5)
+
+
+def test_what_is_forced_is_what_a_hook_by_hand_forces():
+    net: Any = ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=3))
+    prompts = ICL.sample(300, seed=1)
+    rows = {
+        (row["layer"], row["place"]): row["value"] for row in forced(net, prompts, CHAINS) if row["match"] == "type"
+    }
+    type_of, asked = torch.from_numpy(CHAINS.type_of), prompts.latent["type"][:, -1]
+    for (layer, place), value in rows.items():
+
+        def look(pattern: torch.Tensor, hook: Any, place: str = place) -> torch.Tensor:  # noqa: ARG001
+            row = torch.nn.functional.one_hot(torch.tensor(pattern.shape[3] - 1 - BACK[place]), pattern.shape[3])
+            return torch.cat([pattern[:, :, :-1], row.to(pattern).expand_as(pattern[:, :, -1:])], 2)
+
+        hooks = [(f"blocks.{layer}.attn.hook_pattern", look)] if layer >= 0 else []
+        said = net.run_with_hooks(prompts.tokens, fwd_hooks=hooks)[:, -1].argmax(-1)
+        assert value == pytest.approx(float((type_of[said] == asked).double().mean()))
+    assert len(set(rows.values())) > 2  # places and layers differ
+
+
+def test_a_prompt_can_be_made_to_look_anywhere():
+    prompts = looking_at(ICL.sample(2, seed=0), "before", 3)
+    relation, last = prompts.relations["before"], prompts.mask.shape[1] - 1
+    assert relation.query.tolist() == [last, last]
+    assert relation.keys_of(1) == [last - 3]
+    assert "before" not in ICL.sample(2, seed=0).relations
+
+
+def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
+    def rows(gain: float) -> Table:
+        seeds, kinds = range(3), ("pt", "icl", "icl+grm")
+        exact = [
+            {"kind": kind, "seed": seed, "layer": layer, "place": place, "match": "exact",
+             "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0}
+            for kind in kinds for seed in seeds for layer, place in
+            [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
+        ]  # fmt: skip
+        looks = [
+            {"kind": kind, "seed": seed, "layer": 0, "place": place, "match": "attention",
+             "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1}
+            for kind in kinds for seed in seeds for place in ("ICL", "ICL+Grm")
+        ]  # fmt: skip
+        return table(exact + looks)
+
+    assert all(check.holds and check.control_fails for check in BRIDGE.check(rows(0.8)))
+    assert [check.holds for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]

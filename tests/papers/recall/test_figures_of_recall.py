@@ -1,0 +1,232 @@
+"""The statistics and checks of contextual recall, on tables whose answer is planted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from align_circuits.heads.metrics import MATCHES
+from align_circuits.papers.recall.figs_2_3_4_15_learning import FIG2, FIG3, FIG15
+from align_circuits.papers.recall.figs_5_6_7_dependence import FIG5, FIG6
+from align_circuits.papers.recall.figs_8_16_17_18_representations import FIG8, FIG16, FIG17, FIG18, by_type
+from align_circuits.papers.recall.figs_13_14_19_24_attributes import FIG13, FIG14
+from align_circuits.papers.recall.trainings import SMOKE, Study, best, finetuned, pretrained, reached, study
+from align_circuits.tables.tables import Provenance, Table
+
+STEPS = np.arange(0, 101, 10)
+
+
+def curves(middle: Callable[[str, str], float], probes: tuple[str, ...], **keys: Any) -> pd.DataFrame:
+    """Three seeds; each match of each probe rises from 0 to 1 around its step."""
+    rows = [
+        {**keys, "seed": seed, "step": step, "probe": probe, "match": match,
+         "value": float(np.clip(0.5 + (step - middle(probe, match) - seed) / 20, 0, 1))}
+        for seed in range(3) for probe in probes for match in MATCHES for step in STEPS
+    ]  # fmt: skip
+    return pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=100)
+
+
+def table(*frames: pd.DataFrame) -> Table:
+    return Table(pd.concat(frames, ignore_index=True), Provenance("test"))
+
+
+def holds(checks: list[Any]) -> list[bool]:
+    assert all(check.control_fails for check in checks if check.holds)
+    return [check.holds for check in checks]
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        ({"type": 20, "exact": 50, "subject": 50}, [True, True, True, True]),
+        ({"type": 50, "exact": 50, "subject": 20}, [True, False, False, True]),
+    ],
+)
+def test_the_order_of_learning_is_seen_and_its_reverse_too(at, expected):
+    found = table(curves(lambda probe, match: at.get(match, 0) if probe == "pt" else 1e9, ("pt", "icl"), stage="pt"))
+    assert holds(FIG2.check(found)) == expected
+
+
+def test_a_model_that_recalls_without_finetuning_refutes_the_first_finding():
+    found = table(curves(lambda _probe, _match: 50, ("pt", "icl"), stage="pt"))
+    assert [check.holds for check in FIG2.check(found)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("generalizes", [True, False])
+def test_generalization_is_seen_where_it_is(generalizes):
+    found = curves(
+        lambda probe, _match: 50 if probe == "icl_seen" or generalizes else 1e9,
+        ("icl_seen", "icl_held_out"),
+        stage="icl",
+    )
+    assert holds(FIG3.check(table(found))) == [True, generalizes]
+
+
+def test_the_format_that_is_learned_first_is_told():
+    def at(first: str) -> Table:
+        return table(
+            curves(
+                lambda probe, _match: 20 if probe.startswith(first) else 60,
+                ("grm_held_out", "icl_held_out"),
+                stage="icl+grm",
+            )
+        )
+
+    assert holds(FIG15.check(at("grm"))) == [True, True]
+    assert [check.holds for check in FIG15.check(at("icl"))] == [False, True]
+
+
+@pytest.mark.parametrize("matters", [True, False])
+def test_what_depends_on_subjects_is_told_from_what_does_not(matters):
+    frames = [
+        curves(lambda probe, _match, n=n: 95 if probe == "icl_held_out" and n == 8 and matters else 50,
+               ("pt", "icl_held_out"), stage=stage, n_seen=n)
+        for stage in ("icl", "icl+grm") for n in (8, 32)
+    ]  # fmt: skip
+    assert holds(FIG5.check(table(*frames))) == [matters] * 2
+
+
+def test_length_and_diversity_are_credited_apart():
+    frames = [
+        curves(lambda _probe, match, s=s: 1e9 if match == "exact" and s == 6 else 20, ("pt", "icl_held_out"),
+               stage=stage, grammar_len=s, div=div)
+        for stage in ("pt", "icl+grm") for s in (6, 16) for div in (0.2, 0.5)
+    ]  # fmt: skip
+    assert holds(FIG6.check(table(*frames))) == [True, False, True, False]
+
+
+def test_steps_that_are_never_reached_are_infinite():
+    found = table(curves(lambda _probe, match: 20 if match == "type" else 1e9, ("pt",)))
+    assert reached(found, 0.5, probe="pt", match="type").tolist() == [20, 30, 30]
+    assert reached(found, 0.5, probe="pt", match="exact").tolist() == [np.inf] * 3
+    assert best(found, probe="pt", match="type").tolist() == [1] * 3
+
+
+def looked_at(strength: Callable[[float, float], float], steers: bool = True) -> Table:
+    """A table of clusters in which layer-2 attention has the silhouette `strength(div, demos)` after finetuning."""
+    rows: list[dict[str, Any]] = []
+    for div in (0.2, 0.5):
+        for seed in range(3):
+            for stage in ("pt", "ft"):
+                keys = {"div": div, "seed": seed, "stage": stage}
+                for demos in (0, 1, 8):
+                    clustered = strength(div, demos) * (stage == "ft")
+                    rows.append({**keys, "demos": demos, "metric": "exact", "value": clustered})
+                    for layer in (0, 1):
+                        for site in ("attn_out", "resid_post"):
+                            value = clustered * (0.0 if layer == 0 else 1.0 if site == "attn_out" else 0.5)
+                            where = {**keys, "demos": demos, "layer": layer, "site": site}
+                            rows += [
+                                {**where, "metric": "silhouette", "value": value},
+                                {**where, "metric": "shuffled", "value": 0.0},
+                            ]
+                    rows += [
+                        {**keys, "demos": demos, "metric": "cosine_apart", "type": one, "other": other,
+                         "value": clustered if one == other else 0.0}
+                        for one in range(3) for other in range(3)
+                    ]  # fmt: skip
+                    rows += [{**row, "metric": "cosine"} for row in rows[-9:]]
+            for beta in (-1.0, 0.0, 0.2, 0.4, 1.0):
+                mixed = max(beta, 0.0) if steers else 0.0
+                for queries in ("seen", "held-out"):
+                    keys = {"div": div, "seed": seed, "stage": "ft", "queries": queries, "beta": beta, "metric": "rank"}
+                    rows.append({**keys, "answer": "original", "value": 10 * mixed})
+                    rows.append({**keys, "answer": "target", "value": 10 * (1 - mixed) ** (1 + 10 * div)})
+    return table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=50))
+
+
+def test_clusters_that_grow_are_told_from_clusters_that_are_there():
+    grow = looked_at(lambda div, demos: div * demos / 8)
+    assert [holds(figure.check(grow)) for figure in (FIG8, FIG16, FIG17, FIG18)] == [
+        [True] * 4,
+        [True] * 2,
+        [True],
+        [True] * 3,
+    ]
+    stay = looked_at(lambda _div, _demos: 0.4, steers=False)
+    assert [check.holds for check in FIG8.check(stay)] == [False] * 4
+    assert [check.holds for check in FIG17.check(stay)] == [True]
+    assert not FIG17.check(stay)[0].control_fails  # together without demonstrations: nothing is shown
+    assert [check.holds for check in FIG18.check(stay)] == [False] * 3
+    for figure in (FIG8, FIG16, FIG17, FIG18):
+        assert all(drawn.data for drawn in figure.draw(grow).values())
+
+
+def test_as_many_contexts_of_each_type():
+    groups = by_type(SMOKE.demonstrations(0, "icl", held_out=True), 5, seed=0)
+    assert [len(group) for group in groups] == [5] * 3
+    for place, group in enumerate(groups):
+        assert (group.latent["type"] == place).all()
+        assert not set(group.latent["subject"][:, -1].tolist()) & set(SMOKE.of(0).split(8, seed=0)[0])
+
+
+def test_values_seen_and_subjects_are_credited_only_where_they_matter():
+    frames = [
+        curves(lambda probe, _match, count=count: 1e9 if probe == "held_out" and count == 3 else 50,
+               ("seen", "held_out"), n_subjects=8, n_seen=4, values=count)
+        for count in (3, 5)
+    ]  # fmt: skip
+    assert holds(FIG13.check(table(*frames))) == [True]
+    many = [
+        pd.concat([
+            curves(lambda _probe, _match, m=m: 50 if m == 8 else 1e9, ("held_out",), n_subjects=m),
+            pd.DataFrame([
+                {"seed": seed, "step": 0, "probe": "cosine", "match": what, "n_subjects": m, "n": 1,
+                 "value": 0.9 if m == 8 and "another" not in what else 0.1}
+                for seed in range(3) for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
+            ]),
+        ])
+        for m in (8, 64)
+    ]  # fmt: skip
+    assert holds(FIG14.check(table(*many))) == [True] * 3
+
+
+def test_figures_share_the_pretraining_and_finish_it_once(tmp_path):
+    first = pretrained(SMOKE, 0, tmp_path)
+    again = pretrained(replace(SMOKE, n_seen=4, seeds=5), 0, tmp_path)
+    assert again.folder == first.folder
+    assert pretrained(SMOKE.changed(div=0.3), 0, tmp_path).folder != first.folder
+    one, other = finetuned(SMOKE, 0, "icl", tmp_path), finetuned(replace(SMOKE, n_seen=4), 0, "icl", tmp_path)
+    assert one.folder != other.folder
+    assert finetuned(SMOKE, 0, "icl", tmp_path).log.equals(one.log)
+    for mine, theirs in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_size_follows_its_world():
+    changed = SMOKE.changed(n_subjects=32, div=0.3)
+    assert (changed.world.n_values, changed.n_seen, changed.world.div) == ((4, 4, 4), 16, 0.3)
+    full = replace(SMOKE, world=replace(SMOKE.world, n_values=(16, 4, 4))).changed(n_subjects=8, n_seen=2)
+    assert (full.world.n_values, full.n_seen) == ((8, 4, 4), 2)
+
+
+def test_trainings_in_two_processes_are_those_of_one(tmp_path):
+    size = replace(SMOKE, seeds=2, pretraining=replace(SMOKE.pretraining, steps=2), probe=8)
+    config = Study(
+        replace(size, finetuning=replace(size.finetuning, steps=2)), ("pt", "icl"), ({"n_seen": 6}, {"n_seen": 8})
+    )
+    alone = study(config, folder=tmp_path / "alone")
+    assert [len(cell.config["trainings"]) for cell in config.chains(tmp_path)] == [4, 4]
+    together = study(config, jobs=2, folder=tmp_path / "together")
+    pd.testing.assert_frame_equal(alone.frame, together.frame)
+    trained = {path.name for path in (tmp_path / "alone" / "training").iterdir()}
+    assert {path.name for path in (tmp_path / "together" / "training").iterdir()} == trained
+    assert len(trained) == 2 + 4
+    assert len(list((tmp_path / "together" / "cells").glob("*.json"))) == 2
+
+
+def test_a_cell_may_change_a_pair_of_numbers(tmp_path):
+    size = replace(SMOKE, seeds=1, pretraining=replace(SMOKE.pretraining, steps=1), probe=4)
+    cells = ({"grammar_len": 4, "grammar_lens": (1, 3)}, {"grammar_len": 5})
+    found = study(Study(size, ("pt",), cells), folder=tmp_path)
+    assert found.frame["grammar_len"].unique().tolist() == [4, 5]
+    assert "grammar_lens" not in found.frame
+
+
+def test_cells_that_a_table_cannot_tell_apart_are_refused():
+    with pytest.raises(ValueError, match="cells that only pairs tell apart"):
+        Study(SMOKE, ("pt",), ({"grammar_lens": (1, 2)}, {"grammar_lens": (1, 3)}))

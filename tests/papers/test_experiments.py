@@ -1,0 +1,163 @@
+"""Experiments run at their smallest scale, and their checks can fail."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from align_circuits.cli import main
+from align_circuits.papers import accuracy as accuracy_module
+from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of, measure, share_of, value_of
+from align_circuits.papers.claims import SCALES, Check, Measured
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.tables.tables import Provenance, Table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, char_tokenizer, random_hf_model):
+    """A random Llama that reads the bundled vocabulary, as a folder."""
+    folder = tmp_path_factory.mktemp("random-llama")
+    random_hf_model("llama", max_position_embeddings=1500).save_pretrained(folder)
+    char_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where cells and tuned models are kept, so that experiments share them."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, request):
+    if name == "abrupt/onset":
+        request.getfixturevalue("unchecked_shapes")
+    experiment = EXPERIMENTS[name]
+    assert set(experiment.scales) == set(SCALES)
+    experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=runs).save(tmp_path)
+    table = Table.load(tmp_path)  # figures and checks need nothing but what is kept
+    assert len(table)
+    for figure in experiment.draw(table).values():
+        assert figure.data
+    for check in experiment.check(table):
+        assert np.isfinite(check.measured.value)
+        value, low, high = check.measured.value, check.measured.low, check.measured.high
+        assert low <= value <= high or np.isnan([low, high]).all(), "what rests on one seed has no interval"
+
+
+def test_a_random_model_meets_no_criterion_that_needs_learning(folder, tmp_path):
+    experiment = EXPERIMENTS["toy-llama/criteria"]
+    table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
+    learned = [check for check in experiment.check(table) if check.relation == ">="]
+    assert len(learned) == 3
+    assert not any(check.holds for check in learned)
+
+
+def test_an_oracle_meets_them_and_its_alignment_breaks_the_gap(folder, tmp_path):
+    experiment = EXPERIMENTS["toy-llama/criteria"]
+    table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
+    frame = table.frame.copy()
+    frame.loc[frame["predictor"] == "model", ["value", "low", "high"]] = 1.0
+    frame.loc[frame["metric"] == "align_query", ["value", "low", "high"]] = 1.0
+    checks = experiment.check(Table(frame, table.provenance))
+    assert all(check.holds for check in checks if check.relation == ">=")
+    assert not any(
+        check.holds for check in checks if "no better than" in check.claim or "no head aligns" in check.claim
+    )
+
+
+def table_of(values: list[float], reach: float = 0.1) -> Table:
+    frame = pd.DataFrame({"x": range(len(values)), "value": values, "n": 1})
+    return Table(frame.assign(low=frame["value"] - reach, high=frame["value"] + reach), Provenance("test"))
+
+
+def test_means_and_differences_carry_intervals_of_independent_rows():
+    assert str(mean_of(table_of([0.2, 0.4]))) == "0.30 [0.23, 0.37]"  # 0.1 * sqrt(2) / 2
+    assert str(difference_of(table_of([0.9]), table_of([0.2]))) == "0.70 [0.56, 0.84]"
+    assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=False).value == 0.1
+    assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=True).value == 0.5
+
+
+def test_a_share_of_seeds_has_the_exact_interval_and_a_value_its_own():
+    assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
+    assert str(value_of(table_of([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
+
+
+def test_the_interval_of_a_difference_covers_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = []
+    for _ in range(500):
+        left, right = rng.normal(0.6, 0.05, 1), rng.normal(0.4, 0.05, 1)
+        found = difference_of(table_of(list(left), 1.96 * 0.05), table_of(list(right), 1.96 * 0.05))
+        covered.append(found.low <= 0.2 <= found.high)
+    assert 0.93 < np.mean(covered) < 0.97
+
+
+@pytest.mark.parametrize(("relation", "value", "holds"), [(">=", 0.5, True), (">=", 0.49, False), ("<=", 0.51, False)])
+def test_a_check_holds_at_its_threshold_and_not_beyond(relation: Any, value, holds):
+    control = Measured(0.1, 0.0, 1.0)
+    check = Check("c", Measured(value, 0.0, 1.0), relation, 0.5, control=control, control_is="nothing")
+    assert check.holds is holds
+    assert check.control_fails is (relation == ">=")
+
+
+def test_a_failing_cell_is_reported_with_its_config(tmp_path):
+    with pytest.raises(ValueError, match="no folder '/no/such/model'"):
+        measure("accuracy", ["/no/such/model"], [{"x_len": 2}], n=2, jobs=1, folder=tmp_path)
+
+
+def test_finished_cells_are_not_measured_again(folder, tmp_path, monkeypatch):
+    arguments: dict[str, Any] = {"n": 2, "jobs": 1, "folder": tmp_path}
+    task = {"x_len": 2, "n_examples": 2}
+    first = measure("accuracy", [folder], [task], **arguments)
+    monkeypatch.setattr("align_circuits.papers.accuracy.accuracy", lambda **_: pytest.fail("measured again"))
+    pd.testing.assert_frame_equal(first.frame, measure("accuracy", [folder], [task], **arguments).frame)
+
+
+def test_other_weights_under_the_same_name_are_measured_again(tmp_path, char_tokenizer, random_hf_model):
+    folder, task = tmp_path / "model", {"x_len": 2, "n_examples": 2}
+    char_tokenizer.save_pretrained(folder)
+    tables = []
+    for seed in (0, 1):
+        random_hf_model("llama", seed=seed).save_pretrained(folder)
+        accuracy_module._load.cache_clear()
+        table = measure("accuracy", [str(folder)], [task], n=4, jobs=1, folder=tmp_path)
+        tables.append(table.where(metric="log_prob", kind="all").frame["value"].iloc[0])
+    assert tables[0] != tables[1]
+
+
+def test_every_task_has_prompts_of_its_own():
+    tasks = [{"x_len": 2, "phrase_len": c} for c in (1, 2, 3)]
+    assert len({accuracy_module._seed_of(task, 0) for task in tasks}) == 3
+    assert accuracy_module._seed_of(tasks[0], 0) != accuracy_module._seed_of(tasks[0], 1)
+
+
+def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
+    arguments = ["reproduce", "icatune/fig3", "--scale", "smoke", "--model", folder, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert {"table.csv", "report.html", "provenance.json", "cells"} == {path.name for path in tmp_path.iterdir()}
+    assert "Accuracy drops with input length" in capsys.readouterr().out
+    settings = Table.load(tmp_path).provenance.settings
+    config = EXPERIMENTS["icatune/fig3"].scales["smoke"]
+    asked = EXPERIMENTS["icatune/fig3"].run(config, models=[folder], jobs=1, folder=tmp_path).provenance
+    assert settings == {
+        "name": "icatune/fig3", "scale": "smoke", "models": [folder],
+        "config": json.loads(json.dumps(asdict(config))),
+        "measured": {"verb": asked.verb, "settings": asked.settings},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_config_can_be_written_into_a_provenance(name):
+    for config in EXPERIMENTS[name].scales.values():
+        assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
+
+
+def test_reproduce_lists_what_there_is(capsys):
+    assert main(["reproduce", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in EXPERIMENTS)
+    assert main(["reproduce", "icatune/fig99"]) == 2

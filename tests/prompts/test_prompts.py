@@ -1,0 +1,230 @@
+"""Prompts of one's own tokens, and what indexing, saving and hashing keep."""
+
+from dataclasses import replace
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_fingerprint
+from align_circuits.prompts.relations import NOBODY, Relation
+
+IDS = [[5, 7, 9, 5, 7], [3, 3, 8], [4, 6, 4, 6]]
+ids = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=6), min_size=1, max_size=4)
+
+
+def with_everything(tokens: list[list[int]]) -> Prompts:
+    """Prompts that fill every field, so that an operation that forgets one is found."""
+    prompts = Prompts.from_tokens(tokens)
+    n = len(prompts.targets)
+    generator = torch.Generator().manual_seed(0)
+    targets = prompts.targets.assign(
+        kind=[KINDS[row % 2] for row in range(n)], chance=np.linspace(0, 1, n), phrase=range(n)
+    )
+    return replace(
+        prompts,
+        targets=targets,
+        letters=torch.tensor([3, 4, 5]),
+        accepted=torch.rand(n, 3, generator=generator) < 0.5,
+        pieces={3: "a", 4: "\n"},
+        fingerprint="abc",
+        task={"name": "made", "sizes": [1, 2]},
+        latent={"drawn": torch.arange(2 * len(prompts)).view(-1, 2)},
+    )
+
+
+def same(left: Prompts, right: Prompts) -> None:
+    for name in ("inputs", "mask", "roles", "example", "letters", "accepted"):
+        assert torch.equal(getattr(left, name), getattr(right, name)), name
+    pd.testing.assert_frame_equal(left.targets, right.targets, check_dtype=False)
+    assert left.relations.keys() == right.relations.keys()
+    for name, relation in left.relations.items():
+        for part, value in vars(relation).items():
+            other = getattr(right.relations[name], part)
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (name, part)
+    for name in ("pieces", "fingerprint", "task"):
+        assert getattr(left, name) == getattr(right, name), name
+    assert {name: value.tolist() for name, value in left.latent.items()} == {
+        name: value.tolist() for name, value in right.latent.items()
+    }
+
+
+def gold(prompts: Prompts, index: int) -> list[Any]:
+    """All that is known about one prompt, in positions counted from its first token."""
+    start = int(prompts.mask[index].int().argmax())
+    mine: Any = prompts.targets[prompts.targets["prompt"] == index]
+    assert prompts.accepted is not None
+    known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
+    known += [
+        (
+            row.query_pos - start,
+            row.target_pos - start,
+            row.token,
+            row.phrase,
+            row.kind,
+            row.chance,
+            prompts.accepted[row.Index].tolist(),
+        )
+        for row in mine.itertuples()
+    ]
+    for name, relation in sorted(prompts.relations.items()):
+        known += [
+            (name, prompts.targets["phrase"][target], query - start, [key - start for key in relation.keys_of(row)])
+            for row, (target, prompt, query) in enumerate(
+                zip(relation.target.tolist(), relation.prompt.tolist(), relation.query.tolist(), strict=True)
+            )
+            if prompt == index
+        ]
+    return known
+
+
+@given(ids)
+def test_every_token_but_the_first_is_a_target(tokens):
+    prompts = Prompts.from_tokens(tokens)
+    assert tuple(prompts.targets.columns[: len(TARGET_COLUMNS)]) == TARGET_COLUMNS
+    assert prompts.inputs.shape == (len(tokens), max(map(len, tokens)))
+    for index, row in enumerate(tokens):
+        mine = prompts.targets[prompts.targets["prompt"] == index]
+        assert mine["token"].tolist() == row[1:]
+        assert prompts.tokens[index, mine["target_pos"].tolist()].tolist() == row[1:]
+        assert prompts.tokens[index, mine["query_pos"].tolist()].tolist() == row[:-1]
+        assert prompts.tokens[index][prompts.mask[index]].tolist() == row
+        assert prompts.mask[index, -1], "padding stands on the left"
+        assert set(prompts.roles[index][prompts.mask[index]].tolist()) == {Role.TEXT}
+        assert set(prompts.roles[index][~prompts.mask[index]].tolist()) <= {Role.PAD}
+
+
+@given(ids, st.data())
+def test_indexing_keeps_each_prompts_gold(tokens, data):
+    prompts = with_everything(tokens)
+    order = data.draw(st.permutations(range(len(prompts))))[: data.draw(st.integers(0, len(prompts)))]
+    some = prompts[list(order)]
+    assert len(some) == len(order)
+    assert some.targets["prompt"].is_monotonic_increasing
+    for new, old in enumerate(order):
+        assert gold(some, new) == gold(prompts, old)
+
+
+def test_every_way_to_index():
+    prompts = with_everything(IDS)
+    same(prompts[1], prompts[[1]])
+    same(prompts[-1], prompts[2:])
+    same(prompts[[-1, 0]], prompts[[2, 0]])
+    same(prompts[::-1], prompts[[2, 1, 0]])
+    same(prompts[torch.tensor([True, False, True])], prompts[[0, 2]])
+    assert len(prompts[[]]) == len(prompts[3:]) == 0
+    assert [len(part) for part in prompts.batches(2)] == [2, 1]
+    same(list(prompts.batches(2))[1], prompts[2])
+    assert [len(prompt) for prompt in prompts] == [1, 1, 1], "iteration ends"
+
+
+@pytest.mark.parametrize("index", [3, -4, [0, 3], torch.tensor([-4])])
+def test_a_prompt_that_does_not_exist(index):
+    with pytest.raises(IndexError, match=r"no prompt -?\d: there are 3, counted from 0"):
+        with_everything(IDS)[index]
+
+
+def test_a_mask_of_another_length():
+    with pytest.raises(IndexError, match="a mask of 2 entries for 3 prompts"):
+        with_everything(IDS)[torch.tensor([True, False])]
+
+
+def test_the_same_prompt_twice():
+    with pytest.raises(ValueError, match="the same prompt twice"):
+        with_everything(IDS)[[0, -3]]
+
+
+@pytest.mark.parametrize("chosen", [slice(None), slice(1, 2), slice(0, 0)])
+def test_save_and_load(tmp_path, chosen):
+    prompts = with_everything(IDS)[chosen]
+    prompts.save(tmp_path / "deep" / "prompts.safetensors")
+    loaded = Prompts.load(tmp_path / "deep" / "prompts.safetensors")
+    same(prompts, loaded)
+    assert loaded.digest == prompts.digest
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["prompts.safetensors"]
+
+
+def test_load_what_is_not_there_or_no_prompts(tmp_path):
+    with pytest.raises(ValueError, match=r"no file .*missing"):
+        Prompts.load(tmp_path / "missing")
+    (tmp_path / "noise").write_bytes(b"not safetensors")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights")
+    for name in ("noise", "weights"):
+        with pytest.raises(ValueError, match=f"{name}' holds no prompts"):
+            Prompts.load(tmp_path / name)
+
+
+def test_digest_tells_prompts_apart():
+    prompts = with_everything(IDS)
+    assert prompts.digest == with_everything(IDS).digest
+    other = [list(row) for row in IDS]
+    other[1][0] = 2
+    digests = [prompts.digest, with_everything(other).digest, prompts[[1, 0, 2]].digest, prompts[:2].digest]
+    asked_elsewhere = replace(prompts, targets=prompts.targets.assign(query_pos=0))
+    assert len({*digests, asked_elsewhere.digest}) == 5
+
+
+def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_tokenizer):
+    tokens = char_tokenizer("A B = c d", add_special_tokens=False)["input_ids"]
+    prompts = Prompts.from_tokens([tokens, tokens[:2]], tokenizer=char_tokenizer)
+    assert prompts.text[1] == "".join(prompts.token_text[0][:2])
+    assert "".join(prompts.token_text[0]).replace(" ", "") == "AB=cd"
+    assert prompts.fingerprint == vocabulary_fingerprint(char_tokenizer) != vocabulary_fingerprint(byte_bpe_tokenizer)
+    assert Prompts.from_tokens(IDS).text[1] == "<3><3><8>"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "at least two tokens"),
+        ([[1, 2], [3]], "at least two tokens"),
+        ([[1, -1]], "a token id is negative"),
+        ([1, 2, 3], "a list of token ids for each prompt"),
+        ([[1.7, 2.2]], "a list of token ids for each prompt"),
+        (["12", "34"], "a list of token ids for each prompt"),
+    ],
+)
+def test_bad_tokens(tokens, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
+    with pytest.raises(ValueError, match=message):
+        Prompts.from_tokens(tokens)
+
+
+def test_a_relation_of_ones_own_has_keys_in_every_row():
+    """A row without keys would count as a miss."""
+
+    def the_three(ids, mask, **rows):  # noqa: ARG001 - a maker's arguments
+        pos = torch.arange(ids.shape[1]).expand_as(ids)
+        among = torch.zeros_like(rows["query"])
+        keys = torch.where(ids == 3, 0, NOBODY)
+        return Relation("three", **rows, wants=among, among=among, key_label=keys, candidate_label=pos * 0)
+
+    with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
+        Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
+    kept = Prompts.from_tokens([[3, 5, 6, 7]], relations={"three": the_three})
+    assert len(kept.relations["three"]) == 3
+
+
+def test_fields_must_agree(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    prompts = with_everything(IDS)
+    with pytest.raises(ValueError, match=r"roles has shape \(3, 4\), but the inputs are \(3, 5\)"):
+        replace(prompts, roles=prompts.roles[:, 1:])
+    with pytest.raises(ValueError, match="the targets lack offset, kind"):
+        replace(prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
+    with pytest.raises(ValueError, match=r"accepted has shape \(9, 2\); it needs a row for each of the 9 targets"):
+        replace(prompts, letters=prompts.letters, accepted=torch.ones(9, 2, dtype=torch.bool))
+
+
+def test_vectors_have_no_tokens():
+    prompts = replace(with_everything(IDS), inputs=torch.zeros(3, 5, 2))
+    with pytest.raises(ValueError, match="these prompts are vectors, not tokens"):
+        _ = prompts.tokens
+    assert len(prompts[:2]) == 2

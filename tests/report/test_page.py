@@ -1,0 +1,166 @@
+"""The report says what was found, needs no network, and is drawn whole in a browser."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import browser
+import numpy as np
+import pandas as pd
+import pytest
+
+import align_circuits as ac
+from align_circuits.report import page as report
+from align_circuits.report.localize_report import ROLES, Found, attention_of, figures, localize_report, named_heads
+from align_circuits.report.page import write_report
+from align_circuits.tables.tables import Provenance, Table
+
+MADE = Provenance("test")
+
+
+def table_of(keys: pd.DataFrame, means: Any, spread: float, bounded: bool) -> Table:
+    """A table with these means, each over eight prompts."""
+    noise = np.random.default_rng(0).normal(0, spread, (len(keys), 8))
+    values = np.asarray(means, dtype=float)[:, None] + noise
+    return Table.from_prompts(
+        keys, values.clip(0, 1) if bounded else values, np.ones_like(values), MADE, bounded=bounded
+    )
+
+
+def keys_of(model: Any, **columns: Any) -> pd.DataFrame:
+    """A row for every head and every combination of the columns' values."""
+    names = {"layer": range(model.cfg.n_layers), "head": range(model.cfg.n_heads), **columns}
+    return pd.MultiIndex.from_product(list(names.values()), names=list(names)).to_frame(index=False)
+
+
+def localized(model: Any, prompts: ac.Prompts) -> Any:
+    """What `localize` returns, with a planted circuit's own heads as those it named, and effects made up for them."""
+    scores = ac.score_heads(model, prompts, list(ROLES)).heads()
+    named = {role: tuple(head for head, own in model.roles.items() if own == role) for role in ROLES}
+    heads = list(dict.fromkeys(head for heads in named.values() for head in heads))
+    shown = ac.plots.attention(model, prompts[0], heads)
+    frame = scores.frame.rename(columns={"metric": "role"})
+    right = [(layer, head) in named[role] for layer, head, role in frame[["layer", "head", "role"]].to_numpy()]
+    parts = {
+        "score": frame["value"], "attention": frame["value"] / 2, "control": frame["value"] / 4,
+        "p": np.where(right, 1e-4, 0.5), "q": np.where(right, 4e-3, 0.9), "ablation": np.where(right, 3.0, 0.0),
+    }  # fmt: skip
+    measured = [frame.assign(metric=metric, value=value) for metric, value in parts.items()]
+    measured = pd.concat([measured[0], *(part.assign(low=np.nan, high=np.nan) for part in measured[1:])])
+    keys: Any = keys_of(model, kind=["all", "first", "later"], metric=["log_prob", "accuracy"])
+    keys = keys[[tuple(head) in [*heads, (0, 0)] for head in keys[["layer", "head"]].to_numpy()]]  # the candidates
+    causal = np.array([tuple(head) in heads for head in keys[["layer", "head"]].to_numpy()])
+    ablated = [("nothing", -1), ("lookup", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
+    verdict = pd.DataFrame(
+        [(*who, kind, "accuracy") for who in ablated for kind in ("all", "first", "later")],
+        columns=["ablated", "draw", "kind", "metric"],
+    )
+    return SimpleNamespace(
+        table=Table(measured.reset_index(drop=True), MADE), named=named,
+        effects=table_of(keys, 4.0 * causal, 0.1, False), damage=table_of(keys, -2.5 * causal, 0.1, False),
+        verdict=table_of(verdict, np.where(verdict["ablated"] == "found", 0.2, 0.9), 0.02, True),
+        prompts=prompts, examples=shown.rows, rows=list(shown.positions),
+        thresholds={"score": 0.5, "fdr": 0.05, "effect": 0.1}, sentence="Two heads <align> & two look up.",
+    )  # fmt: skip
+
+
+def empty(table: Table) -> Table:
+    """A table of the same columns without rows."""
+    frame: Any = table.frame[:0]
+    return Table(frame, table.provenance)
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
+    model = ac.planted(task, seed=0)
+    return localized(model, task.sample(8, model.tokenizer, seed=0))
+
+
+@pytest.fixture(scope="module")
+def page(found, tmp_path_factory):
+    return localize_report(tmp_path_factory.mktemp("report") / "report.html", found)
+
+
+def test_the_report_reads_what_localize_promises(found):
+    assert isinstance(found, Found)
+
+
+def test_the_verdict_stands_on_top_and_every_part_follows(page, found):
+    text = page.read_text(encoding="utf-8")
+    body = text[text.index("<body>") :]
+    assert body.index("Two heads &lt;align&gt; &amp; two look up.") < body.index("<h2>")
+    headings = (
+        "The heads",
+        "without them",
+        "Scores of",
+        "Effects of single",
+        "Attention on",
+        "The prompt",
+        "Methods",
+        "Prov",
+    )
+    places = [body.index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert body.count("underlined token") >= sum(map(bool, found.named.values())), "a drawing for each role"
+
+
+def test_the_named_heads_come_with_their_evidence(found):
+    ((layer, head),) = found.named["align_query"]
+    score = found.table.where(layer=layer, head=head, role="align_query", metric="score").frame.iloc[0]
+    cells = re.findall("<td>(.*?)</td>", named_heads(found))
+    start = cells.index("align_query") - 1
+    said = f"{score['value']:.2f} [{score['low']:.2f}, {score['high']:.2f}]"
+    half = f"{score['value'] / 2:.2f}"
+    assert cells[start : start + 7] == [f"L{layer}H{head}", "align_query", said, half, "0.004", "3.00", "–"]
+
+
+def test_a_report_without_any_named_head_says_so(tmp_path, found):
+    nothing = {name: empty(getattr(found, name)) for name in ("effects", "damage")}
+    nothing["verdict"] = found.verdict.where(ablated="nothing")
+    nobody: Any = SimpleNamespace(**vars(found) | nothing | {"named": dict.fromkeys(ROLES, ()), "examples": {}})
+    assert attention_of(nobody) is None
+    text = localize_report(tmp_path / "report.html", nobody).read_text(encoding="utf-8")
+    assert "No head met all thresholds" in text
+    assert "No head was a candidate" in text
+    assert "CircuitsVis.render(" not in text
+
+
+def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, tmp_path):
+    text = page.read_text(encoding="utf-8")
+    assert text.count(report.get_plotlyjs()) == 1
+    assert text.count(report.circuitsvis_script()) == 1
+    assert page.stat().st_size <= report.LARGEST
+    plain = write_report(tmp_path / "plain.html", title="t", verdict="v", sections=[("h", "", "x")], provenance=MADE)
+    assert plain.stat().st_size < 10_000
+
+
+def test_a_page_that_is_too_large_is_refused_by_the_name_of_its_largest_part(tmp_path):
+    sections = [("small", "", "x"), ("huge", "", "x" * report.LARGEST)]
+    with pytest.raises(ValueError, match="show less in 'huge'"):
+        write_report(tmp_path / "report.html", title="t", verdict="v", sections=sections, provenance=MADE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, found):
+    seen = browser.opened(page, tmp_path)
+    assert not seen.console
+    assert seen.figures == seen.drawn == len(figures(found))
+    heads = attention_of(found)
+    assert heads is not None
+    assert len(seen.canvases) == len(heads.rows) + 1, "a small map for each head and a large one"
+    assert min(seen.canvases) > 0.01
+    assert not seen.overflows
+
+
+def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, found):
+    figure = figures(found)["scores"]
+    figure.data = []
+    spoilt = write_report(
+        tmp_path / "report.html", title="t", verdict="v", provenance=MADE,
+        sections=[("a", "", figure), ("b", "", '<img src="https://example.com/x.png"><script>nothing()</script>')],
+    )  # fmt: skip
+    seen = browser.opened(spoilt, tmp_path)
+    assert any("example.com" in line for line in seen.console)
+    assert any("nothing is not defined" in line for line in seen.console)
+    assert (seen.figures, seen.drawn) == (1, 0)

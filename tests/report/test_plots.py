@@ -1,0 +1,341 @@
+"""Figures show the numbers of their tables, and change nothing global."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import browser
+import numpy as np
+import pandas as pd
+import plotly.io
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.report import plots as typed_plots
+from align_circuits.report.page import write_report
+from align_circuits.tables.tables import Provenance, Table
+
+plots: Any = typed_plots  # plotly's figures are built at run time: a type checker sees none of their fields
+
+
+@pytest.fixture
+def scores():
+    keys = pd.DataFrame([(m, layer, head) for m in ("a", "b") for layer in range(3) for head in (-1, 0, 1)])
+    keys.columns = ["metric", "layer", "head"]
+    values = np.random.default_rng(0).random((len(keys), 8))
+    return Table.from_prompts(keys, values, np.ones_like(values), Provenance("test"))
+
+
+def test_a_head_map_shows_every_head_at_its_place(scores):
+    (heat,) = plots.head_map(scores, "a").data
+    np.testing.assert_array_equal(heat.z, scores.grid("a"))
+    assert list(heat.x) == [0, 1]
+    assert list(heat.y) == [0, 1, 2]
+
+
+def test_maps_side_by_side_share_one_scale(scores):
+    figure = plots.head_maps(scores, ["a", "b"])
+    assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}
+    assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 1)
+
+
+def test_a_difference_is_drawn_around_zero(scores):
+    shifted = Table(scores.frame.assign(value=scores.frame["value"] * 0.5), scores.provenance)
+    axis = plots.head_map(shifted - scores, "a").layout.coloraxis
+    assert axis.cmin == -axis.cmax
+
+
+def test_top_heads_are_the_best_with_their_intervals(scores):
+    dots = plots.top_heads(scores, ["a"], n=2).data[0]
+    best = scores.top("a", 2).frame
+    assert dots.y[-1] == f"L{best['layer'][0]}H{best['head'][0]}", "the best head stands on top"
+    np.testing.assert_allclose(np.add(dots.x, dots.error_x.array), best["high"][::-1])
+    np.testing.assert_allclose(np.subtract(dots.x, dots.error_x.arrayminus), best["low"][::-1])
+
+
+def test_curves_fit_lengths_steps_and_nats():
+    def drawn(x: list[float], values: list[float], **more: Any) -> Any:
+        frame = pd.DataFrame({"x": x, "value": values, "low": values, "high": values, "by": "one"})
+        return plots.curves({"panel": frame}, x="x", by="by", label="x", **more)
+
+    lengths = drawn([1, 2, 3], [0.1, 0.5, 1]).layout
+    assert (lengths.xaxis.dtick, lengths.yaxis.range, lengths.yaxis.title.text) == (1, (-0.04, 1.06), "accuracy")
+    assert drawn([0, 0.5, 1], [0, 1, 1]).layout.xaxis.dtick is None
+    steps = drawn([0, 500, 1000], [0.0, -2.0, 3.5], value="effect (nats)").layout
+    assert (steps.xaxis.dtick, steps.yaxis.range, steps.yaxis.title.text) == (None, None, "effect (nats)")
+
+
+def test_curves_tell_names_apart_across_panels():
+    def frame(*names: str) -> pd.DataFrame:
+        return pd.DataFrame({"x": 1, "value": 0.5, "low": 0.4, "high": 0.6, "by": list(names)})
+
+    drawn = plots.curves({"one": frame("a", "b"), "two": frame("c", "b")}, x="x", by="by", label="x").data
+    assert [(line.name, line.showlegend) for line in drawn] == [("a", True), ("b", True), ("c", True), ("b", False)]
+    colours = [line.marker.color for line in drawn]
+    assert colours[1] == colours[3] and len({*colours}) == 3
+
+
+def test_dots_stand_in_rows_from_the_top():
+    frame = pd.DataFrame({"done": ["a", "b"] * 2, "seed": [0, 0, 1, 1], "value": [0.1, 0.2, 0.3, 0.4]})
+    drawn: Any = plots.dots(frame.assign(low=frame["value"] - 0.05, high=frame["value"]), "done", "seed", "nats")
+    assert [(dot.name, list(dot.y), list(dot.x)) for dot in drawn.data] == [
+        ("0", ["a", "b"], [0.1, 0.2]), ("1", ["a", "b"], [0.3, 0.4]),
+    ]  # fmt: skip
+    np.testing.assert_allclose(drawn.data[0].error_x.arrayminus, 0.05)
+    assert (drawn.layout.yaxis.categoryarray, drawn.layout.xaxis.title.text) == (("b", "a"), "nats")
+
+
+@pytest.fixture
+def effects():
+    """Effects in nats, 3 at L1H0 on first tokens and nothing elsewhere."""
+    names = ["kind", "layer", "head"]
+    keys = pd.MultiIndex.from_product([["first", "later"], range(2), range(2)], names=names).to_frame(index=False)
+    values = np.zeros((len(keys), 4))
+    values[2] = 3
+    return Table.from_prompts(
+        keys.assign(metric="log_prob"), values, np.ones_like(values), Provenance("t"), bounded=False
+    )
+
+
+def test_effects_are_drawn_to_their_own_scale_with_their_unit(effects):
+    figure = plots.head_maps(effects, ["first", "later"], by="kind", unit="nats")
+    axis = figure.layout.coloraxis
+    assert (axis.cmin, axis.cmax, axis.colorbar.title.text) == (0, 3, "nats")
+    first, later = figure.data
+    np.testing.assert_array_equal(first.z, [[0, 0], [3, 0]])
+    assert not np.any(later.z)
+    shrunk = Table(effects.frame.assign(value=effects.frame["value"] * -0.01), effects.provenance)
+    axis = plots.head_maps(shrunk, ["first"], by="kind", unit="nats").layout.coloraxis
+    assert (axis.cmin, axis.cmax) == pytest.approx((-0.03, 0.03)), "small effects are not washed out"
+
+
+def test_heads_that_were_not_measured_keep_their_place(effects):
+    one = Table(effects.frame[effects.frame["layer"] == 1], effects.provenance)
+    (heat,) = plots.head_maps(one, ["first"], by="kind", shape=(3, 2)).data
+    assert (list(heat.y), list(heat.x)) == ([0, 1, 2], [0, 1])
+    assert np.isnan(heat.z[[0, 2]]).all()
+    np.testing.assert_array_equal(heat.z[1], [3, 0])
+
+
+def test_named_heads_are_circled_at_their_place(effects):
+    _, ring, later = plots.head_maps(effects, ["first", "later"], by="kind", marked={"first": [(1, 0)]}).data
+    assert (list(ring.x), list(ring.y)) == ([0], [1])
+    assert later.type == "heatmap", "nothing is circled where no head is named"
+
+
+def test_a_map_of_several_rows_a_head_says_what_to_select(effects):
+    with pytest.raises(ValueError, match="choose one value of kind with"):
+        plots.head_map(effects, "log_prob")
+
+
+def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
+    who = [("nothing", -1), ("lookup", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
+    frame = pd.DataFrame([(*one, "accuracy", kind) for one in who for kind in ("first", "later")])
+    frame.columns = ["ablated", "draw", "metric", "kind"]
+    values = np.random.default_rng(0).random((len(frame), 6))
+    table = Table.from_prompts(frame, values, np.ones_like(values), Provenance("t"))
+    traces = {trace.name: trace for trace in plots.ablation(table).data}
+    random = traces["as many random heads of the same layers"]
+    np.testing.assert_allclose(random.y, table.where(ablated="random").frame["value"])
+    assert random.error_y.array is None
+    assert len(set(random.x)) == 40, "no two dots of a kind cover each other"
+    told_apart = {(trace.marker.symbol, trace.marker.color) for trace in traces.values()}
+    assert len(told_apart) == len(traces) == 5
+    assert "only lookup heads ablated" in traces
+    found = table.where(ablated="found").frame
+    np.testing.assert_allclose(np.add(found["value"], traces["found heads ablated"].error_y.array), found["high"])
+
+
+def test_drawing_changes_no_global_template(scores):
+    before = plotly.io.templates.default
+    plots.head_map(scores, "a")
+    assert plotly.io.templates.default == before
+
+
+def test_a_failed_report_leaves_no_file(tmp_path, scores):
+    unwritable = "a lone surrogate \ud800 has no bytes in UTF-8"
+    with pytest.raises(UnicodeEncodeError):
+        write_report(tmp_path / "report.html", title="t", verdict=unwritable, sections=[], provenance=scores.provenance)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_escapes_what_it_is_given(tmp_path, scores):
+    path = write_report(
+        tmp_path / "report.html",
+        title="<t>",
+        verdict="a & b",
+        sections=[("h", "<n>", scores)],
+        provenance=scores.provenance,
+    )
+    page = path.read_text(encoding="utf-8")
+    assert "&lt;t&gt;" in page
+    assert "a &amp; b" in page
+    assert "&lt;n&gt;" in page
+
+
+@pytest.fixture(scope="module")
+def circuit():
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
+    model: Any = ac.planted(task, seed=0)
+    (aligner,) = (head for head, role in model.roles.items() if role == "align_query")
+    return model, task.sample(2, model.tokenizer, seed=0)[0], aligner
+
+
+def test_attention_is_the_model_s_own_with_the_rest_in_one_column(circuit):
+    model, prompt, aligner = circuit
+    shown = plots.attention(model, prompt, [aligner, (0, 0)])
+    _, cache = model.run_with_cache(prompt.tokens)
+    whole = cache[f"blocks.{aligner[0]}.attn.hook_pattern"][0, aligner[1]].detach()
+    start = shown.start
+    np.testing.assert_allclose(shown.pattern[0, 1:, 1:], whole[start:, start:], atol=1e-6)
+    np.testing.assert_allclose(shown.pattern[:, 1:].sum(-1), 1, atol=1e-6)
+    assert shown.tokens[0] == plots.EARLIER
+    assert "".join(shown.tokens[1:]) in prompt.text[0].replace("\n", "↵")
+    gold = shown.gold("align_query")
+    assert gold.any()
+    assert shown.pattern[0][gold].min() > 0.9, "the planted aligner looks at the gold"
+
+
+def test_attention_shows_as_much_of_the_prompt_as_asked(circuit):
+    model, prompt, aligner = circuit
+    sizes = [len(plots.attention(model, prompt, [aligner], examples=n).tokens) for n in (1, 2, 9)]
+    assert sizes[0] < sizes[1] < sizes[2] == int(prompt.mask.sum()), "no column for the rest where nothing is left out"
+    few = plots.attention(model, prompt, [aligner], last=3)
+    assert len(few.positions) == 3
+    assert few.pattern.isnan().any(-1).sum() == len(few.tokens) - 3, "rows that were not measured are empty"
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes", "message"),
+    [
+        ([], {}, "no heads to draw"),
+        ([(99, 0)], {}, "no head L99H0: the model has layers 0 to"),
+        ([(0, -1)], {}, "no head L0H-1"),
+        ([(0, 0)], {"examples": 0}, "examples=0: show at least"),
+        ([(0, 0)], {"last": 0}, "last=0: show at least one token"),
+    ],
+)
+def test_attention_of_nothing_is_refused(circuit, heads, changes, message):
+    model, prompt, _ = circuit
+    with pytest.raises(ValueError, match=message):
+        plots.attention(model, prompt, heads, **changes)
+
+
+def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
+    model, prompt, head = circuit
+    two = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4).sample(2, model.tokenizer, seed=0)
+    with pytest.raises(ValueError, match="2 prompts, but attention is drawn on one"):
+        plots.attention(model, two, [head])
+    rows = plots.attention(model, prompt, [head]).rows
+    with pytest.raises(ValueError, match="2 prompts, but"):
+        plots.Attention(two, [5], rows)
+    with pytest.raises(ValueError, match="has attention of shape"):
+        plots.Attention(prompt, [5], rows)
+    padded = replace(prompt, mask=prompt.mask & (torch.arange(prompt.mask.shape[1]) > 2))
+    with pytest.raises(ValueError, match="not all real tokens"):
+        plots.Attention(padded, [1], {head: rows[head][:1]})
+
+
+def test_a_token_cannot_end_the_script_it_stands_in(circuit):
+    model, prompt, head = circuit
+    spiteful = replace(prompt, pieces=dict.fromkeys(prompt.pieces, "</script><b>"))
+    widget = plots.attention(model, spiteful, [head]).html(script=False)
+    assert widget.count("</script>") == 1
+    assert "<b>" not in widget
+
+
+def test_a_widget_draws_itself_in_a_browser_without_a_network(circuit, tmp_path):
+    model, prompt, head = circuit
+    page = tmp_path / "page.html"
+    widget = plots.attention(model, prompt, [head])._repr_html_()
+    page.write_text(f"<!doctype html><meta charset='utf-8'><body>{widget}</body>", encoding="utf-8")
+    seen = browser.opened(page, tmp_path)
+    assert not seen.console
+    assert len(seen.canvases) == 2
+    assert min(seen.canvases) > 0.01
+
+
+def test_a_prompt_is_shaded_by_the_attention_of_one_row(circuit):
+    model, prompt, aligner = circuit
+    shown = plots.attention(model, prompt, [aligner])
+    drawn = shown.drawing(aligner, "align_query", row=0)
+    assert drawn._repr_html_() == drawn
+    relation = prompt.relations["align_query"]
+    weights = shown.rows[aligner][shown.positions.index(int(relation.query[0]))]
+    (key,) = relation.keys_of(0)
+    assert re.search(
+        rf"outline[^>]*>{shown.tokens[key - shown.start + 1]}<sub[^>]*>{weights[key]:.2f}".replace("0.", "0?."), drawn
+    )
+    assert drawn.count("3px double") == 1, "one token asks"
+    assert "Left out: 4 examples" in drawn
+    with pytest.raises(KeyError, match="no attention of L9H9"):
+        shown.drawing((9, 9), "align_query")
+    with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
+        shown.drawing(aligner, "love")
+    with pytest.raises(ValueError, match="row 999 was not measured"):
+        shown.drawing(aligner, "align_query", row=999)
+
+
+def test_attention_maps_circle_the_gold(circuit):
+    model, prompt, aligner = circuit
+    shown = plots.attention(model, prompt, [aligner])
+    heat, ring = plots.attention_maps(shown, "align_query").data
+    assert np.isnan(heat.z[0, 1]), "the future is blank"
+    assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
+
+
+def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):
+    browser.chromium()
+    model, prompt, aligner = circuit
+    picture = plots.save(plots.attention(model, prompt, [aligner]), tmp_path / "attention.png", width=400, scale=1)
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20]) == 400, "as wide as asked"
+    drawing = plots.save(plots.head_map(scores, "a"), tmp_path / "map.svg").read_text(encoding="utf-8")
+    assert drawing.startswith("<svg")
+    assert "heatmaplayer" in drawing
+    assert {path.name for path in tmp_path.iterdir()} == {"attention.png", "map.svg"}
+
+
+def test_a_picture_that_cannot_be_made_says_why(scores, tmp_path, monkeypatch):
+    figure = plots.head_map(scores, "a")
+    with pytest.raises(ValueError, match=r"'map.gif': give a name that ends in .png, .svg or .pdf"):
+        plots.save(figure, tmp_path / "map.gif")
+    with monkeypatch.context() as without:
+        without.setattr(typed_plots, "find_spec", lambda _: None)
+        with pytest.raises(ValueError, match=r"pip install 'align-circuits\[pictures\]'"):
+            plots.save(figure, tmp_path / "map.png")
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="apt-get install chromium"):
+        plots.save(figure, tmp_path / "map.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_edge_maps_show_each_pair_at_its_place():
+    keys = pd.DataFrame({"sender": ["L0H0", "L0H1", "L0H0"], "receiver": ["L1H0.q", "L1H0.q", "logits"]})
+    table = Table(keys.assign(metric="log_prob", value=[-1.0, 0.5, 2.0], low=0.0, high=0.0, n=1), Provenance("test"))
+    figure = plots.edge_map(table)
+    (heat,) = figure.data
+    assert (list(heat.x), list(heat.y)) == (["L0H0", "L0H1"], ["L1H0.q", "logits"])
+    np.testing.assert_array_equal(heat.z, [[-1, 0.5], [2, np.nan]])
+    assert figure.layout.coloraxis.cmin == -2
+    with pytest.raises(ValueError, match="several rows for a sender and a receiver"):
+        plots.edge_map(Table(pd.concat([table.frame, table.frame]), table.provenance))
+
+
+def test_faithfulness_curves_place_sets_of_heads():
+    keys = pd.DataFrame({"circuit": ["edges", "edges", "edges", "found"], "fraction": [0.0, 0.1, 1.0, 0.2]})
+    frame = keys.assign(edges=[0, 1, 10, 2], metric="faithfulness", value=[0, 0.5, 1, 0.7], low=0.0, high=1.0, n=1)
+    line, points = plots.faithfulness({"eap": Table(frame, Provenance("test"))}).data
+    assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
+    assert (list(points.x), list(points.text)) == ([0.2], ["found"])
+
+
+def test_grids_of_the_same_rows_name_them_once_and_space_them_evenly():
+    grid = pd.DataFrame([[0.1, 0.2], [0.3, 0.4]], index=["0.2", "0.5"], columns=["6", "20"])
+    figure = plots.accuracy_grids({"a": grid, "b": grid}, x="S", y="Div")
+    assert [figure.layout[axis].type for axis in ("xaxis", "xaxis2", "yaxis", "yaxis2")] == ["category"] * 4
+    assert [figure.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, False]
+    other = plots.accuracy_grids({"a": grid, "b": grid.rename(index={"0.5": "0.7"})}, x="S", y="Div")
+    assert [other.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, None]

@@ -1,0 +1,279 @@
+"""Sweeps by the causal cone beside the reference engine, run by run: random models, prompts, edits and splits."""
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.heads.ablate import reference_of
+from align_circuits.hooks import replay as cone
+from align_circuits.hooks.edits import Edit
+from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
+from align_circuits.hooks.replay import CONE_SITES
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.run import edited_runs as module
+from align_circuits.run.edited_runs import sweep
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 4}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
+    "mistral": ("mistral", {"num_hidden_layers": 3}),
+    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, in turn": ("gpt_neox", {"use_parallel_residual": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(random_hf_model):
+    made: dict[Any, Any] = {}
+
+    def make(kind: str, dtype: torch.dtype) -> Any:
+        if (kind, dtype) not in made:
+            name, changes = KINDS[kind]
+            made[kind, dtype] = ac.load(random_hf_model(name, **changes).to(dtype))
+        return made[kind, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_softmax():
+    """Lifts what Hugging Face and TransformerLens do to float64: their softmax is in float32 whatever the weights."""
+    plain = torch.nn.functional.softmax
+
+    def softmax(x: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+        return plain(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", softmax)
+        yield
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, prompts, what is done to them, and how the work is split."""
+
+    kind: str
+    dtype: torch.dtype
+    lengths: tuple[int, ...]
+    shared: int
+    """How many columns the other prompts share."""
+    cells: tuple[tuple[tuple[str, str, int, int, int | None], ...], ...]
+    """Of each edit what it does, at which site, layer and head, from which column."""
+    seed: int
+    engine: str
+    batch_size: Any
+    tokens: int
+
+
+def cases() -> st.SearchStrategy[Case]:
+    edits = st.tuples(
+        st.sampled_from(["zero", "mean", "resample", "patch", "steer"]),
+        st.sampled_from(CONE_SITES),
+        st.integers(0, 1),
+        st.integers(0, 3),
+        st.none() | st.integers(0, 11),
+    )
+    return st.builds(
+        Case,
+        kind=st.sampled_from(list(KINDS)),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        lengths=st.lists(st.integers(4, 12), min_size=1, max_size=3).map(tuple)
+        | st.integers(2, 3).map(lambda n: (9,) * n),
+        shared=st.integers(0, 12),
+        cells=st.lists(st.lists(edits, max_size=2).map(tuple), min_size=1, max_size=6).map(tuple),
+        seed=st.integers(0, 10**6),
+        engine=st.sampled_from(["auto", "fast"]),
+        batch_size=st.sampled_from(["auto", "auto", 1, 2]),
+        tokens=st.sampled_from([1, 30, 2048]),
+    )
+
+
+def prompts_of(case: Case, seed: int) -> Prompts:
+    """Prompts of few different tokens, with roles and two examples."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(12, (length,), generator=generator).tolist() for length in case.lengths]
+    prompts = Prompts.from_tokens(ids)
+    roles = torch.randint(2, 4, prompts.mask.shape, generator=generator).where(prompts.mask, Role.PAD.value)
+    return replace(prompts, roles=roles, example=torch.zeros_like(roles).where(prompts.mask, -1))
+
+
+def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | None], seed: int) -> Edit:
+    """The edit that a case tells of."""
+    what, site, layer, head, first = told
+    if model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
+        site = "z"  # whose hooks never fire here
+    of_heads = site in HEAD_SITES + ROTATED_SITES
+    place: Any = {"heads": [(layer, head)]} if of_heads else {"layers": [layer]}
+    if site in ("k", "v", "rot_k"):
+        shared = 4 // (model.cfg.n_key_value_heads or 4)
+        place = {"heads": [(layer, head // shared * shared + i) for i in range(shared)]}
+    generator = torch.Generator().manual_seed(seed)
+    positions = None
+    if first is not None:
+        later = torch.arange(prompts.mask.shape[1]) >= first
+        positions = (torch.rand(prompts.mask.shape, generator=generator) < 0.5) & later
+    place |= {"site": site, "positions": positions}
+    if what == "steer":
+        size = 8 if of_heads else 32
+        return ac.Steer(**place, vector=torch.randn(size, generator=generator), scale=0.5)
+    if what == "patch" or site in ROTATED_SITES:  # which have no means
+        return ac.Patch(**place)
+    resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
+    how: Any = what if what == "mean" or resamples else "zero"
+    reference = reference_of(model, prompts, how, site=place["site"], engine="reference")
+    return ac.Ablate(**place, how=how, reference=reference)
+
+
+def logits_of(model: Any, prompts: Prompts, cells: Any, rows: Any, **options: Any) -> tuple[Tensor, str]:
+    """The logits [cell row d_vocab], and what ran."""
+    found = torch.full((len(cells), len(rows[0]), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
+
+    def keep(cell: int, some: Tensor, logits: Tensor) -> None:
+        found[cell, some] = logits.double()
+
+    ran = sweep(model, prompts, cells, prompt=rows[0], query=rows[1], on_logits=keep, **options)
+    assert not found.isnan().any(), "every row of every cell is handed over"
+    return found, ran
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(case=cases())
+def test_the_cone_equals_the_reference_engine(models, case):
+    model, prompts = models(case.kind, case.dtype), prompts_of(case, case.seed)
+    others = prompts_of(case, case.seed + 1)
+    same = torch.arange(prompts.mask.shape[1]) < case.shared
+    source = replace(others, inputs=torch.where(same, prompts.tokens, others.tokens))
+    cells = [[edit_of(model, prompts, told, case.seed + i) for i, told in enumerate(cell)] for cell in case.cells]
+    chosen = torch.rand(len(prompts.targets), generator=torch.Generator().manual_seed(case.seed)) < 0.6
+    rows = [prompts.column(name)[chosen] for name in ("prompt", "query_pos")]
+    expected, ran = logits_of(model, prompts, cells, rows, source=source, engine="reference")
+    assert ran == "reference"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CPU_TOKENS", case.tokens)
+        options = {"source": source, "batch_size": case.batch_size}
+        found, ran = logits_of(model, prompts, cells, rows, engine=case.engine, **options)
+    assert ran == "cone"
+    atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype] * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+PLAIN = Case("llama", torch.float32, (9, 9, 9), 5, (), 0, "auto", "auto", 2048)
+
+
+def every_row(prompts: Prompts) -> list[Tensor]:
+    return [prompts.column("prompt"), prompts.column("query_pos")]
+
+
+def test_earlier_positions_and_lower_layers_are_run_once(models):
+    """Counts the tokens that pass each layer's MLP."""
+    model, prompts = models("qwen3", torch.float32), prompts_of(PLAIN, 0)
+    source = replace(prompts, inputs=torch.where(torch.arange(9) < 5, prompts.tokens, prompts.tokens.flip(0)))
+    cells = [[ac.Patch([(layer, head)])] for layer in (1, 2) for head in range(4)]
+    rows = [torch.arange(3), torch.full((3,), 7)]
+    passed = dict.fromkeys(range(3), 0)
+    hooks = [
+        block.mlp.original_component.down_proj.register_forward_pre_hook(
+            lambda _, args, layer=layer: passed.update({layer: passed[layer] + args[0].shape[:-1].numel()})
+        )
+        for layer, block in enumerate(model.blocks)
+    ]
+    _, ran = logits_of(model, prompts, cells, rows, source=source)
+    for hook in hooks:
+        hook.remove()
+    once, other, one = 3 * 8, 3 * 3, 3 * 1  # columns up to the query, from the first other token on, and the query
+    assert ran == "cone"
+    assert passed == {0: once + other, 1: once + other + 4 * other, 2: one + one + 8 * one}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_that_is_not_fused_equals_the_fused_one(masked):
+    """Elsewhere than on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
+    mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
+    expected = cone._fused(query, key, value, 0.3, mask if masked else None)
+    found = cone._plain(query, key, value, 0.3, mask if masked else None)
+    torch.testing.assert_close(found, tuple(expected))
+
+
+def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
+    model, prompts = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0)
+    cells = [[ac.Ablate([(layer, head)])] for layer in (0, 1) for head in range(4)]
+    expected, _ = logits_of(model, prompts, cells, every_row(prompts))
+    sizes = []
+
+    def small_memory(_: Any, args: Any) -> None:
+        sizes.append(args[0].shape[:-1].numel())
+        if sizes[-1] > 30:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.blocks[1].mlp.original_component.down_proj.register_forward_pre_hook(small_memory)
+    found, ran = logits_of(model, prompts, cells, every_row(prompts))
+    assert ran == "cone" and max(sizes) > 30 >= sizes[-1]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        logits_of(model, prompts, cells, every_row(prompts), batch_size=8)
+
+
+def test_bfloat16_stays_near(random_hf_model):
+    model, prompts = ac.load(random_hf_model("llama").to(torch.bfloat16)), prompts_of(PLAIN, 0)
+    cells = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
+    found, ran = logits_of(model, prompts, cells, every_row(prompts))
+    expected, _ = logits_of(model, prompts, cells, every_row(prompts), engine="reference")
+    assert ran == "cone"
+    scale = expected.abs().mean()
+    assert (found - expected).abs().mean() < 0.02 * scale and (expected[1] - expected[0]).abs().mean() > 0.1 * scale
+
+
+def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, random_hf_model):
+    prompts = prompts_of(PLAIN, 0)
+    rows, llama = every_row(prompts), models("llama", torch.float32)
+    pattern, q = [[ac.Ablate([(0, 1)], site=site)] for site in ("pattern", "q")]
+    gpt2 = models("gpt2", torch.float32)
+    assert logits_of(llama, prompts, [q, pattern], rows)[1] == "fast"
+    assert logits_of(gpt2, prompts, [q, pattern], rows)[1] == "reference"
+    other = ac.load(random_hf_model("gemma2"))
+    zero = [ac.Ablate([(0, 1)])]
+    assert logits_of(other, prompts, [zero], rows)[1] == "reference"
+    for model, cell, message in [
+        (other, zero, "Gemma2ForCausalLM caps its attention scores"),
+        (gpt2, q, "not fire"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            logits_of(model, prompts, [cell], rows, engine="fast")
+
+
+def test_refusals(models):
+    model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
+    plain = inspect.unwrap(sweep)  # annotations unchecked
+    rows = dict(zip(("prompt", "query"), every_row(prompts), strict=True))
+    for options, message in [
+        ({"batch_size": 0}, "batch_size=0: give a positive number"),
+        ({"engine": "cone"}, "engine='cone': choose 'auto'"),
+        ({"source": prompts[:2]}, "the other run holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plain(model, prompts, [[]], **rows, on_logits=lambda *_: None, **options)
+    with pytest.raises(ValueError, match=r"no values for 'blocks.0.attn.hook_z'"):
+        logits_of(model, prompts, [[ac.Patch([(0, 0)])]], every_row(prompts))
+
+
+def test_names_of_sites_can_be_read():
+    assert [site_of(name_of(site, 12)) for site in CONE_SITES] == [(12, site) for site in CONE_SITES]
+    assert site_of("blocks.0.hook_z") is None and site_of("blocks.0.hook_resid_mid") is None
+    assert site_of("hook_embed") is None

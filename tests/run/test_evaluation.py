@@ -1,0 +1,184 @@
+"""Accuracy beside loops over logits, and beside the references of the task."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from align_circuits.models.loading import load
+from align_circuits.models.planted.model import planted
+from align_circuits.prompts.prompts import REFERENCES, Prompts
+from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.tables.tables import Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
+
+
+@pytest.fixture(scope="module")
+def llama(char_tokenizer):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.6,
+        )  # fmt: skip
+        return load(LlamaForCausalLM(config).eval(), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompts(char_tokenizer) -> Prompts:
+    return TASK.sample(12, char_tokenizer, seed=0)
+
+
+def looped(model, prompts: Prompts) -> list[dict]:
+    """Each target's group and what the model does there, from its logits on the prompt alone."""
+    found = []
+    letters = prompts.letters.tolist()
+    left = (~prompts.mask).sum(1).tolist()
+    with torch.no_grad():
+        logits_of = [
+            model(tokens[start:][None])[0].double() for tokens, start in zip(prompts.tokens, left, strict=True)
+        ]
+    for row in prompts.targets.to_dict("records"):
+        index = int(row["prompt"])
+        logits = logits_of[index][int(row["query_pos"]) - left[index]]
+        predicted = int(logits.argmax())
+        if prompts.accepted is None:
+            right = predicted == row["token"]
+        else:
+            right = predicted in letters and bool(prompts.accepted[len(found), letters.index(predicted)])
+        log_prob = logits.log_softmax(0)[int(row["token"])].item()
+        found.append(row | {"accuracy": float(right), "log_prob": log_prob})
+    return found
+
+
+def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every comparison for a Series
+    return table.where(**keys).frame
+
+
+def value(table: Table, **keys) -> float:
+    frame = frame_of(table, **keys)
+    assert len(frame) == 1
+    return float(frame["value"][0])
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+@pytest.mark.parametrize("own_token", [False, True])
+def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
+    if own_token:
+        prompts = replace(prompts, accepted=None)
+    table = evaluate(llama, prompts, engine=engine)
+    rows = looped(llama, prompts)
+    assert table.provenance.engine == engine
+    groups = {("all", ALL_OFFSETS): rows}
+    groups |= {(kind, ALL_OFFSETS): [row for row in rows if row["kind"] == kind] for kind in ("first", "later")}
+    groups |= {("all", offset): [row for row in rows if row["offset"] == offset] for offset in (0, 1)}
+    for (kind, offset), of_group in groups.items():
+        keys = {"kind": kind, "offset": offset}
+        for metric in ("accuracy", "log_prob"):
+            expected = np.mean([row[metric] for row in of_group])
+            assert value(table, predictor="model", metric=metric, **keys) == pytest.approx(expected, abs=1e-5)
+        for name in REFERENCES:
+            expected = np.mean([row[name] for row in of_group])
+            assert value(table, predictor=name, metric="accuracy", **keys) == pytest.approx(expected)
+        assert (frame_of(table, **keys)["n"] == len(of_group)).all()
+    assert len(table) == (2 + len(REFERENCES)) * len(groups)
+
+
+def test_some_predictions_of_each_sort_are_there(llama, prompts):
+    """The loop above could not tell right from wrong if all predictions were one of them."""
+    biased = replace(prompts, accepted=torch.arange(len(prompts.letters)).expand(len(prompts.targets), -1) % 2 == 0)
+    assert 0 < value(evaluate(llama, biased), predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS) < 1
+
+
+def test_the_planted_circuit_is_as_good_as_the_oracle(char_tokenizer):
+    for phrase_len in (1, 2):
+        task = Seq2SeqTask(x_len=3, phrase_len=phrase_len, n_examples=10)
+        table = evaluate(planted(task, seed=0), task.sample(40, char_tokenizer, seed=1))
+        kinds = table.where(metric="accuracy", offset=ALL_OFFSETS).frame.pivot(
+            index="kind", columns="predictor", values="value"
+        )
+        assert kinds.loc["all", "model"] == pytest.approx(kinds.loc["all", "oracle"], abs=0.03)
+        assert kinds.loc["first", "chance"] < kinds.loc["first", "memoryless"] <= kinds.loc["first", "history"]
+        assert kinds.loc["first", "history"] < kinds.loc["first", "oracle"]
+        assert ("later" in kinds.index) == (phrase_len > 1), "at c=1 there are no later tokens"
+
+
+def test_intervals(llama, prompts):
+    frame = frame_of(evaluate(llama, prompts))
+    assert (frame["low"] <= frame["value"] + 1e-9).all()
+    assert (frame["value"] <= frame["high"] + 1e-9).all()
+    accuracy, log_prob = frame[frame["metric"] == "accuracy"], frame[frame["metric"] == "log_prob"]
+    assert accuracy["low"].ge(0).all() and accuracy["high"].le(1).all()
+    assert log_prob["value"].lt(0).all()
+
+
+def test_a_model_that_is_always_right_has_an_interval(char_tokenizer):
+    task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=10)
+    row = evaluate(planted(task, seed=0), task.sample(30, char_tokenizer, seed=0)).frame.iloc[0]
+    assert row["value"] == row["high"] == 1
+    assert row["low"] == pytest.approx(0.025 ** (1 / 30)), "thirty prompts right do not show that all are"
+
+
+def test_batches_chunks_and_repeats_change_nothing(llama, prompts, monkeypatch):
+    whole = evaluate(llama, prompts, batch_size=12)
+    module = sys.modules["align_circuits.run.evaluation"]  # as an attribute of the package it is the function
+    real = module.forward
+
+    def twice(*args, on_logits, **kwargs):
+        def stutter(rows, logits):
+            on_logits(rows[:1], logits[:1])
+            on_logits(rows, logits)
+
+        return real(*args, on_logits=stutter, **kwargs)
+
+    monkeypatch.setattr(module, "forward", twice)
+    monkeypatch.setattr(module, "_CELLS_AT_ONCE", 130)
+    columns = ["value", "low", "high", "n"]
+    np.testing.assert_allclose(evaluate(llama, prompts, batch_size=5).frame[columns], whole.frame[columns], atol=1e-5)
+
+
+def test_own_text_has_no_references(llama):
+    table = evaluate(llama, Prompts.from_tokens([[1, 20, 21, 20], [1, 30]]))
+    assert set(table.frame["predictor"]) == {"model"}
+    assert table.where(offset=[0, 1, 2], metric="accuracy").frame["n"].tolist() == [2, 1, 1]
+    assert table.provenance.data["digest"]
+
+
+def test_two_models_are_compared_by_prompt(llama, prompts):
+    task = prompts
+    better, worse = evaluate(planted(TASK, seed=0), task), evaluate(llama, task)
+    gain = better - worse
+    row = gain.where(predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS).frame.iloc[0]
+    assert row["low"] > 0
+    assert frame_of(gain, predictor="oracle")["value"].abs().max() == 0
+
+
+def test_nothing_to_evaluate(llama, prompts):
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate(llama, prompts[:0])
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate(llama, replace(prompts, targets=prompts.targets[:0], accepted=None, relations={}))
+
+
+def test_prompts_of_another_tokenizer(llama, byte_bpe_tokenizer):
+    with pytest.raises(ValueError, match="another tokenizer"):
+        evaluate(llama, Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
+
+
+def test_two_targets_may_be_asked_for_at_one_position(llama):
+    """An answer and a foil."""
+    prompts = Prompts.from_tokens([[5, 6, 7, 8], [9, 6, 5, 8]])
+    last = prompts.targets.groupby("prompt").tail(1)
+    both = pd.concat([last, last.assign(token=11)]).sort_values(["prompt", "token"]).reset_index(drop=True)
+    asked = replace(prompts, targets=both, relations={})
+    found = evaluate(llama, asked).where(metric="log_prob").frame["value"].iloc[0]
+    with torch.no_grad():
+        said = llama(prompts.tokens)[:, 2].log_softmax(-1)
+    assert found == pytest.approx(float(said[:, [8, 11]].mean()), abs=1e-5)

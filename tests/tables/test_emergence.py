@@ -1,0 +1,104 @@
+"""When something emerged, beside a slow search."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align_circuits.tables.emergence import emergence, emergence_step
+from align_circuits.tables.tables import Provenance, Table
+
+
+def looped(steps, values, least, sustained):
+    """Tries every probe."""
+    best = -math.inf
+    for at in range(len(values) - sustained + 1):
+        held = values[at : at + sustained]
+        if not any(math.isnan(value) for value in held):
+            best = max(best, min(held))
+    if best - values[0] < least:
+        return math.nan
+    for at in range(len(values) - sustained + 1):
+        if all(value >= values[0] + (best - values[0]) / 2 for value in values[at : at + sustained]):
+            return steps[at]
+    raise AssertionError("a level that is reached is half reached")
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
+    sustained=st.integers(1, 4),
+    least=st.sampled_from([0.1, 0.3, 0.6]),
+)
+def test_it_equals_a_slow_search(values, sustained, least):
+    values[0] = 0.0 if math.isnan(values[0]) else values[0]
+    steps = [10.0 * at for at in range(len(values))]
+    found = emergence_step(np.array(steps), np.array(values), least=least, sustained=sustained)
+    np.testing.assert_equal(found, looped(steps, values, least, sustained))
+
+
+def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
+    steps = np.arange(0.0, 60, 10)
+    assert math.isnan(emergence_step(steps, np.array([0.2, 0.2, 1.0, 0.2, 0.2, 0.2])))
+    assert math.isnan(emergence_step(steps, np.array([0.2, 0.3, 0.45, 0.45, 0.45, 0.45])))
+    assert emergence_step(steps, np.array([0.2, 0.3, 0.5, 0.5, 0.5, 0.5])) == 20
+    assert math.isnan(emergence_step(steps, np.array([0.9, 0.5, 0.1, 0.1, 0.1, 0.1]))), "a fall is no rise"
+
+
+def table(courses: dict[tuple[int, int], list[float]], metric="align_query") -> Table:
+    rows = [
+        {"step": 10 * at, "ood": False, "metric": metric, "kind": "all", "offset": -1, "layer": layer, "head": head,
+         "value": value, "low": value, "high": value, "n": 9}
+        for (layer, head), values in courses.items()
+        for at, value in enumerate(values)
+    ]  # fmt: skip
+    return Table(pd.DataFrame(rows), Provenance("tune"))
+
+
+EARLY, LATE, NEVER = [0.0, 0.8, 0.8, 0.8, 0.8, 0.8], [0.0, 0.0, 0.0, 0.9, 0.9, 0.9], [0.1] * 6
+
+
+def test_the_best_head_of_each_run_is_followed():
+    one, other = table({(0, 0): EARLY, (1, 1): LATE, (1, -1): EARLY}), table({(0, 0): NEVER, (1, 1): NEVER})
+    found = emergence(one, "align_query").frame.set_index("measure")
+    assert found.loc["step", "value"] == 30 and found.loc["emerged", "value"] == 1
+    assert bool(found[["low", "high"]].isna().to_numpy().all()), "one run has no interval"
+    assert emergence(one, "align_query", layer=0).where(measure="step").frame["value"].item() == 10
+    both = emergence([one, other, one], "align_query", ood=False).frame.set_index("measure")
+    assert both.loc["step", "value"] == 30 and both.loc["step", "n"] == 2
+    assert both.loc["emerged", "value"] == pytest.approx(2 / 3) and both.loc["emerged", "n"] == 3
+    assert both.loc["emerged", "low"] < 2 / 3 < both.loc["emerged", "high"]
+    never = emergence(other, "align_query").frame.set_index("measure")
+    assert math.isnan(never.loc["step", "value"]) and never.loc["step", "n"] == 0
+    assert never.loc["emerged", "value"] == 0
+
+
+def test_every_head_apart():
+    runs = [table({(0, 0): EARLY, (1, 1): LATE}), table({(0, 0): LATE, (1, 1): NEVER})]
+    steps = emergence(runs, "align_query", best=False).where(measure="step").frame.set_index(["layer", "head"])
+    assert steps.loc[(0, 0), "value"] == 20 and steps.loc[(0, 0), "n"] == 2
+    assert steps.loc[(0, 0), "low"] == 10 and steps.loc[(0, 0), "high"] == 30
+    assert steps.loc[(1, 1), "value"] == 30 and steps.loc[(1, 1), "n"] == 1
+
+
+def test_metrics_of_the_whole_model():
+    found = emergence(table({(-1, -1): LATE}, "accuracy"), "accuracy", kind="all")
+    assert found.where(measure="step").frame["value"].item() == 30
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="ascending"):
+        emergence_step(np.array([0.0, 0.0]), np.array([0.1, 0.2]))
+    with pytest.raises(ValueError, match="ascending"):
+        emergence_step(np.array([0.0]), np.array([math.nan]))
+    with pytest.raises(ValueError, match="3 probes show no rise"):
+        emergence_step(np.arange(3.0), np.array([0.0, 1.0, 1.0]))
+    with pytest.raises(ValueError, match="no runs"):
+        emergence([], "accuracy")
+    with pytest.raises(KeyError, match="no metric 'accuracy'"):
+        emergence(table({(0, 0): EARLY}), "accuracy")
+    with pytest.raises(ValueError, match="same rows"):
+        emergence([table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)

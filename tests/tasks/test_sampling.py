@@ -1,0 +1,271 @@
+"""Seq2SeqTask.sample: layout, tokens in every tokenizer, seeds, relations, errors."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align_circuits.models.tokenizer import char_tokenizer as bundled
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.tasks.layout import layout
+from align_circuits.tasks.seq2seq import CHUNK, Seq2SeqTask
+from align_circuits.tasks.token_ids import check_text, lexicon
+
+TOKENIZER = bundled()
+STYLES = ("standard", "pre-aligned", "marked")
+
+
+@st.composite
+def tasks(draw):
+    """Any task that is quick to sample."""
+    alignment = draw(st.sampled_from(("monotonic", "prior", "permutation")))
+    return Seq2SeqTask(
+        x_len=draw(st.integers(1, 6)),
+        phrase_len=draw(st.integers(1, 4)),
+        n_examples=draw(st.integers(1, 4)),
+        alignment=alignment,
+        decay=draw(st.floats(0, 5)) if alignment == "prior" else None,
+        prior_form=draw(st.sampled_from(("text", "code"))) if alignment == "prior" else "text",
+        automata=draw(st.sampled_from(("prompt", "task"))),
+        style=draw(st.sampled_from(STYLES)),
+        ood=draw(st.booleans()),
+        bos=draw(st.booleans()),
+        task_seed=draw(st.integers(0, 99)),
+    )
+
+
+def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str], list[str]]]:
+    """Inputs, letters and copies of each example, read off the tokens by their roles."""
+    rows = zip(prompts.token_text[index], prompts.roles[index].tolist(), prompts.example[index].tolist(), strict=True)
+    found: list = [([], [], []) for _ in range(int(prompts.example.max()) + 1)]
+    for text, role, example in rows:
+        if role in (Role.INPUT, Role.OUTPUT, Role.ALIGNED):
+            found[example][(Role.INPUT, Role.OUTPUT, Role.ALIGNED).index(Role(role))].append(text.strip())
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(task=tasks(), seed=st.integers(0, 1000))
+def test_prompts_say_what_the_automata_write_and_know_where(task, seed):
+    prompts = task.sample(2, TOKENIZER, seed=seed)
+    m, c, k = task.x_len, task.phrase_len, task.n_examples
+    has_copies, has_markers = task.style == "pre-aligned", task.style == "marked"
+    one = m + 1 + m * c + m * has_copies + (m + m * c) * has_markers
+    assert prompts.tokens.shape == (2, task.bos + k * (one + 1) + one)
+    assert len(prompts.targets) == 2 * m * c
+    assert (prompts.column("target_pos") == prompts.column("query_pos") + 1).all()
+    assert (prompts.tokens[prompts.column("prompt"), prompts.column("target_pos")] == prompts.column("token")).all()
+    assert prompts.task["aligned"] == list(task.aligned)
+    for index in range(2):
+        edges, following = (prompts.latent[name][index].tolist() for name in ("letter", "next"))
+        symbols = [task.alphabet[i] for i in prompts.latent["symbols"][index].tolist()]
+        targets = prompts.targets[prompts.targets["prompt"] == index]
+        for number, (x, y, copies) in enumerate(read(prompts, index)):
+            assert sorted(x) == sorted(symbols)
+            wanted = [x[position] for position in task.aligned]
+            assert copies == (wanted if has_copies else [])
+            state = 0
+            for phrase, offset in itertools.product(range(m), range(c)):
+                state = 0 if offset == 0 else state
+                automaton = symbols.index(wanted[phrase])
+                choices = [task.letters[letter] for letter in edges[automaton][state] if letter >= 0]
+                letter = y[phrase * c + offset]
+                assert letter in choices, "an automaton wrote a letter that it does not accept"
+                if number == k:
+                    row = targets.index[phrase * c + offset]
+                    gold = {task.letters[i] for i in prompts.accepted[row].nonzero()[:, 0].tolist()}
+                    assert gold == set(choices)
+                    assert (targets["phrase"][row], targets["offset"][row]) == (phrase, offset)
+                    assert targets["kind"][row] == ("first" if offset == 0 else "later")
+                    assert prompts.pieces[targets["token"][row]].strip() == letter
+                state = following[automaton][state][choices.index(letter)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(task=tasks(), seed=st.integers(0, 1000))
+def test_relations_equal_a_slow_loop_over_the_text(task, seed):
+    prompts = task.sample(2, TOKENIZER, seed=seed, references=False)
+    m, c = task.x_len, task.phrase_len
+    asked = {name: {} for name in ("align_query", "align_key", "lookup")}
+    for name, expected in asked.items():
+        relation = prompts.relations[name]
+        for row in range(len(relation)):
+            keys, candidates = relation.expand(torch.tensor([row]))
+            positions = tuple(mask[0].nonzero()[:, 0].tolist() for mask in (keys, candidates))
+            expected[int(relation.target[row])] = (int(relation.query[row]), *positions)
+    for target, row in prompts.targets.iterrows():
+        roles, example = prompts.roles[row["prompt"]].tolist(), prompts.example[row["prompt"]].tolist()
+        where = {
+            (number, role): [i for i in range(len(roles)) if roles[i] == role and example[i] == number]
+            for number in range(task.n_examples + 1)
+            for role in (Role.INPUT, Role.OUTPUT)
+        }
+        texts = [text.strip() for text in prompts.token_text[row["prompt"]]]
+
+        def symbol(number, phrase, where=where, texts=texts):
+            return texts[where[number, Role.INPUT][task.aligned[phrase]]]
+
+        test_input = where[task.n_examples, Role.INPUT]
+        assert (target in asked["align_query"]) == (row["offset"] == 0) == (target in asked["align_key"])
+        if row["offset"] == 0:
+            answer = ([test_input[task.aligned[row["phrase"]]]], test_input)
+            assert asked["align_query"][target] == (row["query_pos"], *answer)
+            assert asked["align_key"][target] == (row["target_pos"], *answer)
+        earlier = [(where[e, Role.OUTPUT][i], symbol(e, i // c)) for e in range(task.n_examples) for i in range(m * c)]
+        keys = [position for position, of in earlier if of == symbol(task.n_examples, row["phrase"])]
+        assert (target in asked["lookup"]) == bool(keys)
+        if keys:
+            assert asked["lookup"][target] == (row["query_pos"], keys, [position for position, _ in earlier])
+
+
+@pytest.mark.parametrize("fixture", ["char_tokenizer", "llama_tokenizer", "byte_bpe_tokenizer"])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_tokenizer_shows_each_symbol_as_one_token_and_reads_the_text_back(fixture, style, request):
+    tokenizer = request.getfixturevalue(fixture)
+    task = Seq2SeqTask(x_len=3, n_examples=3, style=style, alignment="permutation")
+    if style == "marked" and fixture == "byte_bpe_tokenizer":  # its small vocabulary lacks " !"
+        with pytest.raises(ValueError, match=r"reads ' !' as \['Ġ', '!'\].*try spaced=False"):
+            task.sample(4, tokenizer)
+        assert len(replace(task, spaced=False).sample(4, tokenizer)) == 4
+        return
+    prompts = task.sample(4, tokenizer, seed=1)
+    assert prompts.task["bos"] == (tokenizer.bos_token_id is not None)
+    start = int(prompts.task["bos"])
+    for ids, pieces in zip(prompts.tokens.tolist(), prompts.token_text, strict=True):
+        assert tokenizer("".join(pieces[start:]), add_special_tokens=False)["input_ids"] == ids[start:]
+    same = task.sample(4, TOKENIZER, seed=1)
+    assert [[t.strip() for t in row[start:]] for row in prompts.token_text] == [
+        [t.strip() for t in row[1:]] for row in same.token_text
+    ]
+
+
+def test_bos_is_an_option_and_recorded(llama_tokenizer):
+    task = Seq2SeqTask(x_len=3, n_examples=1)
+    with_bos, without = (
+        Seq2SeqTask(x_len=3, n_examples=1, bos=bos).sample(1, llama_tokenizer) for bos in (True, False)
+    )
+    assert with_bos.task["bos"] and not without.task["bos"] and task.bos
+    assert with_bos.tokens[0, 0] == llama_tokenizer.bos_token_id and with_bos.roles[0, 0] == Role.BOS
+    assert torch.equal(with_bos.tokens[:, 1:], without.tokens)
+
+
+def test_unspaced_text_promises_nothing_and_the_check_names_what_breaks(llama_tokenizer):
+    task = Seq2SeqTask(x_len=3, n_examples=1, style="marked", spaced=False)
+    assert "!" in task.sample(1, llama_tokenizer).text[0]
+    words = lexicon(llama_tokenizer, task.alphabet, task.letters, ":", "\n", "!", False)
+    with pytest.raises(ValueError, match="'!I', ':!'"):
+        check_text(llama_tokenizer, words, layout("marked", 3, 2, 1, True))
+
+
+def test_text_that_breaks_is_refused(llama_tokenizer):
+    with pytest.raises(ValueError, match=r"does not read the text of these prompts.*' as'"):
+        Seq2SeqTask(x_len=3, n_examples=1, separator="s").sample(1, llama_tokenizer)
+
+
+def test_a_symbol_that_is_not_one_token_is_refused_by_name(llama_tokenizer, byte_bpe_tokenizer):
+    with pytest.raises(ValueError, match="reads ' 語'"):
+        Seq2SeqTask(alphabet="ABCDE語").sample(1, byte_bpe_tokenizer)
+    with pytest.raises(ValueError, match=r"'é' as .*<unk>"):
+        Seq2SeqTask(letters="abcdefghijklmnopqrsté", spaced=False).sample(1, TOKENIZER)
+    with pytest.raises(ValueError, match="'=>'"):
+        Seq2SeqTask(colon="=>>=").sample(1, llama_tokenizer)
+
+
+def test_symbols_that_are_the_same_token_are_refused():
+    with pytest.raises(ValueError, match="the same token"):
+        Seq2SeqTask(colon="|", separator="|").sample(1, TOKENIZER)
+    with pytest.raises(ValueError, match="the same token"):
+        Seq2SeqTask(alphabet="abcde").sample(1, TOKENIZER)
+
+
+def test_a_seed_fixes_the_prompts_whatever_their_number():
+    task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=1, ood=True)
+    few, many = task.sample(5, TOKENIZER, seed=4), task.sample(CHUNK + 5, TOKENIZER, seed=4)
+    assert few.digest == many[:5].digest
+    for name in ("chance", "memoryless", "history", "oracle"):
+        assert few.targets[name].tolist() == many[:5].targets[name].tolist()
+    assert not torch.equal(few.tokens, task.sample(5, TOKENIZER, seed=5).tokens)
+    assert len(set(many.text)) > CHUNK, "chunks repeat each other"
+    bare = task.sample(5, TOKENIZER, seed=4, references=False)
+    assert torch.equal(bare.tokens, few.tokens) and "oracle" not in bare.targets
+
+
+def test_a_task_shares_what_its_seed_fixes():
+    def one(**config):
+        return Seq2SeqTask(x_len=4, n_examples=1, alignment="permutation", **config)
+
+    fresh = one(automata="prompt").sample(2, TOKENIZER).latent
+    assert not torch.equal(fresh["letter"][0], fresh["letter"][1])
+    shared, other = (one(automata="task").sample(2, TOKENIZER, seed=seed).latent for seed in (0, 1))
+    for name in ("letter", "next", "symbols"):
+        assert torch.equal(shared[name][0], shared[name][1]) and torch.equal(shared[name], other[name])
+    assert not torch.equal(shared["letter"], one(automata="task", task_seed=1).sample(2, TOKENIZER).latent["letter"])
+    assert len({one(task_seed=seed).aligned for seed in range(20)}) > 5
+
+
+def test_prompts_survive_saving(tmp_path):
+    task = Seq2SeqTask(x_len=3, n_examples=2, alignment="prior", decay=1.0, automata="task")
+    prompts = task.sample(3, TOKENIZER)
+    prompts.save(tmp_path / "prompts.safetensors")
+    loaded = Prompts.load(tmp_path / "prompts.safetensors")
+    assert loaded.digest == prompts.digest and loaded.task == dict(prompts.task)
+    assert torch.equal(task.corrupt(loaded, "query").tokens, task.corrupt(prompts, "query").tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"x_len": 27}, "x_len is 27, but the alphabet has 26"),
+        ({"x_len": 0}, "x_len is 0: give at least 1"),
+        ({"phrase_len": 0}, "phrase_len is 0"),
+        ({"phrase_len": 61}, "at most 60"),
+        ({"n_examples": -1}, "n_examples is -1: give at least 0"),
+        ({"task_seed": -1}, "task_seed is -1"),
+        ({"alignment": "prior", "decay": -0.5}, "decay is -0.5: give a finite number from 0"),
+        ({"alignment": "prior", "decay": float("inf")}, "finite"),
+        ({"alignment": "prior"}, "needs a decay"),
+        ({"decay": 1.0}, "only the prior has one"),
+        ({"alphabet": "AAB"}, "holds a character twice"),
+        ({"letters": "aab"}, "holds a character twice"),
+        ({"alphabet_range": (4, 27)}, r"alphabet_range is \(4, 27\)"),
+        ({"state_range": (5, 4)}, r"state_range is \(5, 4\)"),
+        ({"edge_range": (1, 5)}, "edges differ in both"),
+        ({"edge_range": (0, 2)}, "1 <= fewest"),
+    ],
+)
+def test_a_task_that_cannot_be_sampled_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        Seq2SeqTask(**config)
+
+
+@pytest.mark.parametrize("name", ["alignment", "prior_form", "automata", "style"])
+def test_an_unknown_choice_is_refused_with_the_known_ones(name):
+    task = object.__new__(Seq2SeqTask)  # past the type check of the import hook, as for users without it
+    values = {f: getattr(Seq2SeqTask(), f) for f in Seq2SeqTask.__dataclass_fields__} | {name: "other"}
+    for key, value in values.items():
+        object.__setattr__(task, key, value)
+    with pytest.raises(ValueError, match=f"{name} is 'other': choose one of '"):
+        task.__post_init__()
+
+
+def test_sampling_refuses_what_it_cannot_draw():
+    with pytest.raises(ValueError, match="0 prompts"):
+        Seq2SeqTask().sample(0, TOKENIZER)
+    with pytest.raises(ValueError, match="the seed is -1"):
+        Seq2SeqTask().sample(1, TOKENIZER, seed=-1)
+    with pytest.raises(ValueError, match="references=False"):
+        Seq2SeqTask(x_len=15, phrase_len=1, n_examples=1).sample(1, TOKENIZER)
+    assert len(Seq2SeqTask(x_len=26, phrase_len=1, n_examples=1).sample(1, TOKENIZER, references=False)) == 1
+
+
+def test_more_letters_than_the_tables_hold_are_refused():
+    with pytest.raises(ValueError, match="101 letters"):
+        Seq2SeqTask(letters="".join(chr(0x4E00 + index) for index in range(101)))
+
+
+def test_a_form_of_the_prior_without_a_prior_is_refused():
+    with pytest.raises(ValueError, match="only alignment='prior' has a form"):
+        Seq2SeqTask(prior_form="code")

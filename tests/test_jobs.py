@@ -1,0 +1,268 @@
+"""Sweeps: every cell once, whatever happens to it or to the sweep."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import textwrap
+import time
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from align_circuits.jobs import Cell, code_version, run_cells
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["align_circuits.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
+
+NUMBER = count()
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    """A package of its own, under a new name in each test; its `square` notes each call and can be made to fail."""
+    package = tmp_path / f"swept_{next(NUMBER)}_{os.getpid()}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "power.py").write_text("def power(x):\n    return x**2\n")
+    (package / "unused.py").write_text("x = 1\n")
+    (package / "functions.py").write_text(
+        textwrap.dedent(f"""
+            import os, time
+            from pathlib import Path
+            from . import power
+
+            def square(*, x, seed, trouble=None):
+                "Text."
+                for name, text in {{"calls": x, "pids": os.getpid()}}.items():
+                    with (Path({str(tmp_path)!r}) / name).open("a") as file:
+                        file.write(f"{{text}}\\n")
+                if trouble == "raise":
+                    raise RuntimeError("x is not to be squared")
+                if trouble == "die":
+                    os.kill(os.getpid(), 9)
+                if trouble == "wait":
+                    time.sleep(60)
+                if trouble == "array":
+                    return [{{"y": object()}}]
+                return [{{"y": power.power(x), "part": part}} for part in ("a", "b")]
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+def cells_of(code, *xs, **config):
+    return [Cell(f"{code.name}.functions:square", {"x": x, **config}) for x in xs]
+
+
+def run(cells, folder, jobs=1):
+    return run_cells(cells, folder, jobs=jobs, progress=False)
+
+
+def calls(tmp_path):
+    return (tmp_path / "calls").read_text().split()
+
+
+def test_results_come_in_the_order_of_the_cells_and_once(code, tmp_path):
+    cells = cells_of(code, 3, 1, 2)
+    sweep = run([*cells, cells[0]], tmp_path / "sweep")
+    assert list(sweep.frame.columns) == ["x", "seed", "y", "part"]
+    assert list(sweep.frame["y"]) == [9, 9, 1, 1, 4, 4]
+    assert sweep.failures == ()
+    assert sweep.whole() is sweep.frame
+    again = run(cells, tmp_path / "sweep")
+    pd.testing.assert_frame_equal(again.frame, sweep.frame)
+    assert calls(tmp_path) == ["3", "1", "2"]
+
+
+def test_another_config_or_seed_is_another_cell(code, tmp_path):
+    cell, *_ = cells_of(code, 2)
+    run([cell], tmp_path / "sweep")
+    others = [
+        Cell(cell.function, {"x": 3}),
+        Cell(cell.function, {"x": 2, "trouble": None}),
+        Cell(cell.function, {"x": 2}, seed=1),
+    ]
+    run(others, tmp_path / "sweep")
+    assert calls(tmp_path) == ["2", "3", "2", "2"]
+    reordered = Cell(cell.function, {"trouble": None, "x": 2})
+    assert run([reordered], tmp_path / "sweep").frame["y"].tolist() == [4, 4]
+    assert len(calls(tmp_path)) == 4
+
+
+def test_floats_survive_to_the_bit(tmp_path, code):
+    (code / "noise.py").write_text(
+        "import numpy as np, pandas as pd\n\n\ndef noise(*, seed):\n"
+        "    return pd.DataFrame({'x': np.random.default_rng(seed).normal(size=100), 'n': range(100)})\n"
+    )
+    for _ in range(2):
+        frame = run([Cell(f"{code.name}.noise:noise", {}, seed=5)], tmp_path / "sweep").frame
+        assert frame["x"].tolist() == np.random.default_rng(5).normal(size=100).tolist()
+        assert frame["n"].tolist() == list(range(100))
+
+
+def test_a_failing_cell_is_reported_and_the_others_go_on(code, tmp_path):
+    troubled = [*cells_of(code, 2, trouble="raise"), *cells_of(code, 3, trouble="array")]
+    cells = [*cells_of(code, 1), *troubled, *cells_of(code, 4)]
+    for done in (4, 6):  # a failed cell is tried again, a finished one is not
+        sweep = run(cells, tmp_path / "sweep")
+        assert sweep.frame["x"].tolist() == [1, 1, 4, 4]
+        assert [failure.cell for failure in sweep.failures] == troubled
+        assert "RuntimeError: x is not to be squared" in sweep.failures[0].error
+        assert "not JSON serializable" in sweep.failures[1].error
+        with pytest.raises(
+            ValueError, match=r"2 cells failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not"
+        ):
+            sweep.whole()
+        assert len(calls(tmp_path)) == done
+    reports = [path.read_text() for path in (tmp_path / "sweep").glob("*.error")]
+    assert len(reports) == 2
+    assert any('"x": 2' in report and "not to be squared" in report for report in reports)
+
+
+def test_a_cell_that_kills_its_process_takes_no_other_along(code, tmp_path):
+    troubled = [*cells_of(code, 2, trouble="die"), *cells_of(code, 3, trouble="raise")]
+    cells = [*cells_of(code, 1), *troubled, *cells_of(code, 4, 5)]
+    sweep = run(cells, tmp_path / "sweep", jobs=2)
+    assert sweep.frame["x"].tolist() == [1, 1, 4, 4, 5, 5]
+    errors = {failure.cell.config["x"]: failure.error for failure in sweep.failures}
+    assert errors.keys() == {2, 3}
+    assert "exit code -9" in errors[2] and "not to be squared" in errors[3]
+    assert sorted(calls(tmp_path)) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_cell_that_succeeds_later_loses_its_error(code, tmp_path, monkeypatch):
+    (code / "late.py").write_text(
+        "import os\n\n\ndef late(*, seed):\n    if 'READY' not in os.environ:\n"
+        "        raise OSError('not yet')\n    return [{'y': 1}]\n"
+    )
+    cell = Cell(f"{code.name}.late:late", {})
+    assert "not yet" in run([cell], tmp_path / "sweep").failures[0].error
+    monkeypatch.setenv("READY", "1")
+    assert run([cell], tmp_path / "sweep").frame["y"].tolist() == [1]
+    assert [path.suffix for path in (tmp_path / "sweep").iterdir()] == [".json"]
+
+
+def sweep_in_a_process(path, cells, folder, jobs):
+    sys.path.insert(0, path)
+    run(cells, folder, jobs)
+
+
+@pytest.mark.parametrize(("jobs", "done"), [(1, {1, 2}), (2, {1, 2, 4})])
+def test_a_killed_sweep_goes_on_with_what_was_not_finished(code, tmp_path, jobs, done):
+    cells = [*cells_of(code, 1, 2), *cells_of(code, 3, trouble="wait"), *cells_of(code, 4)]
+    process = FORK.Process(target=sweep_in_a_process, args=(str(tmp_path), cells, tmp_path / "sweep", jobs))
+    process.start()
+
+    def finished():
+        return {json.loads(path.read_text())["config"]["x"] for path in (tmp_path / "sweep").glob("*.json")}
+
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and not (finished() == done and "3" in calls(tmp_path)):
+        time.sleep(0.02)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert finished() == done
+    pids = set((tmp_path / "pids").read_text().split())
+    while time.monotonic() < limit and any(map(alive, pids)):
+        time.sleep(0.02)
+    assert not any(map(alive, pids)), "a worker outlived the sweep"
+
+    sweep = run([cells[0], cells[1], cells[3]], tmp_path / "sweep")
+    assert sweep.frame["y"].tolist() == [1, 1, 4, 4, 16, 16]
+    assert sorted(calls(tmp_path)) == ["1", "2", "3", "4"], "a finished cell was run again"
+
+
+def alive(pid):
+    """Whether a process still runs; one that ended may wait as a zombie for whoever adopted it."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_result_that_was_being_written_is_not_taken_for_one(code, tmp_path, monkeypatch):
+    cell, *_ = cells_of(code, 2)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            run([cell], tmp_path / "sweep")
+    assert [path.suffix for path in (tmp_path / "sweep").glob(".*.json*")] == [".partial"]
+    assert run([cell], tmp_path / "sweep").frame["y"].tolist() == [4, 4]
+    assert not list((tmp_path / "sweep").glob(".*.partial"))
+
+
+def test_the_version_changes_with_the_code_and_not_with_comments(code):
+    (cell,) = cells_of(code, 2)
+    version = code_version(cell.function)
+    functions, power = code / "functions.py", code / "power.py"
+
+    functions.write_text("# A comment.\n" + functions.read_text().replace("Text.", "Another text."))
+    power.write_text("def power(x):\n    'With a docstring.'\n\n    return x ** 2\n")
+    (code / "unused.py").write_text("x = 2\n")
+    assert code_version(cell.function) == version
+
+    power.write_text("def power(x):\n    return x**3\n")
+    changed = code_version(cell.function)
+    assert changed != version, "a module that the function's module imports"
+    functions.write_text(functions.read_text().replace('("a", "b")', '("a",)'))
+    assert code_version(cell.function) not in (version, changed), "the function itself"
+
+
+def test_old_results_are_not_taken_for_those_of_new_code(code, tmp_path):
+    (cell,) = cells_of(code, 2)
+    run([cell], tmp_path / "sweep")
+    (code / "power.py").write_text("def power(x):\n    return x**2 + 0\n")
+    run([cell], tmp_path / "sweep")
+    assert calls(tmp_path) == ["2", "2"]
+    assert len(list((tmp_path / "sweep").glob("*.json"))) == 2
+
+
+def test_the_version_sees_this_package(code):
+    (code / "probe.py").write_text(
+        "from align_circuits.tables.tables import Table\ndef probe(*, seed):\n    return []\n"
+    )
+    plain = code / "plain.py"
+    plain.write_text("def probe(*, seed):\n    return []\n")
+    assert code_version(f"{code.name}.probe:probe") != code_version(f"{code.name}.plain:probe")
+    assert code_version("align_circuits.tables.intervals:proportion") != code_version(
+        "align_circuits.prompts.relations:induction"
+    )
+
+
+@pytest.mark.parametrize("function", ["square", "module:", ":square", "__main__:square"])
+def test_functions_without_an_address_are_refused(function):
+    with pytest.raises(ValueError, match="give 'module:name'"):
+        Cell(function, {})
+
+
+@pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs:no_such_function"])
+def test_functions_that_are_not_there_are_refused_before_any_work(function, code, tmp_path):
+    with pytest.raises(ValueError, match="cannot be found"):
+        run([*cells_of(code, 1), Cell(function, {})], tmp_path / "sweep")
+    assert not (tmp_path / "calls").exists()
+
+
+def test_other_bad_arguments_are_refused(code, tmp_path):
+    with pytest.raises(ValueError, match="is not JSON"):
+        Cell("module:function", {"x": object()})
+    with pytest.raises(ValueError, match="jobs=0: give at least 1"):
+        run(cells_of(code, 1), tmp_path / "sweep", jobs=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write results"):
+        run(cells_of(code, 1), tmp_path / "file")
+
+
+def test_no_cells_give_no_rows(tmp_path):
+    assert run([], tmp_path, jobs=3).frame.empty

@@ -1,0 +1,366 @@
+"""Tuning: what is trained and what is not, adapters elsewhere, probes, kills, and bad input."""
+
+import importlib.util
+import os
+import signal
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import align_circuits as ac
+from align_circuits.models.protocol import parameters_of
+from align_circuits.prompts.prompts import Role
+from align_circuits.run.evaluation import ALL_OFFSETS
+from align_circuits.training.probe import WATCHED, WHOLE
+from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _Data, tune
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+
+TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
+FIXED = replace(TASK, automata="task")
+QUICK = TuneConfig(steps=4, lr=5e-2, batch=2, probe_every=2, probe_prompts=3)
+
+
+@pytest.fixture(scope="module")
+def folder(random_hf_model, char_tokenizer, tmp_path_factory):
+    """A small Llama with grouped-query attention."""
+    place = tmp_path_factory.mktemp("llama")
+    random_hf_model("llama", num_hidden_layers=3).save_pretrained(place)
+    char_tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def llama(folder):
+    return ac.load(folder)
+
+
+def run(model, task=TASK, config=QUICK, **more):
+    return tune(model, task, config, progress=False, **more)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_the_given_model_stays_as_it_was(name, random_hf_model, char_tokenizer):
+    model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
+    tokens = TASK.sample(2, char_tokenizer, seed=0).tokens
+    before, modules = model(tokens), [type(module) for module in model.modules()]
+    weights = {key: value.clone() for key, value in parameters_of(model).items()}
+    wants = [weight.requires_grad for weight in model.parameters()]
+    tuned = run(model).model
+    assert torch.equal(model(tokens), before)
+    assert [type(module) for module in model.modules()] == modules
+    assert [weight.requires_grad for weight in model.parameters()] == wants
+    assert all(torch.equal(value, weights[key]) for key, value in parameters_of(model).items())
+    assert (tuned(tokens) - before).abs().max() > 1e-3, "nothing was learned"
+    pointers = {value.data_ptr() for value in parameters_of(model).values()}
+    kept = {key: value for key, value in parameters_of(tuned).items() if "lora" not in key}
+    assert {value.data_ptr() for value in kept.values()} == pointers, "the weights were copied"
+
+
+def test_the_adapter_loads_elsewhere_with_identical_logits(llama, folder, tmp_path):
+    tuned = run(llama, out=tmp_path / "run").model
+    tokens = TASK.sample(3, llama.tokenizer, seed=5).tokens
+    adapter = tmp_path / "run" / "adapter"
+    names = load_file(adapter / "adapter_model.safetensors")
+    assert names and not any("_original_component" in name for name in names)
+    plain = type(llama.original_model).from_pretrained(folder)
+    base = plain(tokens).logits
+    with torch.no_grad(), torch.random.fork_rng():
+        elsewhere = PeftModel.from_pretrained(plain, str(adapter)).eval()(tokens).logits
+        torch.testing.assert_close(tuned(tokens), elsewhere, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ac.load(adapter)(tokens), elsewhere, atol=1e-5, rtol=0)
+    assert (elsewhere - base).abs().max() > 1e-3
+    table = ac.Table.load(tmp_path / "run")
+    assert table.provenance.verb == "tune" and table.provenance.settings["config"]["steps"] == 4
+
+
+def test_an_adapter_finds_a_bundled_base_by_name(tmp_path):
+    toy = ac.load("toy-llama", dtype=torch.float32)
+    tuned = run(toy, config=replace(QUICK, steps=1), out=tmp_path).model
+    tokens = TASK.sample(2, toy.tokenizer, seed=5).tokens
+    there = ac.load(tmp_path / "adapter", dtype=torch.float32)
+    assert torch.equal(there(tokens), tuned(tokens)) and there.tokenizer is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {(layer, name) for layer in range(3) for name in "qkv"}),
+        ({"layers": 1}, {(1, "q"), (1, "k")}),
+        ({"layers": (0, 2), "projections": ("v", "gate")}, {(0, "v"), (0, "gate"), (2, "v"), (2, "gate")}),
+    ],
+)
+def test_only_the_asked_for_matrices_are_tuned(llama, tmp_path, config, expected):
+    run(llama, config=replace(QUICK, r=4, **config), out=tmp_path)
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    tuned = {(int(name.split(".layers.")[1][0]), name.split("_proj")[0].rpartition(".")[2]) for name in adapter}
+    assert tuned == expected
+    assert all(4 in value.shape for value in adapter.values())
+    assert any(bool(value.any()) for name, value in adapter.items() if "lora_B" in name)
+    checkpoint = load_file(tmp_path / "training" / "checkpoint-0.safetensors")
+    assert all("lora" in name for name in checkpoint if name.startswith(("model.", "optimizer.")))
+
+
+def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, monkeypatch):
+    needs = {}
+    module = sys.modules["align_circuits.training.tuning"]
+    real = module._loss
+
+    def watched(model, batch):
+        layers = model.model.layers
+        hooks = [
+            layer.register_forward_hook(lambda _m, _i, out, at=at: needs.update({at: out.requires_grad}))
+            for at, layer in enumerate(layers)
+        ]
+        try:
+            return real(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    monkeypatch.setattr(module, "_loss", watched)
+    for checkpointing in (False, True):
+        run(llama, config=replace(QUICK, layers=2, checkpointing=checkpointing))
+        assert needs == {0: False, 1: False, 2: True}
+
+
+def test_the_loss_is_that_of_the_papers_equations(llama):
+    """Beside a loop over prompts and positions, with all logits."""
+    for config in (QUICK, replace(QUICK, loss_on="all")):
+        data = _Data.of(llama, TASK, config, seed=3)
+        batch = data.batch(1, 7)
+        prompts = TASK.sample(2, llama.tokenizer, 7)
+        wanted = []
+        for row in range(2):
+            with torch.no_grad():
+                log_prob = llama(prompts.tokens[row : row + 1])[0].log_softmax(-1)
+            for pos in range(prompts.tokens.shape[1]):
+                last = int(prompts.example[row, pos]) == TASK.n_examples
+                if prompts.roles[row, pos] == Role.OUTPUT and (last or config.loss_on == "all"):
+                    wanted.append(-float(log_prob[pos - 1, prompts.tokens[row, pos]]))
+        assert len(wanted) == 2 * 4 * (4 if config.loss_on == "all" else 1)
+        loss = sys.modules["align_circuits.training.tuning"]._loss(llama.original_model, batch)
+        assert loss.item() == pytest.approx(np.mean(wanted), abs=1e-5)
+    single = _Data.of(llama, FIXED, TuneConfig(method="standard"), seed=0).batch(1, 7)
+    assert single[0].shape == (16, 1 + 2 + 1 + 4 - 1), "x:y alone, without context, sixteen at a time"
+    assert _Data.of(llama, TASK, TuneConfig(), seed=0).batch(1, 7)[0].shape[0] == 1
+
+
+@pytest.mark.parametrize("method", ["ica", "standard"])
+def test_a_finite_set_of_examples(llama, method):
+    config = replace(QUICK, method=method, pool=6)
+    data = _Data.of(llama, FIXED, config, seed=0)
+    assert data.pool is not None
+    known = {tuple(row[1:]) for row in data.pool.tokens.tolist()}
+    width = len(next(iter(known)))
+    for seed in range(20):
+        ids, positions, gold = data.batch(1, seed)
+        whole = torch.cat([ids, gold[:, -1:]], 1)
+        assert int(positions[-1]) == ids.shape[1] - 1
+        for row in whole[:, 1:].tolist():
+            examples = [tuple(row[start : start + width]) for start in range(0, len(row), width + 1)]
+            assert len(examples) == (4 if method == "ica" else 1) and set(examples) <= known
+    for ood, prompts in data.probes.items():
+        assert prompts.task["config"]["ood"] == ood
+        if method == "ica":
+            for row in prompts.tokens[:, 1:].tolist():
+                assert {tuple(row[start : start + width]) for start in range(0, 3 * (width + 1), width + 1)} <= known
+        else:
+            assert int(prompts.example.max()) == 0
+    assert np.isfinite(run(llama, FIXED, config).table.frame["value"]).any()
+
+
+def test_probes_measure_what_evaluate_and_score_heads_do(llama):
+    tuned: Any = run(llama)
+    assert tuned.table.frame["step"].unique().tolist() == [0, 2, 4] == tuned.log["step"].tolist()
+    columns = ["value", "low", "high", "n"]
+    for ood in (False, True):
+        prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
+        for step, model in ((0, llama), (4, tuned.model)):
+            probe = tuned.table.where(step=step, ood=ood)
+            heads: Any = ac.score_heads(model, prompts, list(WATCHED)).frame
+            mine: Any = probe.where(metric=list(WATCHED)).frame
+            pd.testing.assert_frame_equal(mine[["layer", "head", "metric"]], heads[["layer", "head", "metric"]])
+            np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
+            right = ac.evaluate(model, prompts)
+            for metric, predictor in (("accuracy", "model"), ("log_prob", "model"), ("oracle", "oracle")):
+                theirs: Any = right.where(
+                    predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy"
+                )
+                got: Any = probe.where(metric=metric).frame
+                assert (got["layer"] == WHOLE).all() and (got["head"] == WHOLE).all()
+                np.testing.assert_allclose(got[columns], theirs.frame[columns], atol=1e-5)
+        first = tuned.table.where(metric="accuracy", kind="first", ood=ood, offset=ALL_OFFSETS).frame["value"]
+        assert tuned.log["ood_first" if ood else "first"].tolist() == pytest.approx(first.tolist())
+        best = tuned.table.where(metric="align_query", ood=ood).heads().frame.groupby("step")["value"].max()
+        assert tuned.log["ood_align_query" if ood else "align_query"].tolist() == pytest.approx(best.tolist())
+    assert set(tuned.figures) == {"accuracy", "best heads"}
+    drawn = {trace.name for trace in tuned.figures["accuracy"].data}
+    assert drawn == {"first", "later", "history ceiling, first", "history ceiling, later"}
+
+
+def test_a_seed_decides_everything(llama):
+    one, same, other = run(llama), run(llama), run(llama, seed=1)
+    pd.testing.assert_frame_equal(one.log, same.log)
+    assert one.log["loss"].iloc[-1] != other.log["loss"].iloc[-1]
+    tokens = TASK.sample(1, llama.tokenizer).tokens
+    assert torch.equal(one.model(tokens), same.model(tokens))
+
+
+def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
+    config = replace(QUICK, steps=6)
+    whole = run(llama, config=config, out=tmp_path / "whole")
+    module, steps = sys.modules["align_circuits.training.tuning"], []
+    real = module._loss
+
+    def dying(*given):
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given)
+
+    child = os.fork()  # one thread, so nothing is held that the child would wait for
+    if child == 0:
+        try:
+            setattr(module, "_loss", dying)  # noqa: B010 - sys.modules knows no attributes
+            run(llama, config=config, out=tmp_path / "killed")
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
+    rest = run(llama, config=config, out=tmp_path / "killed")
+    assert len(steps) == 3, "finished steps were executed again"
+    pd.testing.assert_frame_equal(whole.log, rest.log)
+    pd.testing.assert_frame_equal(whole.table.frame, rest.table.frame)
+    one, other = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "killed"))
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    again = run(llama, config=config, out=tmp_path / "killed")
+    assert len(steps) == 3 and again.table.frame.equals(whole.table.frame)
+    with pytest.raises(ValueError, match="holds another run"):
+        run(llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
+
+
+def test_bf16_and_checkpointing_compute_the_same(llama):
+    plain = run(llama, config=replace(QUICK, dropout=0.0))
+    saving = run(llama, config=replace(QUICK, dropout=0.0, checkpointing=True))
+    np.testing.assert_allclose(saving.log["loss"], plain.log["loss"], rtol=1e-6)
+    narrow = run(llama, config=replace(QUICK, dropout=0.0, precision="bf16"))
+    np.testing.assert_allclose(narrow.log["loss"][1:], plain.log["loss"][1:], rtol=0.05)
+    assert narrow.log["loss"].iloc[-1] != plain.log["loss"].iloc[-1]
+
+
+def test_a_narrow_model_has_a_wide_adapter(folder):
+    tuned = run(ac.load(folder, dtype=torch.bfloat16)).model
+    dtypes = {key: value.dtype for key, value in parameters_of(tuned).items()}
+    assert {dtype for key, dtype in dtypes.items() if "lora" in key} == {torch.float32}
+    assert {dtype for key, dtype in dtypes.items() if "lora" not in key} == {torch.bfloat16}
+
+
+def test_four_bit_without_its_package(llama, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"align-circuits\[four-bit\]"):
+        run(llama, config=replace(QUICK, four_bit=True))
+
+
+def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, tmp_path, monkeypatch):
+    bnb = pytest.importorskip("bitsandbytes")
+    module, seen = sys.modules["align_circuits.training.tuning"], []
+    real = module._loss
+
+    def looking(model, batch):
+        seen.append({type(child) for child in model.modules()})
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return real(model, batch)
+
+    config = replace(QUICK, dropout=0.0, four_bit=True)
+    narrow = run(llama, config=config, out=tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_loss", looking)
+        with pytest.raises(KeyboardInterrupt):
+            run(llama, config=config, out=tmp_path / "stopped")
+    assert all(bnb.nn.Linear4bit in types for types in seen)
+    rest = run(llama, config=config, out=tmp_path / "stopped")
+    pd.testing.assert_frame_equal(rest.log, narrow.log)
+    wide = run(llama, config=replace(config, four_bit=False))
+    lost, first = (np.array([run.log[name] for run in (narrow, wide)]) for name in ("loss", "first"))
+    np.testing.assert_allclose(*lost[:, 1:], rtol=0.1)
+    assert (lost[0, 1:] != lost[1, 1:]).all()
+    assert first[0, 0] == first[1, 0], "the probe at step 0 read the quantised weights"
+    plain, tuned = parameters_of(llama), parameters_of(narrow.model)
+    same = [key for key in tuned if key in plain]
+    assert same and all(torch.equal(tuned[key], plain[key]) for key in same)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "standard", "loss_on": "all"}, "leave it out"),
+        ({"steps": 0}, "at least 1"),
+        ({"batch": 0}, "batch=0"),
+        ({"pool": 0}, "pool=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"alpha": 0.0}, "alpha=0.0"),
+        ({"projections": ("qkv",)}, "no projection 'qkv'"),
+        ({"lr": -1.0}, "lr=-1.0"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        TuneConfig(**config)
+
+
+def test_a_probe_is_no_larger_than_an_update_unless_asked_to_be():
+    sizes = {batch: TuneConfig(batch=batch).prompts_per_probe for batch in (None, 4, 16)}
+    assert sizes == {None: 1, 4: 4, 16: 10}
+    assert TuneConfig(method="standard").prompts_per_probe == 10 and TuneConfig(probe_prompts=7).prompts_per_probe == 7
+
+
+@pytest.mark.parametrize(("name", "known"), [("method", "'ica' or 'standard'"), ("loss_on", "'last' or 'all'")])
+def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
+    config = TuneConfig()
+    object.__setattr__(config, name, "other")  # past the type check of the import hook, as for users without it
+    with pytest.raises(ValueError, match=f"{name}='other': choose {known}"):
+        config.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "message"),
+    [
+        (TASK, {"method": "standard"}, "automata='task', or tune with method='ica'"),
+        (replace(TASK, n_examples=0), {}, "n_examples is 0"),
+        (TASK, {"pool": 8}, "automata='task'"),
+        (FIXED, {"pool": 3}, "a pool of 3 examples, but 4"),
+        (FIXED, {"method": "standard", "pool": 8, "batch": 16}, "a pool of 8 examples, but 16"),
+        (TASK, {"layers": 3}, "layers 0 to 2"),
+        (replace(TASK, n_examples=30), {}, "context is 64"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_is_written(llama, tmp_path, task, config, message):
+    with pytest.raises(ValueError, match=message):
+        run(llama, task, replace(QUICK, **config), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "training").exists()
+
+
+def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no TransformerBridge"):
+        run(ac.planted(TASK))
+    with pytest.raises(ValueError, match="no q_proj"):
+        run(ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        run(ac.load(random_hf_model("llama")))
+    with pytest.raises(ValueError, match="has an adapter already"):
+        run(run(llama).model)
+    hook = ("blocks.0.hook_resid_post", lambda value, hook: value)  # noqa: ARG005
+    with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
+        run(llama)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write results"):
+        run(llama, out=tmp_path / "file")
