@@ -136,7 +136,7 @@ class Score(Job):
                 ("All heads", "Hover for the number and its interval.", plots.head_maps(table, metrics)),
                 ("A prompt", "One number: a phrase, its symbol, and where to look it up.", prompts.drawing(0)),
             ],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,12 @@ class Reproduce:
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
         settings = {
-            "name": self.name, "scale": self.scale, "models": list(models), "config": _as_json(config),
+            "name": self.name,
+            "scale": self.scale,
+            "models": list(models),
+            "config": _as_json(config),
             "measured": {"verb": table.provenance.verb, "settings": dict(table.provenance.settings)},
-        }  # fmt: skip
+        }
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         _write(
             out,

@@ -126,9 +126,10 @@ def run_cells(cells: Sequence[Cell], folder: str | Path, *, jobs: int = 1, progr
             bar.update()
     rows = [
         {**cell.config, "seed": cell.seed, **row}
-        for path, cell in paths.items() if path.exists()
+        for path, cell in paths.items()
+        if path.exists()
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
-    ]  # fmt: skip
+    ]
     return Sweep(pd.DataFrame(rows), tuple(failures))
 
 

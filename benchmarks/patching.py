@@ -45,10 +45,15 @@ def network(layers: int, width: int, vocabulary: int = 64) -> LlamaForCausalLM:
     """Returns the random Llama, its weights large enough that heads differ."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2, vocab_size=vocabulary, max_position_embeddings=512,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        vocab_size=vocabulary,
+        max_position_embeddings=512,
         initializer_range=width**-0.5,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -115,8 +120,10 @@ def compare(name: str, model: Any, count: int, rounds: int, sample: int, *, whol
 
     with torch.no_grad():
         sizes = [size for size in (1, 2, 4, 8) if count % size == 0]
-        cost = {size: min(timed(lambda size=size: model(corrupted.tokens[:size]))[0] for _ in range(3)) / size
-                for size in sizes}  # fmt: skip
+        cost = {
+            size: min(timed(lambda size=size: model(corrupted.tokens[:size]))[0] for _ in range(3)) / size
+            for size in sizes
+        }
         best = min(sizes, key=cost.__getitem__)
         mine()
         rows = [(theirs(best), timed(mine)) for _ in range(rounds)]

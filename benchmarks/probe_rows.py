@@ -32,9 +32,15 @@ def network(attention: str) -> LlamaForCausalLM:
     """Returns the random Llama."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1536, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2, vocab_size=1000, max_position_embeddings=LENGTH, attn_implementation=attention,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        vocab_size=1000,
+        max_position_embeddings=LENGTH,
+        attn_implementation=attention,
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -48,9 +48,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     fast = TikTokenConverter(vocab_file=str(path), extra_special_tokens=special).converted()
     return PreTrainedTokenizerFast(
-        tokenizer_object=fast, bos_token=special[0], eos_token=special[1], pad_token=special[1],
+        tokenizer_object=fast,
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[1],
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def network(shape: str, layers: int | None, device: str) -> LlamaForCausalLM:

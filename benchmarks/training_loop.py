@@ -22,9 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align_circuits.training.loop import TrainConfig, train
 
 SHAPE = LlamaConfig(
-    vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=4,
     max_position_embeddings=256,
-)  # fmt: skip
+)
 BATCH, LENGTH = 16, 128
 PLAIN = "plain minGPT-style loop"
 

@@ -46,9 +46,13 @@ def llama(vocab: int) -> LlamaForCausalLM:
     """Builds the same model every time."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=vocab, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+        vocab_size=vocab,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
         max_position_embeddings=512,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(shape)
 
 
@@ -116,10 +120,19 @@ def theirs(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps, per_device_train_batch_size=1, learning_rate=LR, lr_scheduler_type="linear",
-            max_grad_norm=1.0, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, logging_strategy="no",
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=1,
+            learning_rate=LR,
+            lr_scheduler_type="linear",
+            max_grad_norm=1.0,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            logging_strategy="no",
             train_sampling_strategy="sequential",
-        )  # fmt: skip
+        )
         Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[Clock()]).train()
     weights = {name: value for name, value in model.base_model.model.named_parameters() if "lora" in name}
     return times, peak() - before, weights

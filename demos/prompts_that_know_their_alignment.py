@@ -106,8 +106,10 @@ permuted.sample(1, model.tokenizer, seed=0)
 # %%
 corrupted = task.corrupt(prompts, "query", seed=1)
 print(prompts.text[0].splitlines()[-1], "->", corrupted.text[0].splitlines()[-1])
-accuracies = {name: ac.evaluate(model, some).where(predictor="model", metric="accuracy", kind="first").frame["value"].item()
-              for name, some in {"clean": prompts, "query corrupted": corrupted}.items()}  # fmt: skip
+accuracies = {
+    name: ac.evaluate(model, some).where(predictor="model", metric="accuracy", kind="first").frame["value"].item()
+    for name, some in {"clean": prompts, "query corrupted": corrupted}.items()
+}
 accuracies
 
 # %% [markdown]

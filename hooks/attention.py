@@ -18,9 +18,13 @@ ATTENTION = "align_circuits_probe"
 """The name under which our attention function is registered with transformers, on first use."""
 
 ARCHITECTURES = (
-    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
-)  # fmt: skip
+)
 """The architectures on which the fast path is tested against the bridge and against Hugging Face."""
 
 

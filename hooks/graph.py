@@ -69,9 +69,12 @@ class Graph:
     def of(cls, cfg: Any) -> "Graph":
         """Returns the graph of a model with this configuration."""
         return cls(
-            cfg.n_layers, cfg.n_heads, getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
-            mlps=not getattr(cfg, "attn_only", False), parallel=bool(getattr(cfg, "parallel_attn_mlp", False)),
-        )  # fmt: skip
+            cfg.n_layers,
+            cfg.n_heads,
+            getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
+            mlps=not getattr(cfg, "attn_only", False),
+            parallel=bool(getattr(cfg, "parallel_attn_mlp", False)),
+        )
 
     @cached_property
     def senders(self) -> tuple[Sender, ...]:
@@ -87,13 +90,17 @@ class Graph:
         """All receivers, in the order in which they read."""
         shared = self.n_heads // self.n_key_heads
         return (
-            *(receiver for layer in range(self.n_layers) for receiver in (
-                *(Receiver("q", layer, head) for head in range(self.n_heads)),
-                *(Receiver(site, layer, head, shared) for site in ("k", "v") for head in range(self.n_key_heads)),
-                *[Receiver("mlp", layer)] * self.mlps,
-            )),
+            *(
+                receiver
+                for layer in range(self.n_layers)
+                for receiver in (
+                    *(Receiver("q", layer, head) for head in range(self.n_heads)),
+                    *(Receiver(site, layer, head, shared) for site in ("k", "v") for head in range(self.n_key_heads)),
+                    *[Receiver("mlp", layer)] * self.mlps,
+                )
+            ),
             Receiver("logits", self.n_layers),
-        )  # fmt: skip
+        )
 
     @cached_property
     def edges(self) -> Bool[Tensor, "receiver sender"]:

@@ -21,9 +21,7 @@ from align_circuits.hooks.probes import Change
 HOOKED_SITES: tuple[Site, ...] = ("q", "k")
 """What hooks of the bridge meet, where they fire under Hugging Face's own attention."""
 
-CONE_SITES: tuple[Site, ...] = (
-    "resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post",
-)  # fmt: skip
+CONE_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
 """What can be edited, in the order in which a layer computes it."""
 
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
@@ -249,8 +247,9 @@ class Cone:
         options["attention_inside"] = partial(self._inside, some, layer, queries)
         hooks = [
             (name_of(site, layer), partial(some.met_by_row, site, layer))
-            for site in HOOKED_SITES if some.touches(site, layer)
-        ]  # fmt: skip
+            for site in HOOKED_SITES
+            if some.touches(site, layer)
+        ]
         with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
             attended = block.attn.original_component.forward(rows, attention_mask=None, **options)[0]
         return attended.view_as(x)
@@ -306,9 +305,12 @@ class Cone:
         all_seen = window is None and self.real is None
         keys, values = self._past[layer]
         before, weight = _attention(
-            folded.permute(1, 2, 0, 3, 4).flatten(2, 3), keys[:, :, :start], values[:, :, :start], scaling,
+            folded.permute(1, 2, 0, 3, 4).flatten(2, 3),
+            keys[:, :, :start],
+            values[:, :, :start],
+            scaling,
             None if all_seen else seen[:, None, :, :start].repeat(1, 1, cells, 1),
-        )  # fmt: skip
+        )
         own = seen[:, None, :, start:].repeat(1 if len(seen) == 1 else cells, 1, 1, 1)
         after, other = _attention(folded.flatten(0, 1), key, value, scaling, own)
         split = (-1, key_heads, cells, shared, asked)

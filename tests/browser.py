@@ -59,11 +59,20 @@ def opened(page: Path, folder: Path) -> Seen:
     copy = folder / f"probed-{page.name}"
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
     command = [
-        chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1400",
-        "--host-resolver-rules=MAP * ~NOTFOUND", "--no-first-run", "--disable-background-networking",
-        f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=10000",
-        "--dump-dom", copy.as_uri(),
-    ]  # fmt: skip
+        chromium(),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1100,1400",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--no-first-run",
+        "--disable-background-networking",
+        f"--user-data-dir={folder / 'profile'}",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=10000",
+        "--dump-dom",
+        copy.as_uri(),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seen = re.search(r'<pre id="seen">(.*?)</pre>', ran.stdout)
     assert seen, f"the page did not run to its end: {ran.stderr[-2000:]}"

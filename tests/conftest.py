@@ -114,12 +114,14 @@ def random_hf_model():
         "qwen2": (transformers.Qwen2Config, grouped),
         "qwen3": (transformers.Qwen3Config, grouped | {"head_dim": 8}),
         "mistral": (transformers.MistralConfig, grouped | {"sliding_window": 5}),
-        "gpt2": (transformers.GPT2Config, {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64,
-                                           "initializer_range": 0.3}),
+        "gpt2": (
+            transformers.GPT2Config,
+            {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64, "initializer_range": 0.3},
+        ),
         "gpt_neox": (transformers.GPTNeoXConfig, rope),
         "gpt_oss": (transformers.GptOssConfig, grouped | {"head_dim": 8, "num_local_experts": 2}),
         "gemma2": (transformers.Gemma2Config, grouped | {"head_dim": 8}),
-    }  # fmt: skip
+    }
 
     def make(architecture: str, seed: int = 0, **changes):
         kind, settings = configs[architecture]

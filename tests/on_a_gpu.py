@@ -40,12 +40,12 @@ TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
 DEVICES = ("cpu", "cuda")
 EXEMPLARS = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
 WORLD = RecallWorld.small()
-OPTIMIZERS: list[dict[str, Any]] = [
-    {}, {"optimizer": "sgd", "momentum": 0.9}, {"optimizer": "muon", "rest_lr": 1e-3},
-]  # fmt: skip
+OPTIMIZERS: list[dict[str, Any]] = [{}, {"optimizer": "sgd", "momentum": 0.9}, {"optimizer": "muon", "rest_lr": 1e-3}]
 ATTRIBUTIONS: list[dict[str, Any]] = [
-    {"graddrop": True}, {"method": "atp_star", "sites": ["q", "k", "z"]}, {"method": "ig_inputs", "steps": 2},
-]  # fmt: skip
+    {"graddrop": True},
+    {"method": "atp_star", "sites": ["q", "k", "z"]},
+    {"method": "ig_inputs", "steps": 2},
+]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
 
 
@@ -158,8 +158,9 @@ def test_scores(llamas, prompts, engine):
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_scores_of_padded_prompts(llamas, prompts, char_tokenizer, engine):
     longer = replace(TASK, n_examples=3).sample(2, char_tokenizer, seed=1)
-    padded = ac.Prompts.from_tokens([row[mask].tolist() for some in (prompts, longer) for row, mask in
-                                     zip(some.tokens, some.mask, strict=True)])  # fmt: skip
+    padded = ac.Prompts.from_tokens(
+        [row[mask].tolist() for some in (prompts, longer) for row, mask in zip(some.tokens, some.mask, strict=True)]
+    )
     there_as_here(llamas, lambda model: ac.score_heads(model, padded, engine=engine, batch_size=4))
 
 

@@ -59,16 +59,23 @@ PyTorch looks for it once, before the first backward pass, and never forgets it:
 
 _CROSSING = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _INDEXING = {
-    torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor, torch.ops.aten.index_put.default,
-    torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default,
-}  # fmt: skip
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten._unsafe_index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+}
 _WITH_SCALARS = {torch.ops.aten.fill_.Tensor, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.masked_fill_.Tensor}
 """Operations that are not pointwise by their tags, but take a CPU tensor without dimensions as a number."""
 
 _OF_FLOATS = {
-    torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default,
-    torch.ops.aten.mv.default, torch.ops.aten.dot.default,
-}  # fmt: skip
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.mv.default,
+    torch.ops.aten.dot.default,
+}
 """What CUDA computes for floating-point numbers only."""
 
 
@@ -82,9 +89,8 @@ class Cuda(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            device=CUDA,
-        )  # fmt: skip
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
+        )
         made.held = held
         return made
 
@@ -223,13 +229,22 @@ def pretend() -> contextlib.ExitStack:
     The stack that it returns has to stay open.
     """
     said: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,
-        "device_count": lambda: 1, "current_device": lambda: 0, "_exchange_device": lambda _: 0,
-        "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None, "synchronize": lambda *_: None,
-        "empty_cache": lambda: None, "mem_get_info": lambda *_: (FREE, 2 * FREE),
-        "get_device_name": lambda *_: "pretended", "get_device_capability": lambda *_: (9, 0),
-        "is_bf16_supported": lambda *_, **__: True, "default_generators": (Generator(CUDA),),
-    }  # fmt: skip
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda _: 0,
+        "_maybe_exchange_device": lambda _: 0,
+        "set_device": lambda _: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (FREE, 2 * FREE),
+        "get_device_name": lambda *_: "pretended",
+        "get_device_capability": lambda *_: (9, 0),
+        "is_bf16_supported": lambda *_, **__: True,
+        "default_generators": (Generator(CUDA),),
+    }
     for name, value in said.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.current_device = said["current_device"]

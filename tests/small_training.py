@@ -46,9 +46,15 @@ def same_weights(one, other):
 def llama(**shape):
     """A Llama with dropout and tied embeddings."""
     config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        attention_dropout=0.1, tie_word_embeddings=True, **shape,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+        **shape,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config)

@@ -27,11 +27,25 @@ SITES: Any = (*HEAD_SITES, "rot_q", "rot_k", *LAYER_SITES)
 def both(hf: Any, tokenizer: Any, *, folded: bool) -> tuple[Any, Any]:
     """The same weights as a `HookedTransformer`, its norms folded into what reads them or not, and in a bridge."""
     cfg = tl.HookedTransformerConfig(
-        n_layers=2, d_model=32, n_ctx=64, d_head=8, n_heads=4, n_key_value_heads=2, d_mlp=48, d_vocab=64,
-        act_fn="silu", normalization_type="RMS", final_rms=True, gated_mlp=True, eps=hf.config.rms_norm_eps,
-        positional_embedding_type="rotary", rotary_dim=8, rotary_adjacent_pairs=False,
-        rotary_base=int(hf.config.rope_parameters["rope_theta"]), original_architecture="LlamaForCausalLM",
-    )  # fmt: skip
+        n_layers=2,
+        d_model=32,
+        n_ctx=64,
+        d_head=8,
+        n_heads=4,
+        n_key_value_heads=2,
+        d_mlp=48,
+        d_vocab=64,
+        act_fn="silu",
+        normalization_type="RMS",
+        final_rms=True,
+        gated_mlp=True,
+        eps=hf.config.rms_norm_eps,
+        positional_embedding_type="rotary",
+        rotary_dim=8,
+        rotary_adjacent_pairs=False,
+        rotary_base=int(hf.config.rope_parameters["rope_theta"]),
+        original_architecture="LlamaForCausalLM",
+    )
     with torch.random.fork_rng(), pytest.warns(DeprecationWarning, match="removed in 4.0"):
         hooked = tl.HookedTransformer(cfg)
     with torch.no_grad():

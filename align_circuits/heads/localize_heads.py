@@ -217,9 +217,17 @@ def localize(
     found = sorted({head for some in named.values() for head in some})
     examples, rows = _attention(model, tested, found, engine)
     return Localization(
-        table, named, effects, damage, _verdict(model, tested, named, found, draws, seed, options), tested,
-        examples, rows, asdict(needed), _notes(task, tested, roles),
-    )  # fmt: skip
+        table,
+        named,
+        effects,
+        damage,
+        _verdict(model, tested, named, found, draws, seed, options),
+        tested,
+        examples,
+        rows,
+        asdict(needed),
+        _notes(task, tested, roles),
+    )
 
 
 def _sampled(model: Any, task: Task, n: int, seed: int) -> Prompts:
@@ -306,10 +314,8 @@ def _evidence(
         mine = [head for head, of in candidates if of == role]
         corrected: Any = attention.set_index(["layer", "head"]).loc[mine].reset_index()
         frames.append(
-            corrected.assign(
-                role=role, metric="q", value=[q[head, role] for head in mine], low=np.nan, high=np.nan
-            )
-        )  # fmt: skip
+            corrected.assign(role=role, metric="q", value=[q[head, role] for head in mine], low=np.nan, high=np.nan)
+        )
         for metric, table, sign in (("ablation", damage, -1), ("denoising", effects, 1)):
             rows: Any = table.where(kind="all", metric="log_prob").frame if len(table) else table.frame
             mine_here = [(layer, head) in mine for layer, head in zip(rows["layer"], rows["head"], strict=True)]
@@ -397,12 +403,7 @@ def _verdict(
         keys.insert(1, "draw", draw)
         parts.append((keys, means[wanted], weights[wanted]))
     keys, means, weights = zip(*parts, strict=True)
-    provenance = Provenance(
-        "localize",
-        model=model_provenance(model),
-        data=prompts.origin,
-        engine=ran,
-    )
+    provenance = Provenance("localize", model=model_provenance(model), data=prompts.origin, engine=ran)
     return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)
 
 

@@ -141,7 +141,12 @@ def _last_logits(
 
     n, length = prompts.mask.shape
     ran = forward(
-        model, prompts, prompt=torch.arange(n), query=torch.full((n,), length - 1), on_logits=keep, edits=edits,
+        model,
+        prompts,
+        prompt=torch.arange(n),
+        query=torch.full((n,), length - 1),
+        on_logits=keep,
+        edits=edits,
         **options,
-    )  # fmt: skip
+    )
     return torch.stack([kept[row] for row in range(n)]), ran

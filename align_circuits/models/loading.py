@@ -28,8 +28,9 @@ from align_circuits.models.protocol import HookedModel, parameters_of
 WEIGHTS = Path(__file__).parent / "weights"
 
 BUNDLED: dict[str, Callable[[], Any]] = {
-    "toy-llama": lambda: WEIGHTS / "toy-llama", "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
-}  # fmt: skip
+    "toy-llama": lambda: WEIGHTS / "toy-llama",
+    "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
+}
 """Names that mean a model of this package, and what makes it: a folder or a model."""
 
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")

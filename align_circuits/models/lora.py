@@ -99,9 +99,13 @@ def with_adapter(
             "such as Llama, Qwen2, Qwen3 and Mistral"
         )
     lora = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
-        target_modules=[f"{name}_proj" for name in names], layers_to_transform=None if layers is None else list(layers),
-    )  # fmt: skip
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
+        target_modules=[f"{name}_proj" for name in names],
+        layers_to_transform=None if layers is None else list(layers),
+    )
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -120,9 +124,13 @@ def quantise(model: PreTrainedModel) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head and not child.weight.requires_grad:
                 small = bnb.nn.Linear4bit(  # on "meta", or its unused first weights would be drawn at random
-                    child.in_features, child.out_features, child.bias is not None, torch.bfloat16, quant_type="nf4",
+                    child.in_features,
+                    child.out_features,
+                    child.bias is not None,
+                    torch.bfloat16,
+                    quant_type="nf4",
                     device="meta",
-                )  # fmt: skip
+                )
                 small.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
                 small.bias = child.bias
                 setattr(module, name, small.to(child.weight.device))

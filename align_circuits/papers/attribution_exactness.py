@@ -106,9 +106,15 @@ def compare(
 
 def _random(spread: float, seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=len(char_tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=spread,
-    )  # fmt: skip
+        vocab_size=len(char_tokenizer()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=spread,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
@@ -173,18 +179,24 @@ def _check(table: Table) -> list[Check]:
             checks.append(
                 Check(
                     claim=f"{models}: {said} is at least as good as EAP ({words}, difference)",
-                    measured=value_of(table, method=f"eap_ig_{between}", **at), relation=">=", threshold=0.0,
-                    control=value_of(table, method=SHUFFLED, **at), control_is="scores of EAP-IG (inputs), shuffled",
+                    measured=value_of(table, method=f"eap_ig_{between}", **at),
+                    relation=">=",
+                    threshold=0.0,
+                    control=value_of(table, method=SHUFFLED, **at),
+                    control_is="scores of EAP-IG (inputs), shuffled",
                 )
-            )  # fmt: skip
+            )
         at = {"models": models, "runs": RUNS[0], "metric": "sign"}
         checks.append(
             Check(
                 claim=f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter",
-                measured=value_of(table, method="eap_ig_inputs", **at), relation=">=", threshold=0.8,
-                control=value_of(table, method=SHUFFLED, **at), control_is="its scores shuffled",
+                measured=value_of(table, method="eap_ig_inputs", **at),
+                relation=">=",
+                threshold=0.8,
+                control=value_of(table, method=SHUFFLED, **at),
+                control_is="its scores shuffled",
             )
-        )  # fmt: skip
+        )
     return checks
 
 
@@ -200,8 +212,14 @@ EXACT = Experiment(
     title="Does attribution order edges as exact patches do?",
     source="after Syed et al. (2023), Hanna et al. (2024), Kramár et al. (2024) and Mueller et al. (2025)",
     scales={
-        "smoke": Exact(planted=1, strengths=(0.5,), random=1, spreads=(0.1,), n=1,
-                       task={"x_len": 3, "phrase_len": 1, "n_examples": 2}),
+        "smoke": Exact(
+            planted=1,
+            strengths=(0.5,),
+            random=1,
+            spreads=(0.1,),
+            n=1,
+            task={"x_len": 3, "phrase_len": 1, "n_examples": 2},
+        ),
         "cpu": Exact(),
         "paper": Exact(),
     },
@@ -209,4 +227,4 @@ EXACT = Experiment(
     draw=_draw,
     check=_check,
     makes_models=True,
-)  # fmt: skip
+)

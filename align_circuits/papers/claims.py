@@ -68,10 +68,14 @@ class Check:
     def row(self) -> dict[str, str]:
         """Returns the check as a row for people."""
         return {
-            "claim": self.claim, "measured": str(self.measured), "needed": f"{self.relation} {self.threshold:g}",
-            "holds": "yes" if self.holds else "no", "control": f"{self.control_is}: {self.control}",
-            "control fails": "yes" if self.control_fails else "no", "published": self.published,
-        }  # fmt: skip
+            "claim": self.claim,
+            "measured": str(self.measured),
+            "needed": f"{self.relation} {self.threshold:g}",
+            "holds": "yes" if self.holds else "no",
+            "control": f"{self.control_is}: {self.control}",
+            "control fails": "yes" if self.control_fails else "no",
+            "published": self.published,
+        }
 
 
 @runtime_checkable

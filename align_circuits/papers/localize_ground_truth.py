@@ -64,16 +64,25 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
         grid = found.table.where(role=role, metric="score").grid("score")
         scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= found.thresholds["score"])}
         rows.append(
-            {"role": role, "true": len(true), "named": len(heads), "both": len(true & set(heads)),
-             "scored": len(scored), "scored true": len(true & scored)}
-        )  # fmt: skip
+            {
+                "role": role,
+                "true": len(true),
+                "named": len(heads),
+                "both": len(true & set(heads)),
+                "scored": len(scored),
+                "scored true": len(true & scored),
+            }
+        )
     return rows
 
 
 _ROLE_OF = {
-    "align_query": "align_query", "align_key": "align_key", "lookup": "lookup", "backup": "lookup",
+    "align_query": "align_query",
+    "align_key": "align_key",
+    "lookup": "lookup",
+    "backup": "lookup",
     "previous": "previous",
-}  # fmt: skip
+}
 
 
 def of_random(*, task: Mapping[str, Any], gain: float, n: int, seed: int) -> list[dict[str, Any]]:
@@ -131,9 +140,14 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
     for role, some in unknown.groupby("role"):
         for level in LEVELS:
             rows.append(
-                {"models": "random", "role": role, "at": level, "metric": "p at most",
-                 **_share((some["p"] <= level + 1e-12).sum(), len(some))}
-            )  # fmt: skip
+                {
+                    "models": "random",
+                    "role": role,
+                    "at": level,
+                    "metric": "p at most",
+                    **_share((some["p"] <= level + 1e-12).sum(), len(some)),
+                }
+            )
     settings = {"planted": config.planted, "random": config.random, "n": config.n, "task": dict(config.task)}
     return Table(pd.DataFrame(rows), Provenance("measure", settings))
 
@@ -149,28 +163,37 @@ def _check(table: Table) -> list[Check]:
     checks = [
         Check(
             claim=f"Planted circuits: every {role} head is named (recall)",
-            measured=value_of(table, role=role, at=1.0, **recall), relation=">=", threshold=1.0,
-            control=value_of(table, role=role, at=0.0, **recall), control_is="circuits of strength 0",
+            measured=value_of(table, role=role, at=1.0, **recall),
+            relation=">=",
+            threshold=1.0,
+            control=value_of(table, role=role, at=0.0, **recall),
+            control_is="circuits of strength 0",
         )
         for role in TRUE
-    ]  # fmt: skip
+    ]
     random = value_of(table, models="random", metric="named", role="any")
     named = {"models": "planted", "role": "any", "at": 1.0}
     checks.append(
         Check(
             claim="Planted circuits: nobody else is named, whatever the role (precision)",
-            measured=value_of(table, metric="precision", **named), relation=">=", threshold=1.0,
-            control=value_of(table, metric="precision by score", **named), control_is="heads named by score alone",
+            measured=value_of(table, metric="precision", **named),
+            relation=">=",
+            threshold=1.0,
+            control=value_of(table, metric="precision by score", **named),
+            control_is="heads named by score alone",
         )
-    )  # fmt: skip
+    )
     whole = value_of(table, models="planted", metric="named", role="any")
     checks.append(
         Check(
             claim="Random weights: the upper 95% limit of the share of models in which any head is named",
-            measured=Measured(random.high, random.low, random.high), relation="<=", threshold=0.05,
-            control=Measured(whole.high, whole.low, whole.high), control_is="planted circuits",
+            measured=Measured(random.high, random.low, random.high),
+            relation="<=",
+            threshold=0.05,
+            control=Measured(whole.high, whole.low, whole.high),
+            control_is="planted circuits",
         )
-    )  # fmt: skip
+    )
     return checks
 
 
@@ -194,8 +217,9 @@ GROUND_TRUTH = Experiment(
     title="Does localize name what is there, and nobody where nobody is?",
     source="the package's own promise",
     scales={
-        "smoke": GroundTruth(planted=1, weaker=1, strengths=(0.0,), random=2, n=16,
-                             task={"x_len": 5, "phrase_len": 2, "n_examples": 3}),
+        "smoke": GroundTruth(
+            planted=1, weaker=1, strengths=(0.0,), random=2, n=16, task={"x_len": 5, "phrase_len": 2, "n_examples": 3}
+        ),
         "cpu": GroundTruth(),
         "paper": GroundTruth(),
     },
@@ -203,4 +227,4 @@ GROUND_TRUTH = Experiment(
     draw=_draw,
     check=_check,
     makes_models=True,
-)  # fmt: skip
+)

@@ -79,20 +79,30 @@ def _check(table: Table) -> list[Check]:
     gap = mean_of(_right(table, ood=False, **standard, **first))
     checks = [
         Check(
-            claim="Pre-aligned prompts: first-token accuracy, mean over all m and c", measured=mean_of(pre),
-            relation=">=", threshold=0.95, control=gap, control_is="standard prompts",
+            claim="Pre-aligned prompts: first-token accuracy, mean over all m and c",
+            measured=mean_of(pre),
+            relation=">=",
+            threshold=0.95,
+            control=gap,
+            control_is="standard prompts",
         ),
         Check(
             claim="Pre-aligned prompts: first-token accuracy, the worst m and c",
             measured=extreme_of(pre, highest=False),
-            relation=">=", threshold=0.9, control=gap, control_is="standard prompts",
+            relation=">=",
+            threshold=0.9,
+            control=gap,
+            control_is="standard prompts",
         ),
         Check(
             claim="Standard prompts of one symbol: first-token accuracy, the worst c",
             measured=extreme_of(single, highest=False),
-            relation=">=", threshold=0.9, control=gap, control_is="standard prompts of several symbols",
+            relation=">=",
+            threshold=0.9,
+            control=gap,
+            control_is="standard prompts of several symbols",
         ),
-    ]  # fmt: skip
+    ]
     for ood, where in ((False, "within the grammar"), (True, "OOD")):
 
         def right(predictor: str, kind: str, ood: bool = ood) -> Table:
@@ -102,22 +112,28 @@ def _check(table: Table) -> list[Check]:
             Check(
                 claim=f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)",
                 measured=difference_of(right("model", "first"), right("history", "first")),
-                relation="<=", threshold=0.0,
-                control=difference_of(right("oracle", "first"), right("history", "first")), control_is="the oracle",
+                relation="<=",
+                threshold=0.0,
+                control=difference_of(right("oracle", "first"), right("history", "first")),
+                control_is="the oracle",
             ),
             Check(
                 claim=f"Standard prompts, {where}: later tokens are near the oracle (oracle minus model)",
                 measured=difference_of(right("oracle", "later"), right("model", "later")),
-                relation="<=", threshold=0.1,
-                control=difference_of(right("oracle", "first"), right("model", "first")), control_is="first tokens",
+                relation="<=",
+                threshold=0.1,
+                control=difference_of(right("oracle", "first"), right("model", "first")),
+                control_is="first tokens",
             ),
             Check(
                 claim=f"Standard prompts, {where}: no head aligns (highest align_query)",
                 measured=extreme_of(heads.where(ood=ood), highest=True),
-                relation="<=", threshold=0.5,
-                control=extreme_of(aligner.where(ood=ood), highest=True), control_is="a planted circuit",
+                relation="<=",
+                threshold=0.5,
+                control=extreme_of(aligner.where(ood=ood), highest=True),
+                control_is="a planted circuit",
             ),
-        ]  # fmt: skip
+        ]
     return checks
 
 

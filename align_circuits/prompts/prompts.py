@@ -231,9 +231,12 @@ class Prompts:
         def moved(relation: Relation) -> Relation:
             kept = relation.select(place[relation.prompt] >= 0)
             return replace(
-                kept, prompt=place[kept.prompt], target=new_row[kept.target],
-                key_label=kept.key_label[chosen], candidate_label=kept.candidate_label[chosen],
-            )  # fmt: skip
+                kept,
+                prompt=place[kept.prompt],
+                target=new_row[kept.target],
+                key_label=kept.key_label[chosen],
+                candidate_label=kept.candidate_label[chosen],
+            )
 
         return replace(
             self,
@@ -287,9 +290,16 @@ class Prompts:
         prompt, query = predicts.nonzero(as_tuple=True)
         start = mask.int().argmax(1)
         targets = pd.DataFrame(
-            {"prompt": prompt, "query_pos": query, "target_pos": query + 1, "token": inputs[prompt, query + 1],
-             "phrase": 0, "offset": query - start[prompt], "kind": "later"}
-        )  # fmt: skip
+            {
+                "prompt": prompt,
+                "query_pos": query,
+                "target_pos": query + 1,
+                "token": inputs[prompt, query + 1],
+                "phrase": 0,
+                "offset": query - start[prompt],
+                "kind": "later",
+            }
+        )
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
@@ -300,12 +310,16 @@ class Prompts:
                     "leave them out with relation.select(...)"
                 )
         return cls(
-            inputs, mask, roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
-            example=mask.long() - 1, targets=targets, relations=made,
+            inputs,
+            mask,
+            roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
+            example=mask.long() - 1,
+            targets=targets,
+            relations=made,
             pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
             fingerprint=vocabulary_fingerprint(tokenizer) if tokenizer is not None else None,
             task={"name": "tokens"},
-        )  # fmt: skip
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the prompts whole into one safetensors file."""
@@ -320,10 +334,13 @@ class Prompts:
         for name, relation in self.relations.items():
             tensors |= {f"relations.{name}.{k}": v for k, v in vars(relation).items() if isinstance(v, Tensor)}
         header = {
-            "kinds": list(kinds.cat.categories), "columns": list(self.targets.columns), "task": dict(self.task),
-            "pieces": {str(token): text for token, text in self.pieces.items()}, "fingerprint": self.fingerprint,
+            "kinds": list(kinds.cat.categories),
+            "columns": list(self.targets.columns),
+            "task": dict(self.task),
+            "pieces": {str(token): text for token, text in self.pieces.items()},
+            "fingerprint": self.fingerprint,
             "relations": {name: [r.name, r.keys_before_query] for name, r in self.relations.items()},
-        }  # fmt: skip
+        }
         with replacing(path) as temporary:
             save_file(
                 {k: v.clone().contiguous() for k, v in tensors.items()}, temporary, {"prompts": json.dumps(header)}
@@ -355,11 +372,14 @@ class Prompts:
         }
         return cls(
             **{name: tensors[name] for name in _TENSORS},
-            targets=pd.DataFrame(columns), relations=relations, accepted=tensors.get("accepted"),
-            pieces={int(token): text for token, text in header["pieces"].items()}, fingerprint=header["fingerprint"],
+            targets=pd.DataFrame(columns),
+            relations=relations,
+            accepted=tensors.get("accepted"),
+            pieces={int(token): text for token, text in header["pieces"].items()},
+            fingerprint=header["fingerprint"],
             task=header["task"],
             latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
-        )  # fmt: skip
+        )
 
 
 _TENSORS = ("inputs", "mask", "roles", "example", "letters")

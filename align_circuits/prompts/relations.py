@@ -172,9 +172,14 @@ def _among_all(
     """A relation whose candidates are all real tokens."""
     everybody = torch.where(mask, 0, NOBODY)
     return Relation(
-        name, wants=wants, among=torch.zeros_like(wants), key_label=key_label, candidate_label=everybody,
-        keys_before_query=keys_before_query, **rows,
-    )  # fmt: skip
+        name,
+        wants=wants,
+        among=torch.zeros_like(wants),
+        key_label=key_label,
+        candidate_label=everybody,
+        keys_before_query=keys_before_query,
+        **rows,
+    )
 
 
 def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Bool[Tensor, "prompt pos"]:

@@ -46,9 +46,13 @@ _SAID = ROLES | RECALL_ROLES
 
 
 EVIDENCE = {
-    "score": "score", "attention": "attention on gold", "q": "corrected p", "ablation": "ablation costs (nats)",
-    "denoising": "patching restores (nats)", "control": "score in control",
-}  # fmt: skip
+    "score": "score",
+    "attention": "attention on gold",
+    "q": "corrected p",
+    "ablation": "ablation costs (nats)",
+    "denoising": "patching restores (nats)",
+    "control": "score in control",
+}
 """The metrics that speak for a head, as the table of named heads calls them."""
 
 NEEDED = {
@@ -177,9 +181,7 @@ def localize_report(path: str | Path, found: Found) -> Path:
         ]
     sections.append(("Methods", "", _methods(found)))
     title = "Which heads align, which look up, and is it causal?"
-    return write_report(
-        path, title=title, verdict=found.sentence, sections=sections, provenance=found.table.provenance
-    )  # fmt: skip
+    return write_report(path, title=title, verdict=found.sentence, sections=sections, provenance=found.table.provenance)
 
 
 def figures(found: Found) -> dict[str, go.Figure]:
@@ -191,11 +193,16 @@ def figures(found: Found) -> dict[str, go.Figure]:
     effects = {"patching": (found.effects, "Patched in"), "damage": (found.damage, "Ablated")}
     maps = {
         name: plots.head_maps(
-            part.where(metric="log_prob"), [kind for kind in ("all", *KINDS) if kind in set(part.frame["kind"])],
-            f"{title}, by target tokens", by="kind", unit="nats", shape=(layers, heads),
+            part.where(metric="log_prob"),
+            [kind for kind in ("all", *KINDS) if kind in set(part.frame["kind"])],
+            f"{title}, by target tokens",
+            by="kind",
+            unit="nats",
+            shape=(layers, heads),
         )
-        for name, (part, title) in effects.items() if len(part)
-    }  # fmt: skip
+        for name, (part, title) in effects.items()
+        if len(part)
+    }
     return {
         "ablation": plots.ablation(found.verdict),
         "scores": plots.head_maps(scores, roles, by="role", marked=found.named),

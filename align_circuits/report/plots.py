@@ -107,27 +107,33 @@ def head_maps(
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = make_subplots(
-        lines, columns, subplot_titles=list(panels) if captions else None,
-        horizontal_spacing=0.07, vertical_spacing=0.32 / lines,
-    )  # fmt: skip
+        lines,
+        columns,
+        subplot_titles=list(panels) if captions else None,
+        horizontal_spacing=0.07,
+        vertical_spacing=0.32 / lines,
+    )
     for place, (panel, frame) in enumerate(zip(panels, frames, strict=True)):
         at: dict[str, Any] = {"row": place // columns + 1, "col": place % columns + 1}
         z, low, high = (frame.pivot(index="layer", columns="head", values=end) for end in ("value", "low", "high"))
         if shape is not None:
             z, low, high = (part.reindex(range(shape[0])).reindex(range(shape[1]), axis=1) for part in (z, low, high))
         heat = go.Heatmap(
-            z=z.to_numpy(dtype=float), x=list(z.columns), y=list(z.index), coloraxis="coloraxis", xgap=1, ygap=1,
+            z=z.to_numpy(dtype=float),
+            x=list(z.columns),
+            y=list(z.index),
+            coloraxis="coloraxis",
+            xgap=1,
+            ygap=1,
             customdata=np.stack([low.to_numpy(dtype=float), high.to_numpy(dtype=float)], -1),
             hovertemplate=f"L%{{y}}H%{{x}} {panel}: %{{z:.3f}} "
             "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
-        )  # fmt: skip
+        )
         figure.add_trace(heat, **at)
         if circled := list((marked or {}).get(panel, ())):
             ring = {"symbol": "circle-open", "size": 13, "color": _RING, "line": {"width": 3}}
             layer, head = zip(*circled, strict=True)
-            figure.add_scatter(
-                x=head, y=layer, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
-            )  # fmt: skip
+            figure.add_scatter(x=head, y=layer, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at)
     layers, heads = shape or (len(set(frames[0][key])) for key in ("layer", "head"))
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_xaxes(title="head", row=lines)
@@ -165,9 +171,13 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
         best = table.top(metric, n).frame[::-1]
         dots = go.Scatter(
             y=[f"L{layer}H{head}" for layer, head in zip(best["layer"], best["head"], strict=True)],
-            x=best["value"], error_x=_error_bars(best), mode="markers", showlegend=False,
-            marker={"size": 9, "color": COLOURS[place % len(COLOURS)]}, hovertemplate="%{y}: %{x:.3f}<extra></extra>",
-        )  # fmt: skip
+            x=best["value"],
+            error_x=_error_bars(best),
+            mode="markers",
+            showlegend=False,
+            marker={"size": 9, "color": COLOURS[place % len(COLOURS)]},
+            hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+        )
         figure.add_trace(dots, row=place // columns + 1, col=place % columns + 1)
     figure.update_xaxes(range=[-0.04, 1.06], dtick=0.25)
     figure.update_yaxes(type="category")
@@ -188,9 +198,13 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         if rows.empty:
             continue
         figure.add_scatter(
-            x=rows["kind"], y=rows["value"], error_y=_error_bars(rows), mode="markers", name=predictor,
+            x=rows["kind"],
+            y=rows["value"],
+            error_y=_error_bars(rows),
+            mode="markers",
+            name=predictor,
             marker={"size": 13 if predictor == "model" else 10, "symbol": SYMBOLS[place], "color": COLOURS[place]},
-        )  # fmt: skip
+        )
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(title="target tokens")
     figure.update_layout(scattermode="group", scattergap=0.6)
@@ -222,17 +236,28 @@ def ablation(verdict: Table, title: str = "") -> go.Figure:
         style = list(_ABLATED).index(ablated) if main else place
         symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
         figure.add_scatter(
-            x=at, y=rows["value"], error_y=None if dots else _error_bars(rows), mode="markers", name=name,
+            x=at,
+            y=rows["value"],
+            error_y=None if dots else _error_bars(rows),
+            mode="markers",
+            name=name,
             customdata=rows["draw"] if dots else None,
             hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
-            marker={"size": 6 if dots else 11, "symbol": symbol, "opacity": 0.75 if dots else 1,
-                    "color": COLOURS[style] if main else _GREY},
-        )  # fmt: skip
+            marker={
+                "size": 6 if dots else 11,
+                "symbol": symbol,
+                "opacity": 0.75 if dots else 1,
+                "color": COLOURS[style] if main else _GREY,
+            },
+        )
     figure.update_yaxes(title="accuracy", range=[-0.04, 1.06])
     figure.update_xaxes(
-        title="target tokens", tickvals=list(range(len(kinds))), ticktext=kinds, range=[-0.5, len(kinds) - 0.5],
+        title="target tokens",
+        tickvals=list(range(len(kinds))),
+        ticktext=kinds,
+        range=[-0.5, len(kinds) - 0.5],
         showgrid=False,
-    )  # fmt: skip
+    )
     return styled(figure, title, height=470)
 
 
@@ -254,10 +279,15 @@ def accuracy_grids(
     figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
-            z=frame.to_numpy(), x=list(frame.columns), y=list(frame.index), coloraxis="coloraxis", xgap=1, ygap=1,
+            z=frame.to_numpy(),
+            x=list(frame.columns),
+            y=list(frame.index),
+            coloraxis="coloraxis",
+            xgap=1,
+            ygap=1,
             texttemplate="%{z:.2f}" if frame.size <= _MOST_NUMBERS else None,
             hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
-        )  # fmt: skip
+        )
         figure.add_trace(heat, row=1, col=place)
     figure.update_xaxes(type="category", title=x, dtick=1, showgrid=False)  # "6" and "20" are names, not numbers
     figure.update_yaxes(type="category", dtick=1, showgrid=False)
@@ -288,10 +318,15 @@ def curves(
         for name, rows in frame.groupby(by, sort=False):
             new, place = str(name) not in places, places.setdefault(str(name), len(places))
             line = go.Scatter(
-                x=rows[x], y=rows["value"], error_y=_error_bars(rows), mode="lines+markers", name=str(name),
-                legendgroup=str(name), showlegend=new,
+                x=rows[x],
+                y=rows["value"],
+                error_y=_error_bars(rows),
+                mode="lines+markers",
+                name=str(name),
+                legendgroup=str(name),
+                showlegend=new,
                 marker={"size": 9, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
-            )  # fmt: skip
+            )
             figure.add_trace(line, row=1, col=panel)
     along, values = (
         np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
@@ -316,9 +351,14 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     figure = go.Figure()
     for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
         figure.add_scatter(
-            x=rows["value"], y=rows[row], error_x=_error_bars(rows), mode="markers", name=str(name), orientation="h",
+            x=rows["value"],
+            y=rows[row],
+            error_x=_error_bars(rows),
+            mode="markers",
+            name=str(name),
+            orientation="h",
             marker={"size": 8, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]},
-        )  # fmt: skip
+        )
     names = list(dict.fromkeys(frame[row]))
     figure.update_xaxes(title=label, side="top")
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")
@@ -347,9 +387,14 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     grid = grid.reindex(index=order["receiver"], columns=order["sender"])
     bound = float(np.nanmax(np.abs(grid.to_numpy(dtype=float)))) or 1.0
     heat = go.Heatmap(
-        z=grid.to_numpy(dtype=float), x=order["sender"], y=order["receiver"], coloraxis="coloraxis", xgap=1, ygap=1,
+        z=grid.to_numpy(dtype=float),
+        x=order["sender"],
+        y=order["receiver"],
+        coloraxis="coloraxis",
+        xgap=1,
+        ygap=1,
         hovertemplate="%{x} to %{y}: %{z:.3f}<extra></extra>",
-    )  # fmt: skip
+    )
     figure = go.Figure(heat)
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
@@ -372,17 +417,27 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
         colour = COLOURS[place % len(COLOURS)]
         rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
         figure.add_scatter(
-            x=rows["fraction"], y=rows["value"], error_y=_error_bars(rows), mode="lines+markers", name=name,
+            x=rows["fraction"],
+            y=rows["value"],
+            error_y=_error_bars(rows),
+            mode="lines+markers",
+            name=name,
             marker={"size": 8, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": colour},
-        )  # fmt: skip
+        )
     sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
     sets = sets[sets["circuit"] != "edges"].drop_duplicates("circuit")
     if len(sets):
         figure.add_scatter(
-            x=sets["fraction"], y=sets["value"], error_y=_error_bars(sets), mode="markers+text", text=sets["circuit"],
-            textposition="top center", cliponaxis=False, name="all edges among heads",
+            x=sets["fraction"],
+            y=sets["value"],
+            error_y=_error_bars(sets),
+            mode="markers+text",
+            text=sets["circuit"],
+            textposition="top center",
+            cliponaxis=False,
+            name="all edges among heads",
             marker={"size": 11, "symbol": "diamond-open", "color": _RING, "line": {"width": 2}},
-        )  # fmt: skip
+        )
     for level in (0, 1):
         figure.add_hline(y=level, line={"dash": "dot", "color": _GREY, "width": 1})
     figure.update_xaxes(title="share of edges kept", type="log")
@@ -401,25 +456,28 @@ def attention_maps(attention: Attention, relation: str | None = None, title: str
     columns = min(_COLUMNS, len(attention.rows))
     lines = -(-len(attention.rows) // columns)
     figure = make_subplots(
-        lines, columns, subplot_titles=[describe([head]) for head in attention.rows],
-        horizontal_spacing=0.07, vertical_spacing=0.2 / lines,
-    )  # fmt: skip
+        lines,
+        columns,
+        subplot_titles=[describe([head]) for head in attention.rows],
+        horizontal_spacing=0.07,
+        vertical_spacing=0.2 / lines,
+    )
     size, tokens = len(attention.tokens), np.array(attention.tokens, dtype=object)
     text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
     for place, pattern in enumerate(attention.pattern.numpy()):
         at: dict[str, Any] = {"row": place // columns + 1, "col": place % columns + 1}
         future = np.triu(np.ones((size, size), dtype=bool), 1)
         heat = go.Heatmap(
-            z=np.where(future, np.nan, pattern.round(3)), coloraxis="coloraxis", customdata=text,
+            z=np.where(future, np.nan, pattern.round(3)),
+            coloraxis="coloraxis",
+            customdata=text,
             hovertemplate="%{customdata[0]} to %{customdata[1]}: %{z:.3f}<extra></extra>",
-        )  # fmt: skip
+        )
         figure.add_trace(heat, **at)
         if relation is not None:
             query, key = attention.gold(relation).nonzero().T.tolist()
             ring = {"symbol": "circle-open", "size": 8, "color": _RING, "line": {"width": 2}}
-            figure.add_scatter(
-                x=key, y=query, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at
-            )  # fmt: skip
+            figure.add_scatter(x=key, y=query, mode="markers", marker=ring, showlegend=False, hoverinfo="skip", **at)
     small = {"size": max(6, min(11, 280 // size))}
     ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
     figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, tokens)) == 1 else 90)
@@ -447,16 +505,18 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
 
     def drawn(step: int) -> list[go.Heatmap]:
         grids = (
-            frame[frame["step"] == step].pivot(index="query", columns="key", values="value")
-            for frame in maps.values()
-        )  # fmt: skip
+            frame[frame["step"] == step].pivot(index="query", columns="key", values="value") for frame in maps.values()
+        )
         return [
             go.Heatmap(
-                z=grid.to_numpy().round(3), x=list(grid.columns), y=[str(query) for query in grid.index],
-                coloraxis="coloraxis", hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
+                z=grid.to_numpy().round(3),
+                x=list(grid.columns),
+                y=[str(query) for query in grid.index],
+                coloraxis="coloraxis",
+                hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
             )
             for grid in grids
-        ]  # fmt: skip
+        ]
 
     figure = make_subplots(
         len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=50 / height
@@ -521,13 +581,16 @@ def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Transparent and grey-lettered, so that light and dark pages both work; no template is registered."""
     top, bottom, below = 60 if title else 35, 55, 85  # in pixels; the legend stands below the title of the x axis
     figure.update_layout(
-        title={"text": title, "font": {"size": 15}}, height=height, template=None, font={"color": _GREY, "size": 13},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", margin={"l": 60, "r": 20, "t": top, "b": bottom},
+        title={"text": title, "font": {"size": 15}},
+        height=height,
+        template=None,
+        font={"color": _GREY, "size": 13},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 60, "r": 20, "t": top, "b": bottom},
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
-        legend={
-            "orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left",
-        },
-    )  # fmt: skip
+        legend={"orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left"},
+    )
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": _GREY, "zeroline": False, "ticks": "outside"}
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis, automargin=True)  # long names of rows need more room on the left

@@ -203,9 +203,7 @@ def attention(
     def keep(_: Tensor, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         found.update({(at, head): pattern[:, head].cpu() for at, head in heads if at == layer})
 
-    forward(
-        model, prompt, prompt=torch.zeros_like(positions), query=positions, on_pattern=keep, engine=engine
-    )  # fmt: skip
+    forward(model, prompt, prompt=torch.zeros_like(positions), query=positions, on_pattern=keep, engine=engine)
     return Attention(prompt, positions.tolist(), {(layer, head): found[layer, head] for layer, head in heads})
 
 

@@ -140,9 +140,13 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
     ]
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
     cone = Cone(
-        job.model, batch.tokens[:, :end], batch.mask[:, :end], queries=queries, keep=starts_from(job.names),
+        job.model,
+        batch.tokens[:, :end],
+        batch.mask[:, :end],
+        queries=queries,
+        keep=starts_from(job.names),
         starts=[start for start in starts if start < end] or [end],
-    )  # fmt: skip
+    )
 
     asked = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
     everywhere = torch.equal(asked, torch.arange(len(chosen) * len(queries), device=asked.device))
@@ -209,10 +213,7 @@ def _filled(
     for index, edits in enumerate(job.cells):
         if not set(job.names[index]) <= held.keys():
             held = capture(job.model, job.source, _next_names(job, index), engine=engine, batch_size=batch_size)
-        yield (
-            index,
-            [replace(edit, values=held) if _waits(edit) else edit for edit in edits],
-        )
+        yield (index, [replace(edit, values=held) if _waits(edit) else edit for edit in edits])
 
 
 def _next_names(job: _Job, index: int) -> list[str]:

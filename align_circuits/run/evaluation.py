@@ -65,11 +65,7 @@ def evaluate(
     """
     predictions, ran = predict(model, prompts, edits=edits, engine=engine, batch_size=batch_size)
     provenance = Provenance(
-        "evaluate",
-        settings=edits_provenance(edits),
-        model=model_provenance(model),
-        data=prompts.origin,
-        engine=ran,
+        "evaluate", settings=edits_provenance(edits), model=model_provenance(model), data=prompts.origin, engine=ran
     )
     keys, means, weights = predictions.measured()
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())

@@ -253,9 +253,13 @@ class Batch:
         mask = prompts.mask[chosen]
         cropped = int(mask.any(0).int().argmax())
         return cls(
-            prompts.tokens[chosen, cropped:].to(device), mask[:, cropped:].to(device), rows,
-            torch.searchsorted(chosen, prompt[rows]).to(device), (query[rows] - cropped).to(device), cropped,
-        )  # fmt: skip
+            prompts.tokens[chosen, cropped:].to(device),
+            mask[:, cropped:].to(device),
+            rows,
+            torch.searchsorted(chosen, prompt[rows]).to(device),
+            (query[rows] - cropped).to(device),
+            cropped,
+        )
 
     @property
     def inputs(self) -> dict[str, Tensor]:

@@ -87,9 +87,12 @@ class Pair:
         """Some of the prompts."""
         mine = (self.outcome.prompt >= rows.start) & (self.outcome.prompt < rows.stop)
         outcome = replace(
-            self.outcome, prompts=self.base[rows], prompt=self.outcome.prompt[mine] - rows.start,
-            query=self.outcome.query[mine], gold=self.outcome.gold[mine],
-        )  # fmt: skip
+            self.outcome,
+            prompts=self.base[rows],
+            prompt=self.outcome.prompt[mine] - rows.start,
+            query=self.outcome.query[mine],
+            gold=self.outcome.gold[mine],
+        )
         return replace(self, base=self.base[rows], source=self.source[rows], outcome=outcome)
 
     def held(self, model: Any, names: Sequence[str], engine: Any, device: torch.device | None = None) -> Held:
@@ -116,13 +119,16 @@ class Pair:
         return Provenance(
             verb,
             settings={
-                **settings, "metric": self.outcome.metric, "direction": self.direction,
-                "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest,
+                **settings,
+                "metric": self.outcome.metric,
+                "direction": self.direction,
+                "corrupted": dict(corrupted.task),
+                "corrupted_digest": corrupted.digest,
             },
             model=model_provenance(model),
             data=clean.origin,
             engine=engine,
-        )  # fmt: skip
+        )
 
     def edges(
         self,

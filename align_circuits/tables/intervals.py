@@ -68,10 +68,7 @@ def bootstrap(
         missing = np.isnan(means)
         tails = [(1 - level) / 2, (1 + level) / 2]
         # numpy sorts whole rows together, but rows with gaps one by one
-        for known, quantile in (
-            (~missing.any(1), np.quantile),
-            (missing.any(1) & ~missing.all(1), np.nanquantile),
-        ):
+        for known, quantile in ((~missing.any(1), np.quantile), (missing.any(1) & ~missing.all(1), np.nanquantile)):
             if known.any():
                 low[rows][known], high[rows][known] = quantile(means[known], tails, axis=1)
     alone = (weights > 0).sum(1) < 2  # one prompt has no spread

@@ -182,9 +182,11 @@ class Table:
         if same and self.values is not None and there.values is not None:
             low, high = stats.bootstrap(self.values, self.weights, minus=(there.values, there.weights))  # pyright: ignore[reportArgumentType]
         frame = self.frame.assign(
-            value=self.frame["value"].to_numpy() - there.frame["value"].to_numpy(), low=low, high=high,
+            value=self.frame["value"].to_numpy() - there.frame["value"].to_numpy(),
+            low=low,
+            high=high,
             n=np.minimum(self.frame["n"].to_numpy(), there.frame["n"].to_numpy()),
-        )  # fmt: skip
+        )
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
 

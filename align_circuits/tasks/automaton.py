@@ -71,9 +71,10 @@ class Automata:
         letter = alphabet.gather(2, place.flatten(2).long()).view(place.shape)
         following = 1 + streams.distinct("automata.next", edges, n_states.expand(n, x_len, states))
         return cls(
-            letter.masked_fill(missing, NONE).to(torch.int8), following.masked_fill(missing, NONE).to(torch.int8),
+            letter.masked_fill(missing, NONE).to(torch.int8),
+            following.masked_fill(missing, NONE).to(torch.int8),
             n_edges.to(torch.int8),
-        )  # fmt: skip
+        )
 
     def walk(
         self, symbol: Int[Tensor, "prompt *phrase"], uniform: Float[Tensor, "prompt *phrase offset"]

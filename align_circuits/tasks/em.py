@@ -105,9 +105,13 @@ def align_by_em(
         dictionary = _normalised(counts.view_as(dictionary))
     best = int(likelihoods[-1].argmax())
     return EMResult(
-        tuple(probability[best].argmax(-1).tolist()), probability[best], symbols, letters, dictionary[best],
+        tuple(probability[best].argmax(-1).tolist()),
+        probability[best],
+        symbols,
+        letters,
+        dictionary[best],
         torch.stack(likelihoods, dim=1)[best],
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,14 @@ def in_context(task: Seq2SeqTask, pool: Prompts, test: Prompts | None = None, *,
         accepted = test.accepted.view(len(test), task.x_len, task.phrase_len, -1)
         references["oracle"] = oracle_accuracy(which, latent["phrases"], accepted).flatten().numpy()
     return replace(
-        test, inputs=inputs, mask=torch.ones_like(inputs, dtype=torch.bool), roles=places.roles.expand_as(inputs),
-        example=places.example.expand_as(inputs), targets=targets.assign(**references), relations=relations,
-        latent=latent, pieces={**pool.pieces, **test.pieces},
+        test,
+        inputs=inputs,
+        mask=torch.ones_like(inputs, dtype=torch.bool),
+        roles=places.roles.expand_as(inputs),
+        example=places.example.expand_as(inputs),
+        targets=targets.assign(**references),
+        relations=relations,
+        latent=latent,
+        pieces={**pool.pieces, **test.pieces},
         task={**test.task, "pool": {"examples": len(pool), "digest": pool.digest, "k": k, "seed": seed}},
-    )  # fmt: skip
+    )

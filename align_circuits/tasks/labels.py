@@ -61,9 +61,16 @@ def gold(
     phrase, offset = torch.arange(m).repeat_interleave(c).repeat(n), torch.arange(c).repeat(n * m)
     kind = np.array(KINDS, dtype=object)[(offset > 0).long().numpy()]
     targets = pd.DataFrame(
-        {"prompt": prompt, "query_pos": query_pos, "target_pos": target_pos, "token": inputs[:, positions].flatten(),
-         "phrase": phrase, "offset": offset, "kind": kind}
-    )  # fmt: skip
+        {
+            "prompt": prompt,
+            "query_pos": query_pos,
+            "target_pos": target_pos,
+            "token": inputs[:, positions].flatten(),
+            "phrase": phrase,
+            "offset": offset,
+            "kind": kind,
+        }
+    )
 
     rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": query_pos}
     mask = torch.ones((), dtype=torch.bool).expand_as(inputs)

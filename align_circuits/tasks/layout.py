@@ -90,6 +90,9 @@ def layout(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool
             put(Role.SEPARATOR, example)
     roles, examples, source = torch.tensor(tokens).unbind(1)
     return Layout(
-        roles, examples, torch.tensor(inputs).view(count, x_len),
-        torch.tensor(outputs).view(count, x_len, phrase_len), source.contiguous(),
-    )  # fmt: skip
+        roles,
+        examples,
+        torch.tensor(inputs).view(count, x_len),
+        torch.tensor(outputs).view(count, x_len, phrase_len),
+        source.contiguous(),
+    )

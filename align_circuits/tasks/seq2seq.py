@@ -145,11 +145,16 @@ class Seq2SeqTask:
             pieces=words.pieces,
             fingerprint=words.fingerprint,
             task={
-                "name": "seq2seq", "config": _config(self), "seed": seed, "bos": bos, "aligned": list(aligned),
-                "symbols": list(words.symbols), "fixed": list(words.fixed),
+                "name": "seq2seq",
+                "config": _config(self),
+                "seed": seed,
+                "bos": bos,
+                "aligned": list(aligned),
+                "symbols": list(words.symbols),
+                "fixed": list(words.fixed),
             },
             latent=latent,
-        )  # fmt: skip
+        )
 
     def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
         """Makes the other half of minimal pairs: prompts of equal length that differ in one respect.
@@ -208,9 +213,13 @@ class Seq2SeqTask:
         tested = which[:, -1, :, None].expand(-1, -1, self.phrase_len)
         accepted = automata.accepted(tested, states[:, -1], len(self.letters))
         drawn = {
-            "symbols": symbols.expand(n, -1), "order": order, "phrases": phrases, "accepted": accepted,
-            "letter": automata.letter.expand(n, -1, -1, -1), "next": automata.next.expand(n, -1, -1, -1),
-        }  # fmt: skip
+            "symbols": symbols.expand(n, -1),
+            "order": order,
+            "phrases": phrases,
+            "accepted": accepted,
+            "letter": automata.letter.expand(n, -1, -1, -1),
+            "next": automata.next.expand(n, -1, -1, -1),
+        }
         if references:
             drawn |= reference_accuracies(automata, order, phrases, accepted, aligned, ood=self.ood)
         return drawn

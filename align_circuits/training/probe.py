@@ -103,9 +103,14 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
 
     prompt, query = rows.T.contiguous()
     forward(
-        model, prompts, prompt=prompt, query=query, on_pattern=add_pattern,
-        on_logits=lambda at, logits: scored.add(*own(1, at, logits)), engine="fast",
-    )  # fmt: skip
+        model,
+        prompts,
+        prompt=prompt,
+        query=query,
+        on_pattern=add_pattern,
+        on_logits=lambda at, logits: scored.add(*own(1, at, logits)),
+        engine="fast",
+    )
     heads, value, weight, count = tally.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
     whole: Any

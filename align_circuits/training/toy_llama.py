@@ -27,9 +27,14 @@ INDUCTION = {"copies": 0.4, "phrases": 0.3, "pairs": 0.1, "pre-aligned": 0.2}
 """A mixture from which induction heads form soon: short documents, much that repeats."""
 
 LINES = {
-    "pre-aligned": 0.4, "outputs": 0.26, "copies": 0.1, "phrases": 0.08, "pairs": 0.06, "single": 0.06,
+    "pre-aligned": 0.4,
+    "outputs": 0.26,
+    "copies": 0.1,
+    "phrases": 0.08,
+    "pairs": 0.06,
+    "single": 0.06,
     "strings": 0.04,
-}  # fmt: skip
+}
 """Lines of every sort, before counting and looking up have met."""
 
 COUNTING = {"echoes": 0.8, "copies": 0.2}
@@ -92,8 +97,19 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "toy-llama": Recipe(
         TrainConfig(
-            steps=1800, lr=0.015, rest_lr=0.003, optimizer="muon", weight_decay=0.01, betas=(0.9, 0.98),
-            schedule="linear", warmup=100, decay=300, clip=None, precision="bf16", log_every=50, checkpoint_every=20,
+            steps=1800,
+            lr=0.015,
+            rest_lr=0.003,
+            optimizer="muon",
+            weight_decay=0.01,
+            betas=(0.9, 0.98),
+            schedule="linear",
+            warmup=100,
+            decay=300,
+            clip=None,
+            precision="bf16",
+            log_every=50,
+            checkpoint_every=20,
         ),
         (
             Stage(1, (64, 128), Mixture(COUNTING), early=True),
@@ -104,16 +120,29 @@ RECIPES: Mapping[str, Recipe] = {
             Stage(1501, (192, 256, 544), Mixture(JOINED, most_symbols=6, most_edges=2, heard=SELDOM)),
             Stage(1651, (256, 544, 1088), Mixture(JOINED, most_symbols=6, most_edges=2, heard=SELDOM)),
         ),
-        n_layers=7, early_layers=3, n_heads=5, d_model=160, d_mlp=432,
+        n_layers=7,
+        early_layers=3,
+        n_heads=5,
+        d_model=160,
+        d_mlp=432,
     ),
     "smoke": Recipe(
-        TrainConfig(steps=30, lr=0.012, rest_lr=0.002, optimizer="muon", schedule="linear", warmup=5, clip=None,
-                    log_every=15),
-        (Stage(1, (64,), Mixture(ECHOING, most_symbols=3, most_edges=1), early=True),
-         Stage(16, (96,), Mixture(LINES, most_symbols=3))),
-        tokens=512, n_layers=2, n_heads=2, d_model=32, d_mlp=64, n_ctx=512, metrics_prompts=4,
+        TrainConfig(
+            steps=30, lr=0.012, rest_lr=0.002, optimizer="muon", schedule="linear", warmup=5, clip=None, log_every=15
+        ),
+        (
+            Stage(1, (64,), Mixture(ECHOING, most_symbols=3, most_edges=1), early=True),
+            Stage(16, (96,), Mixture(LINES, most_symbols=3)),
+        ),
+        tokens=512,
+        n_layers=2,
+        n_heads=2,
+        d_model=32,
+        d_mlp=64,
+        n_ctx=512,
+        metrics_prompts=4,
     ),
-}  # fmt: skip
+}
 """Recipes by name. `"toy-llama"` made the bundled weights: under the sign `!` it teaches to align, and ICA-Tune brings
 that out on prompts without the sign. `"smoke"` takes seconds and teaches nothing."""
 
@@ -144,10 +173,16 @@ def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool =
         return ids, weights, early if stage.early else torch.full_like(early, PAD)
 
     run = train(
-        model, sample, partial(_loss, early_layers=recipe.early_layers), recipe.train, seed=seed,
-        out=out / "training", progress=progress, recipe=asdict(recipe),
+        model,
+        sample,
+        partial(_loss, early_layers=recipe.early_layers),
+        recipe.train,
+        seed=seed,
+        out=out / "training",
+        progress=progress,
+        recipe=asdict(recipe),
         metrics=lambda network, _: probe(network, recipe.metrics_prompts),
-    )  # fmt: skip
+    )
     save(model, out / "model")
     with replacing(out / "log.csv") as path:
         run.log.to_csv(path, index=False)
@@ -162,12 +197,20 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
     """
     tokenizer: Any = char_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=recipe.d_model, intermediate_size=recipe.d_mlp,
-        num_hidden_layers=recipe.n_layers, num_attention_heads=recipe.n_heads, num_key_value_heads=recipe.n_heads,
-        max_position_embeddings=recipe.n_ctx, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True, rms_norm_eps=1e-6, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.d_model,
+        intermediate_size=recipe.d_mlp,
+        num_hidden_layers=recipe.n_layers,
+        num_attention_heads=recipe.n_heads,
+        num_key_value_heads=recipe.n_heads,
+        max_position_embeddings=recipe.n_ctx,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     with torch.random.fork_rng():
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
@@ -195,8 +238,10 @@ def probe(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
     """Returns what the log says about a model in training: a few accuracies, and its best heads."""
     bridge = load(copy.deepcopy(model), tokenizer=char_tokenizer())
     kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {
-        "pre_aligned": (4, "pre-aligned"), "single": (1, "standard"), "standard": (5, "standard"),
-    }  # fmt: skip
+        "pre_aligned": (4, "pre-aligned"),
+        "single": (1, "standard"),
+        "standard": (5, "standard"),
+    }
     found: dict[str, float] = {}
     for name, (m, style) in kinds.items():
         prompts = Seq2SeqTask(x_len=m, style=style).sample(n, bridge.tokenizer, seed, references=False)

@@ -221,9 +221,16 @@ def copies(source: Source) -> Document:
 
 
 KINDS: Mapping[str, Callable[[Source], Document]] = {
-    "pre-aligned": pre_aligned, "single": single, "pairs": pairs, "phrases": phrases, "strings": strings,
-    "outputs": outputs, "copies": copies, "echoes": echoes, "halves": halves,
-}  # fmt: skip
+    "pre-aligned": pre_aligned,
+    "single": single,
+    "pairs": pairs,
+    "phrases": phrases,
+    "strings": strings,
+    "outputs": outputs,
+    "copies": copies,
+    "echoes": echoes,
+    "halves": halves,
+}
 """The kinds of documents. None is a standard prompt of two symbols or more."""
 
 

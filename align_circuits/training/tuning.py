@@ -15,15 +15,7 @@ from torch.nn import functional as F
 
 from align_circuits.files import writable_folder
 from align_circuits.models.loading import load
-from align_circuits.models.lora import (
-    PROJECTIONS,
-    quantise,
-    recompute,
-    save_adapter,
-    sharing,
-    unwrapped,
-    with_adapter,
-)
+from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import check_fits, model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
@@ -127,9 +119,15 @@ class TuneConfig:
     def train_config(self) -> TrainConfig:
         """Returns what the training loop is told."""
         return TrainConfig(
-            self.steps, lr=self.lr, schedule="linear", warmup=self.warmup, clip=self.clip, precision=self.precision,
-            log_every=self.probe_every, checkpoint_every=self.checkpoint_every,
-        )  # fmt: skip
+            self.steps,
+            lr=self.lr,
+            schedule="linear",
+            warmup=self.warmup,
+            clip=self.clip,
+            precision=self.precision,
+            log_every=self.probe_every,
+            checkpoint_every=self.checkpoint_every,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,9 +203,14 @@ def tune(
     folder = None if out is None else writable_folder(out)
     trained = unwrapped(model)
     adapted = with_adapter(
-        trained, names=config.matrices, layers=config.chosen_layers, r=config.r, alpha=config.alpha,
-        dropout=config.dropout, seed=seed,
-    )  # fmt: skip
+        trained,
+        names=config.matrices,
+        layers=config.chosen_layers,
+        r=config.r,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        seed=seed,
+    )
     watched = sharing(trained, {id(weight): weight for weight in trained.parameters()})
     bridge = load(watched, tokenizer=model.tokenizer)
     if config.four_bit:
@@ -216,10 +219,16 @@ def tune(
         recompute(trained)
     watch = Watch(bridge, data.probes, folder and writable_folder(folder / "probes"))
     run = train(
-        trained, data.batch, _loss, config.train_config(), seed=seed, out=folder and folder / "training",
-        metrics=lambda _, step: watch.take(step), progress=progress,
+        trained,
+        data.batch,
+        _loss,
+        config.train_config(),
+        seed=seed,
+        out=folder and folder / "training",
+        metrics=lambda _, step: watch.take(step),
+        progress=progress,
         recipe=json.loads(json.dumps({"task": asdict(task), "config": asdict(config)})),
-    )  # fmt: skip
+    )
     prompts = data.probes[False]
     provenance = Provenance(
         "tune",

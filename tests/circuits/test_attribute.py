@@ -16,9 +16,13 @@ from align_circuits.circuits.edge_patching import patch_edges
 
 STEP = 1e-4
 SITES: Any = {
-    "z": "attn.hook_z", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "mlp_out": "hook_mlp_out",
+    "z": "attn.hook_z",
+    "q": "attn.hook_q",
+    "k": "attn.hook_k",
+    "v": "attn.hook_v",
+    "mlp_out": "hook_mlp_out",
     "resid_post": "hook_resid_post",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -50,8 +50,10 @@ def test_direct_logits_equal_transformer_lens(random_hf_model, char_tokenizer, p
 def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     other = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task", task_seed=1)
-    pairs = [(some, task.corrupt(some, "labels", seed=1)) for task, some in
-             ((TASK, prompts), (other, other.sample(2, char_tokenizer, seed=3)))]  # fmt: skip
+    pairs = [
+        (some, task.corrupt(some, "labels", seed=1))
+        for task, some in ((TASK, prompts), (other, other.sample(2, char_tokenizer, seed=3)))
+    ]
     heads = [(0, 1), (1, 3)]
     table = function_vectors(model, pairs, heads=heads)
     expected = np.zeros((2, 2))

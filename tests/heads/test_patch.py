@@ -205,9 +205,13 @@ def test_intervals_and_engines(models, clean, corrupted):
         for site in ("z", "q", "pattern")
     }
     assert ran == {
-        ("llama", "z"): "cone", ("llama", "q"): "cone", ("llama", "pattern"): "fast",
-        ("gpt2", "z"): "cone", ("gpt2", "q"): "reference", ("gpt2", "pattern"): "fast",
-    }  # fmt: skip
+        ("llama", "z"): "cone",
+        ("llama", "q"): "cone",
+        ("llama", "pattern"): "fast",
+        ("gpt2", "z"): "cone",
+        ("gpt2", "q"): "reference",
+        ("gpt2", "pattern"): "fast",
+    }
 
 
 def test_a_planted_aligner_restores_the_answer(char_tokenizer):

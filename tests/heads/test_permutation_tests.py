@@ -69,10 +69,12 @@ def looped_distance(attention: Tensor, prompts: Prompts) -> float:
     relation = prompts.relations["previous"]
     rows = list(zip(relation.prompt.tolist(), relation.query.tolist(), strict=True))
     furthest = min(query for _, query in rows)
-    return share([
-        float(np.mean([float(attention[prompt, query, query - back]) for prompt, query in rows]))
-        for back in range(1, furthest + 1)
-    ])  # fmt: skip
+    return share(
+        [
+            float(np.mean([float(attention[prompt, query, query - back]) for prompt, query in rows]))
+            for back in range(1, furthest + 1)
+        ]
+    )
 
 
 def looped_exchange(attention: Tensor, prompts: Prompts, name: str) -> float:
@@ -184,10 +186,16 @@ class TestMeaning:
         def attention(prompt: int, query: int) -> Tensor:
             knows = spread(length, gold.get((prompt, query), []))
             everywhere = spread(length, list(range(query + 1)))
-            return torch.stack([
-                knows, 0.5 * knows + 0.5 * everywhere, everywhere, spread(length, [int(symbols[0])]),
-                spread(length, [int(symbols[0]), 0, 1, 2]), spread(length, [max(0, query - 3)]),
-            ])  # fmt: skip
+            return torch.stack(
+                [
+                    knows,
+                    0.5 * knows + 0.5 * everywhere,
+                    everywhere,
+                    spread(length, [int(symbols[0])]),
+                    spread(length, [int(symbols[0]), 0, 1, 2]),
+                    spread(length, [max(0, query - 3)]),
+                ]
+            )
 
         knows, partly, *habits = p_values(attending(attention), prompts, [name])[name][0]
         smallest = {"align_query": 24, "align_key": 24, "lookup": REDRAWS + 1}

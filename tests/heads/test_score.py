@@ -42,9 +42,15 @@ def models(char_tokenizer):
             eos_token_id=2,
         )
         llama = LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=128, initializer_range=SHARP,
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=SHARP,
+        )
         return {
             "planted": planted(TASK, seed=0),
             "gpt2": load(GPT2LMHeadModel(gpt2).eval(), tokenizer=char_tokenizer),

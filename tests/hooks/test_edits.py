@@ -182,9 +182,12 @@ class TestBesideHooksByHand:
         held = {layer: computed(model, other, site, layer) for layer in LAYERS}
         values = capture(model, other, names, engine="reference", batch_size=2)
         expected = by_hand(
-            model, PADDED, site, lambda layer, column, index, pos, _: part(held[layer][index], site, column, pos),
+            model,
+            PADDED,
+            site,
+            lambda layer, column, index, pos, _: part(held[layer][index], site, column, pos),
             POSITIONS,
-        )  # fmt: skip
+        )
         assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
 
     @pytest.mark.parametrize("site", [site for site in SITES if site != "pattern"])
@@ -352,8 +355,10 @@ class TestEngines:
         pairs: Any = [("z", "z"), ("v", "v"), ("pattern", "pattern"), *rotated]
         for site, plain in pairs:
             if name == "gpt_neox" and site.startswith("rot"):  # whose queries TransformerLens cannot patch
-                fast, reference = (logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s)], engine=e)
-                                   for s, e in ((site, "fast"), (plain, "reference")))  # fmt: skip
+                fast, reference = (
+                    logits_of(model, PADDED, edits=[ac.Ablate(**whole, site=s)], engine=e)
+                    for s, e in ((site, "fast"), (plain, "reference"))
+                )
             else:
                 names = [[name_of(which, layer) for layer in LAYERS] for which in (site, plain)]
                 values = [capture(model, other, names[0], engine="fast")]
@@ -374,8 +379,14 @@ class TestEngines:
         rows: dict[str, Any] = {"prompt": torch.tensor([0, 1]), "query": torch.tensor([9, 9])}
         found: dict[Any, Tensor] = {}
         for engine in ("fast", "reference"):
-            forward(models("llama"), PADDED, **rows, edits=[edit], engine=engine,
-                    on_pattern=lambda rows, layer, x, engine=engine: found.update({(engine, layer): x.clone()}))  # noqa: ARG005  # fmt: skip
+            forward(
+                models("llama"),
+                PADDED,
+                **rows,
+                edits=[edit],
+                engine=engine,
+                on_pattern=lambda _, layer, x, engine=engine: found.update({(engine, layer): x.clone()}),
+            )
         for layer in LAYERS:
             torch.testing.assert_close(found["fast", layer], found["reference", layer], atol=1e-5, rtol=0)
         assert bool((found["fast", HEADS[0][0]][:, HEADS[0][1]] == 0).all())

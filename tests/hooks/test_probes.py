@@ -29,9 +29,15 @@ def test_names_are_hook_points_and_fire(name, random_hf_model):
     probes.check()
     keys = 2 if name == "llama" else 4
     assert shapes == {
-        "pattern": (2, 4, 6, 6), "q": (2, 6, 4, 8), "k": (2, 6, keys, 8), "v": (2, 6, keys, 8), "z": (2, 6, 4, 8),
-        "resid_pre": (2, 6, 32), "resid_post": (2, 6, 32), "mlp_out": (2, 6, 32),
-    }  # fmt: skip
+        "pattern": (2, 4, 6, 6),
+        "q": (2, 6, 4, 8),
+        "k": (2, 6, keys, 8),
+        "v": (2, 6, keys, 8),
+        "z": (2, 6, 4, 8),
+        "resid_pre": (2, 6, 32),
+        "resid_post": (2, 6, 32),
+        "mlp_out": (2, 6, 32),
+    }
 
 
 def test_probes_say_what_is_wrong(random_hf_model):

@@ -113,9 +113,12 @@ def test_real_llama_3_vocabulary(random_hf_model, llama_tokenizer, tmp_path):
     prompts = ac.Prompts.from_tokens([ids], tokenizer=llama_tokenizer)
     seen = {}
     forward(
-        model, prompts, prompt=prompts.column("prompt"), query=prompts.column("query_pos"),
+        model,
+        prompts,
+        prompt=prompts.column("prompt"),
+        query=prompts.column("query_pos"),
         on_logits=lambda _rows, logits: seen.update(logits=logits),
-    )  # fmt: skip
+    )
     with torch.no_grad():
         torch.testing.assert_close(seen["logits"], model(prompts.tokens)[0, :-1], atol=1e-5, rtol=0)
 

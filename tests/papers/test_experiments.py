@@ -144,10 +144,12 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
     config = EXPERIMENTS["icatune/fig3"].scales["smoke"]
     asked = EXPERIMENTS["icatune/fig3"].run(config, models=[folder], jobs=1, folder=tmp_path).provenance
     assert settings == {
-        "name": "icatune/fig3", "scale": "smoke", "models": [folder],
+        "name": "icatune/fig3",
+        "scale": "smoke",
+        "models": [folder],
         "config": json.loads(json.dumps(asdict(config))),
         "measured": {"verb": asked.verb, "settings": asked.settings},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

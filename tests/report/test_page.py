@@ -42,9 +42,13 @@ def localized(model: Any, prompts: ac.Prompts) -> Any:
     frame = scores.frame.rename(columns={"metric": "role"})
     right = [(layer, head) in named[role] for layer, head, role in frame[["layer", "head", "role"]].to_numpy()]
     parts = {
-        "score": frame["value"], "attention": frame["value"] / 2, "control": frame["value"] / 4,
-        "p": np.where(right, 1e-4, 0.5), "q": np.where(right, 4e-3, 0.9), "ablation": np.where(right, 3.0, 0.0),
-    }  # fmt: skip
+        "score": frame["value"],
+        "attention": frame["value"] / 2,
+        "control": frame["value"] / 4,
+        "p": np.where(right, 1e-4, 0.5),
+        "q": np.where(right, 4e-3, 0.9),
+        "ablation": np.where(right, 3.0, 0.0),
+    }
     measured = [frame.assign(metric=metric, value=value) for metric, value in parts.items()]
     measured = pd.concat([measured[0], *(part.assign(low=np.nan, high=np.nan) for part in measured[1:])])
     keys: Any = keys_of(model, kind=["all", "first", "later"], metric=["log_prob", "accuracy"])
@@ -56,12 +60,17 @@ def localized(model: Any, prompts: ac.Prompts) -> Any:
         columns=["ablated", "draw", "kind", "metric"],
     )
     return SimpleNamespace(
-        table=Table(measured.reset_index(drop=True), MADE), named=named,
-        effects=table_of(keys, 4.0 * causal, 0.1, False), damage=table_of(keys, -2.5 * causal, 0.1, False),
+        table=Table(measured.reset_index(drop=True), MADE),
+        named=named,
+        effects=table_of(keys, 4.0 * causal, 0.1, False),
+        damage=table_of(keys, -2.5 * causal, 0.1, False),
         verdict=table_of(verdict, np.where(verdict["ablated"] == "found", 0.2, 0.9), 0.02, True),
-        prompts=prompts, examples=shown.rows, rows=list(shown.positions),
-        thresholds={"score": 0.5, "fdr": 0.05, "effect": 0.1}, sentence="Two heads <align> & two look up.",
-    )  # fmt: skip
+        prompts=prompts,
+        examples=shown.rows,
+        rows=list(shown.positions),
+        thresholds={"score": 0.5, "fdr": 0.05, "effect": 0.1},
+        sentence="Two heads <align> & two look up.",
+    )
 
 
 def empty(table: Table) -> Table:
@@ -157,9 +166,12 @@ def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, 
     figure = figures(found)["scores"]
     figure.data = []
     spoilt = write_report(
-        tmp_path / "report.html", title="t", verdict="v", provenance=MADE,
+        tmp_path / "report.html",
+        title="t",
+        verdict="v",
+        provenance=MADE,
         sections=[("a", "", figure), ("b", "", '<img src="https://example.com/x.png"><script>nothing()</script>')],
-    )  # fmt: skip
+    )
     seen = browser.opened(spoilt, tmp_path)
     assert any("example.com" in line for line in seen.console)
     assert any("nothing is not defined" in line for line in seen.console)

@@ -80,8 +80,9 @@ def test_dots_stand_in_rows_from_the_top():
     frame = pd.DataFrame({"done": ["a", "b"] * 2, "seed": [0, 0, 1, 1], "value": [0.1, 0.2, 0.3, 0.4]})
     drawn: Any = plots.dots(frame.assign(low=frame["value"] - 0.05, high=frame["value"]), "done", "seed", "nats")
     assert [(dot.name, list(dot.y), list(dot.x)) for dot in drawn.data] == [
-        ("0", ["a", "b"], [0.1, 0.2]), ("1", ["a", "b"], [0.3, 0.4]),
-    ]  # fmt: skip
+        ("0", ["a", "b"], [0.1, 0.2]),
+        ("1", ["a", "b"], [0.3, 0.4]),
+    ]
     np.testing.assert_allclose(drawn.data[0].error_x.arrayminus, 0.05)
     assert (drawn.layout.yaxis.categoryarray, drawn.layout.xaxis.title.text) == (("b", "a"), "nats")
 

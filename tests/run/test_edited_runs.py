@@ -21,9 +21,13 @@ from align_circuits.run import edited_runs as module
 from align_circuits.run.edited_runs import sweep
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
@@ -250,10 +254,7 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
     other = ac.load(random_hf_model("gemma2"))
     zero = [ac.Ablate([(0, 1)])]
     assert logits_of(other, prompts, [zero], rows)[1] == "reference"
-    for model, cell, message in [
-        (other, zero, "Gemma2ForCausalLM caps its attention scores"),
-        (gpt2, q, "not fire"),
-    ]:
+    for model, cell, message in [(other, zero, "Gemma2ForCausalLM caps its attention scores"), (gpt2, q, "not fire")]:
         with pytest.raises(ValueError, match=message):
             logits_of(model, prompts, [cell], rows, engine="fast")
 

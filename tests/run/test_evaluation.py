@@ -25,9 +25,15 @@ def llama(char_tokenizer):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.6,
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            initializer_range=0.6,
+        )
         return load(LlamaForCausalLM(config).eval(), tokenizer=char_tokenizer)
 
 

@@ -50,11 +50,22 @@ def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
 
 def table(courses: dict[tuple[int, int], list[float]], metric="align_query") -> Table:
     rows = [
-        {"step": 10 * at, "ood": False, "metric": metric, "kind": "all", "offset": -1, "layer": layer, "head": head,
-         "value": value, "low": value, "high": value, "n": 9}
+        {
+            "step": 10 * at,
+            "ood": False,
+            "metric": metric,
+            "kind": "all",
+            "offset": -1,
+            "layer": layer,
+            "head": head,
+            "value": value,
+            "low": value,
+            "high": value,
+            "n": 9,
+        }
         for (layer, head), values in courses.items()
         for at, value in enumerate(values)
-    ]  # fmt: skip
+    ]
     return Table(pd.DataFrame(rows), Provenance("tune"))
 
 

@@ -149,9 +149,19 @@ def test_killed_while_writing_the_checkpoint_before_stands(tmp_path, uninterrupt
     config = TrainConfig(STEPS, log_every=50)
     declared_torn, declared_whole = ("pwrite", 1), ("pwrite", 2)
     moments = [
-        ("save_file", 1), ("replace", 2), ("save_file", 2), ("append", 1), ("append", 2),
-        declared_torn, ("pwritev", 1), declared_whole, ("pwritev", 2), ("pwrite", 3), ("pwritev", 9), ("sync", 1),
-    ]  # fmt: skip
+        ("save_file", 1),
+        ("replace", 2),
+        ("save_file", 2),
+        ("append", 1),
+        ("append", 2),
+        declared_torn,
+        ("pwritev", 1),
+        declared_whole,
+        ("pwritev", 2),
+        ("pwrite", 3),
+        ("pwritev", 9),
+        ("sync", 1),
+    ]
     for moment in moments:
         assert live(tmp_path, config, moment) == -signal.SIGKILL, moment
     assert live(tmp_path, config) == 0

@@ -149,9 +149,12 @@ def test_training_mode_and_frozen_parameters_stay():
 
 
 @given(
-    steps=st.integers(1, 40), warmup=st.integers(0, 40), decay=st.none() | st.integers(0, 40), final=st.floats(0, 1),
+    steps=st.integers(1, 40),
+    warmup=st.integers(0, 40),
+    decay=st.none() | st.integers(0, 40),
+    final=st.floats(0, 1),
     schedule=st.sampled_from(["constant", "linear", "cosine"]),
-)  # fmt: skip
+)
 @settings(max_examples=200, deadline=None)
 def test_every_schedule_rises_stays_and_falls(steps, warmup, decay, final, schedule):
     try:

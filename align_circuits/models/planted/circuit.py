@@ -48,13 +48,30 @@ def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
     symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
     return subspaces(
         {
-            "one": 1, "delimiter": 1, "first": 1, "colon": 1, "symbol": symbol, "letter": letters,
-            "position": 1, "here": place, **{f"{back} back": place for back in range(1, max(c, 2))},
-            "distance": 1, "output": 1, "input place": m, "next phrase": m, "next offset": c, "next start": m,
-            "own phrase": m, "own offset": c, **{f"{back} before": letters for back in range(1, c)},
-            "key symbol": symbol, "query symbol": symbol, "prediction": letters, "spare": SPARE,
+            "one": 1,
+            "delimiter": 1,
+            "first": 1,
+            "colon": 1,
+            "symbol": symbol,
+            "letter": letters,
+            "position": 1,
+            "here": place,
+            **{f"{back} back": place for back in range(1, max(c, 2))},
+            "distance": 1,
+            "output": 1,
+            "input place": m,
+            "next phrase": m,
+            "next offset": c,
+            "next start": m,
+            "own phrase": m,
+            "own offset": c,
+            **{f"{back} before": letters for back in range(1, c)},
+            "key symbol": symbol,
+            "query symbol": symbol,
+            "prediction": letters,
+            "spare": SPARE,
         }
-    )  # fmt: skip
+    )
 
 
 def embeddings(task: Seq2SeqTask, parts: Parts, words: Lexicon, d_vocab: int) -> Float[Tensor, "d_vocab d_model"]:

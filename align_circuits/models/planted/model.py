@@ -131,13 +131,17 @@ def planted(
     units = _units(task, parts, layers, [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"])
     model = PlantedModel(
         HandBuiltConfig(
-            n_layers=n_layers, n_heads=n_heads, n_ctx=n_ctx, d_vocab=len(tokenizer), d_model=parts["one"].shape[0],
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_ctx=n_ctx,
+            d_vocab=len(tokenizer),
+            d_model=parts["one"].shape[0],
             d_head=max(head.width for _, head in heads.values()),
             d_mlp=max(sum(len(some.bias) for some in inside) for inside in units.values()),
             model_name=f"planted-{seed}",
         ),
         tokenizer,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         model.W_E.copy_(circuit.embeddings(task, parts, words, len(tokenizer)))
         model.W_pos.copy_(circuit.positions(parts, n_ctx, bos))
@@ -176,9 +180,10 @@ def planted_rivals(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     parts = circuit.parts_of(task, model.cfg.n_ctx)
     layer_of = {kind: layer for (layer, _), kind in model.kinds.items()}
     free = [
-        place for place, kind in model.kinds.items()
+        place
+        for place, kind in model.kinds.items()
         if kind == "inert" and layer_of["previous"] < place[0] <= layer_of["lookup"]
-    ]  # fmt: skip
+    ]
     rivals = dict(zip(("induction", "dialect"), free, strict=False))
     circuit.induction(parts).write(model, *rivals["induction"])
     circuit.dialect(parts).write(model, *rivals["dialect"])

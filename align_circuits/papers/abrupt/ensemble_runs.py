@@ -84,24 +84,42 @@ class Size:
     def train(self) -> TrainConfig:
         """Plain SGD, as in the paper."""
         return TrainConfig(
-            self.steps, lr=self.lr, weight_decay=self.weight_decay, optimizer="sgd", clip=None,
-            log_every=self.log_every, checkpoint_every=max(1, self.log_every // 2),
-        )  # fmt: skip
+            self.steps,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            optimizer="sgd",
+            clip=None,
+            log_every=self.log_every,
+            checkpoint_every=max(1, self.log_every // 2),
+        )
 
 
 PAPER = Size(ExemplarTask(), steps=150_000)
 """Reddy (2024), §2."""
 
 CPU = Size(
-    ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16), steps=3000, batch_size=64, lr=0.1,
-    d_head=32, d_hidden=64, log_every=100, probe=300,
-)  # fmt: skip
+    ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16),
+    steps=3000,
+    batch_size=64,
+    lr=0.1,
+    d_head=32,
+    d_hidden=64,
+    log_every=100,
+    probe=300,
+)
 """The smallest tried: the induction head is born abruptly after a plateau at 1/N, within a minute on one core."""
 
 SMOKE = Size(
-    ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=6), steps=8, seeds=2, batch_size=8,
-    lr=0.1, d_head=8, d_hidden=8, log_every=2, probe=40,
-)  # fmt: skip
+    ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=6),
+    steps=8,
+    seeds=2,
+    batch_size=8,
+    lr=0.1,
+    d_head=8,
+    d_hidden=8,
+    log_every=2,
+    probe=40,
+)
 
 
 @dataclass(frozen=True)
@@ -137,9 +155,7 @@ class Sweep:
 def network(size: Size, task: ExemplarTask, model: str, seeds: Sequence[int]) -> Ensemble:
     """Makes an ensemble for a task."""
     if model == "network":
-        config = ExemplarNetConfig(
-            task.n_labels, task.d_in, size.d_head, size.d_hidden, init=task.d_content**-0.5
-        )  # fmt: skip
+        config = ExemplarNetConfig(task.n_labels, task.d_in, size.d_head, size.d_hidden, init=task.d_content**-0.5)
         return ExemplarNet(config, seeds)
     return InductionHead(InductionHeadConfig(task.n_labels, task.d_in, size.d_hidden), seeds, FIXED[model])
 
@@ -174,9 +190,15 @@ def train_sweep(sweep: Sweep, folder: Path) -> tuple[Table, list[Trained]]:
         net = network(sweep.size, worlds.shape, kind["model"], seeds).to(device)
         out = folder / "training" / f"abrupt-{_hash(sweep.size, worlds, kind)}"
         run = train_ensemble(
-            net, worlds, sweep.size.train, batch_size=sweep.size.batch_size, probe=sweep.size.probe,
-            hold=CLAMPS[kind["clamp"]](net), out=out, recipe=kind,
-        )  # fmt: skip
+            net,
+            worlds,
+            sweep.size.train,
+            batch_size=sweep.size.batch_size,
+            probe=sweep.size.probe,
+            hold=CLAMPS[kind["clamp"]](net),
+            out=out,
+            recipe=kind,
+        )
         keys = pd.DataFrame([{column: _value(sweep, cell, column) for column in sweep.columns} for cell, _ in members])
         frame = run.table.frame
         frames.append(

@@ -90,9 +90,12 @@ def train_ensemble(
         }
 
     about = {
-        "tasks": [asdict(task) for task in worlds.tasks], "seeds": list(worlds.seeds), "net_seeds": list(net.seeds),
-        "batch_size": batch_size, "probe": probe,
-    }  # fmt: skip
+        "tasks": [asdict(task) for task in worlds.tasks],
+        "seeds": list(worlds.seeds),
+        "net_seeds": list(net.seeds),
+        "batch_size": batch_size,
+        "probe": probe,
+    }
     run = train(
         net, sample, loss, config, out=out, metrics=metrics, recipe=about | dict(recipe or {}), progress=progress
     )

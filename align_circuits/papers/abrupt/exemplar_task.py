@@ -134,10 +134,12 @@ class ExemplarTask:
         }
         label_pos = pos[is_label]
         of_labels: dict[str, Any] = {
-            "target": each.repeat_interleave(self.n_pairs), "prompt": each.repeat_interleave(self.n_pairs),
-            "query": label_pos.repeat(n), "wants": label_pos.repeat(n) - 1,
+            "target": each.repeat_interleave(self.n_pairs),
+            "prompt": each.repeat_interleave(self.n_pairs),
+            "query": label_pos.repeat(n),
+            "wants": label_pos.repeat(n) - 1,
             "among": torch.zeros(n * self.n_pairs).long(),
-        }  # fmt: skip
+        }
         right = torch.full_like(everywhere, NOBODY)
         right[:, is_label] = torch.where(batch.right[0], 0, NOBODY)
         labels = torch.where(is_label, 0, NOBODY).expand(n, -1)
@@ -150,16 +152,26 @@ class ExemplarTask:
             Relation("labels", wants=torch.zeros(n).long(), key_label=labels, candidate_label=everywhere, **at_end),
         ]
         targets = pd.DataFrame(
-            {"prompt": each, "query_pos": last, "target_pos": last + 1, "token": batch.label[0], "phrase": 0,
-             "offset": 0, "kind": "first"}
-        )  # fmt: skip
+            {
+                "prompt": each,
+                "query_pos": last,
+                "target_pos": last + 1,
+                "token": batch.label[0],
+                "phrase": 0,
+                "offset": 0,
+                "kind": "first",
+            }
+        )
         return Prompts(
-            inputs=batch.inputs[0], mask=torch.ones_like(everywhere, dtype=torch.bool), roles=roles,
-            example=(pos // 2).expand(n, -1), targets=targets,
+            inputs=batch.inputs[0],
+            mask=torch.ones_like(everywhere, dtype=torch.bool),
+            roles=roles,
+            example=(pos // 2).expand(n, -1),
+            targets=targets,
             relations={relation.name: relation for relation in relations},
             task={"name": "exemplars", "config": asdict(self), "seed": seed, "kind": kind, "world": world},
             latent={"context": batch.context[0], "right": batch.right[0], "rank": batch.rank[0]},
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)

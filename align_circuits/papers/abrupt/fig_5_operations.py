@@ -16,7 +16,7 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of
-from align_circuits.papers.abrupt.ensemble_runs import (  # fmt: skip
+from align_circuits.papers.abrupt.ensemble_runs import (
     CPU,
     PAPER,
     SMOKE,
@@ -173,29 +173,37 @@ def _draw_fig5(table: Table) -> dict[str, go.Figure]:
 def _check_fig5(table: Table) -> list[Check]:
     taken = [
         Check(
-            f"Without it the answer is lost: {carrier.said} ({how}; accuracy lost)", relation=">=", threshold=0.4,
+            f"Without it the answer is lost: {carrier.said} ({how}; accuracy lost)",
+            relation=">=",
+            threshold=0.4,
             **measured(_loss_of(table, operation, how)),
             **controlled(_loss_of(table, operation, how, "elsewhere"), f"the same activation at {carrier.others}"),
         )
         for operation, carrier in CARRIERS.items()
         for how in ("patched", "ablated")
         if (operation, how) != ("look back", "patched")
-    ]  # fmt: skip
+    ]
     positional = Check(
-        "(i) goes by position: the attention of another sequence does as well (accuracy lost)", relation="<=",
-        threshold=0.1, **measured(_loss_of(table, "look back", "patched")),
+        "(i) goes by position: the attention of another sequence does as well (accuracy lost)",
+        relation="<=",
+        threshold=0.1,
+        **measured(_loss_of(table, "look back", "patched")),
         **controlled(_loss_of(table, "look back", "ablated"), "even attention"),
-    )  # fmt: skip
+    )
     given = Check(
-        "(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)", relation="<=",
-        threshold=0.05, **measured(_loss_of(table, "match", "clamped")),
+        "(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)",
+        relation="<=",
+        threshold=0.05,
+        **measured(_loss_of(table, "match", "clamped")),
         **controlled(_loss_of(table, "match", "clamped", "elsewhere"), "clamped to the other labels"),
-    )  # fmt: skip
+    )
     back = Check(
-        "(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)", relation="<=",
-        threshold=0.05, **measured(_loss_of(table, "look back", "clamped")),
+        "(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)",
+        relation="<=",
+        threshold=0.05,
+        **measured(_loss_of(table, "look back", "clamped")),
         **controlled(_loss_of(table, "look back", "ablated"), "even attention"),
-    )  # fmt: skip
+    )
     return [*taken, positional, back, given]
 
 
@@ -212,9 +220,12 @@ FIG5 = Experiment(
     title="The four operations of an induction head, each patched, ablated and clamped",
     source=f"{SOURCE}, Fig. 5",
     scales={"smoke": _fig5(SMOKE, 16), "cpu": _fig5(CPU, 64), "paper": _fig5(PAPER, 256)},
-    run=_run_fig5, draw=_draw_fig5, check=_check_fig5, makes_models=True,
+    run=_run_fig5,
+    draw=_draw_fig5,
+    check=_check_fig5,
+    makes_models=True,
     published="A drawing; here each operation is tested on trained networks.",
-)  # fmt: skip
+)
 
 
 # Beyond the paper: the same operations held fixed while the network trains.
@@ -226,11 +237,15 @@ def _draw_held(table: Table) -> dict[str, go.Figure]:
     panels = {clamp: mean_curves(table, shown, clamp=clamp) for clamp in there}
     return {
         title: plots.curves(
-            {clamp: panels[clamp] for clamp in (NOTHING, *clamps)}, x="step", by="measure", label="step",
+            {clamp: panels[clamp] for clamp in (NOTHING, *clamps)},
+            x="step",
+            by="measure",
+            label="step",
             value="measure",
         )
-        for title, clamps in FAMILIES.items() if there.issuperset(clamps)
-    }  # fmt: skip
+        for title, clamps in FAMILIES.items()
+        if there.issuperset(clamps)
+    }
 
 
 def brought_forward(table: Table, clamp: str) -> Float[ndarray, " seed"]:
@@ -245,23 +260,34 @@ def _check_clamped(table: Table) -> list[Check]:
     return [
         Check(
             "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)",
-            relation=">=", threshold=0.2, **measured(brought_forward(table, "previous")), **items,
+            relation=">=",
+            threshold=0.2,
+            **measured(brought_forward(table, "previous")),
+            **items,
         ),
         Check(
-            "It is the labels' attention that matters (only labels clamped; share of its step)", relation=">=",
-            threshold=0.2, **measured(brought_forward(table, "previous, labels")), **items,
+            "It is the labels' attention that matters (only labels clamped; share of its step)",
+            relation=">=",
+            threshold=0.2,
+            **measured(brought_forward(table, "previous, labels")),
+            **items,
         ),
         Check(
             "TLA2 is not needed (accuracy at the end while the target cannot prefer labels): H1 and H2 are excluded",
-            relation=">=", threshold=0.9, **measured(at_end(table, "icl", clamp="labels")),
+            relation=">=",
+            threshold=0.9,
+            **measured(at_end(table, "icl", clamp="labels")),
             **controlled(at_end(table, "tla2", clamp="labels"), "TLA2 there, which must stay low"),
         ),
         Check(
             "CLA need not be learned (accuracy at the end while labels outside the context are ruled out): H1 and H3 "
-            "are excluded", relation=">=", threshold=0.9, **measured(at_end(table, "icl", clamp="context")),
+            "are excluded",
+            relation=">=",
+            threshold=0.9,
+            **measured(at_end(table, "icl", clamp="context")),
             **controlled(by_seed(table, "icl", clamp="context").iloc[0].to_numpy(), "there before training"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _check_without(table: Table) -> list[Check]:
@@ -273,11 +299,13 @@ def _check_without(table: Table) -> list[Check]:
     return [
         Check(
             f"Taken away from the start, nothing takes its place: {carrier.said} (accuracy lost at the end)",
-            relation=">=", threshold=0.4, **measured(lost(operation)),
+            relation=">=",
+            threshold=0.4,
+            **measured(lost(operation)),
             **controlled(lost(operation, ", elsewhere"), "the same where the operation is not"),
         )
         for operation, carrier in CARRIERS.items()
-    ]  # fmt: skip
+    ]
 
 
 HYPOTHESES = {
@@ -311,13 +339,16 @@ def hypotheses(table: Table) -> pd.DataFrame:
     for hypothesis, clamps in HYPOTHESES.items():
         for clamp in clamps:
             there = formed(table, clamp)
-            rows.append({
-                "hypothesis": hypothesis, "held": {"labels": "TLA2", "context": "CLA"}[clamp],
-                "seeds in which the head forms": str(over_seeds(there.astype(float))),
-                "step": f"{over_seeds(transitions(table, clamp=clamp)):.0f}",
-                "step, nothing held": f"{over_seeds(transitions(table, clamp=NOTHING)):.0f}",
-                "excluded": "yes" if there.all() else "no",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "hypothesis": hypothesis,
+                    "held": {"labels": "TLA2", "context": "CLA"}[clamp],
+                    "seeds in which the head forms": str(over_seeds(there.astype(float))),
+                    "step": f"{over_seeds(transitions(table, clamp=clamp)):.0f}",
+                    "step, nothing held": f"{over_seeds(transitions(table, clamp=NOTHING)):.0f}",
+                    "excluded": "yes" if there.all() else "no",
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -348,18 +379,24 @@ CLAMPED = Experiment(
     title="Operations and their suspected causes given or held while the network trains",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
     scales=_scales("given while training", "held while training"),
-    run=curves_only, draw=_draw_held, check=_check_clamped, makes_models=True,
+    run=curves_only,
+    draw=_draw_held,
+    check=_check_clamped,
+    makes_models=True,
     published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
-)  # fmt: skip
+)
 
 WITHOUT = Experiment(
     name="abrupt/without",
     title="Each operation taken away while the network trains",
     source=f"beyond {SOURCE}: Fig. 5 by intervention",
     scales=_scales("taken away while training", "the same elsewhere"),
-    run=curves_only, draw=_draw_held, check=_check_without, makes_models=True,
+    run=curves_only,
+    draw=_draw_held,
+    check=_check_without,
+    makes_models=True,
     published="Not in the paper.",
-)  # fmt: skip
+)
 
 
 # The same question once more, by a criterion that was fixed before the seeds were seen.
@@ -375,18 +412,28 @@ def _check_confirmed(table: Table) -> list[Check]:
     without = {"control": share("no match"), "control_is": "the target cannot match"}
     return [
         Check(
-            "With nothing held the head forms in every seed (share of seeds)", relation=">=", threshold=1.0,
-            measured=share(NOTHING), **without,
+            "With nothing held the head forms in every seed (share of seeds)",
+            relation=">=",
+            threshold=1.0,
+            measured=share(NOTHING),
+            **without,
         ),
         Check(
-            "With TLA2 held the head forms in every seed: H1 and H2 are excluded (share of seeds)", relation=">=",
-            threshold=1.0, measured=share("labels"), **without,
+            "With TLA2 held the head forms in every seed: H1 and H2 are excluded (share of seeds)",
+            relation=">=",
+            threshold=1.0,
+            measured=share("labels"),
+            **without,
         ),
         Check(
-            "With CLA held the head forms in no seed: H3 is not excluded (share of seeds)", relation="<=",
-            threshold=0.0, measured=share("context"), control=share(NOTHING), control_is="nothing held",
+            "With CLA held the head forms in no seed: H3 is not excluded (share of seeds)",
+            relation="<=",
+            threshold=0.0,
+            measured=share("context"),
+            control=share(NOTHING),
+            control_is="nothing held",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_confirmed(table: Table) -> dict[str, go.Figure]:
@@ -404,6 +451,9 @@ CONFIRMED = Experiment(
         "cpu": _holding(replace(CPU, first_seed=6), 64, _ASKED),
         "paper": _holding(replace(PAPER, first_seed=6), 256, _ASKED),
     },
-    run=curves_only, draw=_draw_confirmed, check=_check_confirmed, makes_models=True,
+    run=curves_only,
+    draw=_draw_confirmed,
+    check=_check_confirmed,
+    makes_models=True,
     published="Not in the paper. What abrupt/clamped found, stated as claims before these seeds were trained.",
-)  # fmt: skip
+)

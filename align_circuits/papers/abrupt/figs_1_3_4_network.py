@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.abrupt.ensemble_runs import (  # fmt: skip
+from align_circuits.papers.abrupt.ensemble_runs import (
     CPU,
     PAPER,
     SMOKE,
@@ -65,10 +65,13 @@ def _draw_fig1(table: Table) -> dict[str, go.Figure]:
     return {
         "accuracy": plots.curves({"": mean_curves(table, ACCURACIES, **where)}, x="step", by="measure", label="step"),
         "loss": plots.curves(
-            {"": mean_curves(table, {"loss_icl": "in context"}, **where)}, x="step", by="measure", label="step",
+            {"": mean_curves(table, {"loss_icl": "in context"}, **where)},
+            x="step",
+            by="measure",
+            label="step",
             value="loss (nats)",
         ),
-    }  # fmt: skip
+    }
 
 
 def _check_fig1(table: Table) -> list[Check]:
@@ -81,19 +84,27 @@ def _check_fig1(table: Table) -> list[Check]:
 
     return [
         Check(
-            "With B = 2 the network learns to answer in context (accuracy at the end)", relation=">=",
-            threshold=LEARNED, **measured(at_end(table, "icl", **bursty)),
+            "With B = 2 the network learns to answer in context (accuracy at the end)",
+            relation=">=",
+            threshold=LEARNED,
+            **measured(at_end(table, "icl", **bursty)),
             **controlled(at_end(table, "icl", **plain), "B = 0"),
         ),
         Check(
-            "It follows swapped labels (accuracy at the end)", relation=">=", threshold=LEARNED,
-            **measured(at_end(table, "swap", **bursty)), **controlled(at_end(table, "swap", **plain), "B = 0"),
+            "It follows swapped labels (accuracy at the end)",
+            relation=">=",
+            threshold=LEARNED,
+            **measured(at_end(table, "swap", **bursty)),
+            **controlled(at_end(table, "swap", **plain), "B = 0"),
         ),
         Check(
-            "Learning in context does not fade (accuracy at the end over its peak)", relation=">=", threshold=0.95,
-            **measured(kept(icl)), **controlled(kept(weights), "B = 0, where there is nothing to keep"),
+            "Learning in context does not fade (accuracy at the end over its peak)",
+            relation=">=",
+            threshold=0.95,
+            **measured(kept(icl)),
+            **controlled(kept(weights), "B = 0, where there is nothing to keep"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _fig1(size: Size, n_classes: int) -> Sweep:
@@ -105,9 +116,12 @@ FIG1 = Experiment(
     title="Loss and accuracy, in context and in weights",
     source=f"{SOURCE}, Fig. 1 (d)",
     scales={"smoke": _fig1(SMOKE, 16), "cpu": _fig1(on(CPU, noise=0.1), 512), "paper": _fig1(PAPER, 512)},
-    run=curves_only, draw=_draw_fig1, check=_check_fig1, makes_models=True,
+    run=curves_only,
+    draw=_draw_fig1,
+    check=_check_fig1,
+    makes_models=True,
     published="Six seeds, B = 2, K = 512: accuracy in context rises abruptly to 1 and stays.",
-)  # fmt: skip
+)
 
 
 # Figure 3
@@ -157,7 +171,7 @@ def _draw_fig3(table: Table) -> dict[str, go.Figure]:
     return {
         "a": plots.curves({"": course}, x="step", by="measure", label="step"),
         "b": plots.attention_course(_attention(table)),
-    }  # fmt: skip
+    }
 
 
 def _curves(table: Table) -> Table:
@@ -189,19 +203,27 @@ def _check_fig3(table: Table) -> list[Check]:
     return [
         Check(
             f"Before the transition the accuracy has gone from 1/L to 1/N (three quarters of the way, times N; 1/L is "
-            f"{n_pairs / n_labels:.2f})", relation=">=", threshold=0.7, **measured(reached(0.75)),
+            f"{n_pairs / n_labels:.2f})",
+            relation=">=",
+            threshold=0.7,
+            **measured(reached(0.75)),
             **controlled(reached(0.0), "before training"),
         ),
         Check(
-            "It waits there: three quarters of the way to the transition, times N", relation="<=", threshold=1.5,
-            **measured(reached(0.75)), **controlled(reached(1.25), "a quarter after the transition"),
+            "It waits there: three quarters of the way to the transition, times N",
+            relation="<=",
+            threshold=1.5,
+            **measured(reached(0.75)),
+            **controlled(reached(1.25), "a quarter after the transition"),
         ),
         Check(
-            "The transition is abrupt (steps from 20% to 80% of it, over the step where it is)", relation="<=",
-            threshold=0.4, **measured(width("icl", 1 / n_pairs)),
+            "The transition is abrupt (steps from 20% to 80% of it, over the step where it is)",
+            relation="<=",
+            threshold=0.4,
+            **measured(width("icl", 1 / n_pairs)),
             **controlled(width("cla", n_pairs / n_labels), "CLA, which rises from N/L all along"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _fig3(size: Size, n_classes: int) -> Course:
@@ -215,9 +237,12 @@ FIG3 = Experiment(
     title="The plateau, the transition, and attention before and after",
     source=f"{SOURCE}, Fig. 3",
     scales={"smoke": _fig3(SMOKE, 16), "cpu": _fig3(CPU, 64), "paper": _fig3(PAPER, 256)},
-    run=_run_fig3, draw=_draw_fig3, check=_check_fig3, makes_models=True,
+    run=_run_fig3,
+    draw=_draw_fig3,
+    check=_check_fig3,
+    makes_models=True,
     published="A slow phase, then an abrupt transition; attention is patternless before, an induction head's after.",
-)  # fmt: skip
+)
 
 
 # Figure 4
@@ -237,15 +262,21 @@ def check_alignment(table: Table, **where: Any) -> list[Check]:
 
     def together(measure: str, early: str) -> Check:
         return Check(
-            f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)", relation="<=",
-            threshold=0.1, **measured(distance(measure)), **controlled(distance(early), NAMES[early]),
-        )  # fmt: skip
+            f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)",
+            relation="<=",
+            threshold=0.1,
+            **measured(distance(measure)),
+            **controlled(distance(early), NAMES[early]),
+        )
 
     def before(measure: str) -> Check:
         return Check(
-            f"{NAMES[measure]} rises before it (lead, over its step)", relation=">=", threshold=0.1,
-            **measured(np.nan_to_num(lead(measure))), **controlled(np.nan_to_num(lead("tila2")), NAMES["tila2"]),
-        )  # fmt: skip
+            f"{NAMES[measure]} rises before it (lead, over its step)",
+            relation=">=",
+            threshold=0.1,
+            **measured(np.nan_to_num(lead(measure))),
+            **controlled(np.nan_to_num(lead("tila2")), NAMES["tila2"]),
+        )
 
     return [together("ila1", "tla2"), together("tila2", "cla"), before("cla"), before("tla2")]
 
@@ -254,12 +285,14 @@ def _check_fig4(table: Table) -> list[Check]:
     at = transitions(table)
     return [
         Check(
-            "Every seed makes the transition (share of seeds)", relation=">=", threshold=1.0,
+            "Every seed makes the transition (share of seeds)",
+            relation=">=",
+            threshold=1.0,
             **measured((~np.isnan(at)).astype(float)),
             **controlled((first_probe(table, "icl") >= 0.5).astype(float), "before training"),
         ),
         *check_alignment(table),
-    ]  # fmt: skip
+    ]
 
 
 def draw_measures(table: Table, **where: Any) -> go.Figure:
@@ -279,6 +312,9 @@ FIG4 = Experiment(
     title="Four progress measures, aligned where accuracy in context crosses one half",
     source=f"{SOURCE}, Fig. 4",
     scales={"smoke": _fig3(SMOKE, 16).sweep, "cpu": _fig3(CPU, 64).sweep, "paper": _fig3(PAPER, 256).sweep},
-    run=curves_only, draw=_draw_fig4, check=_check_fig4, makes_models=True,
+    run=curves_only,
+    draw=_draw_fig4,
+    check=_check_fig4,
+    makes_models=True,
     published="ILA1 and TILA2 rise at the transition, CLA and TLA2 before it, alike in all six seeds.",
-)  # fmt: skip
+)

@@ -99,43 +99,62 @@ def _check(table: Table) -> list[Check]:
 
     return [
         Check(
-            f"K raises learning in context (K = {many} minus {few}, B = 1)", relation=">=", threshold=0.3,
-            **measured(over_k("icl", 1)), **controlled(over_k("icl", 0), "B = 0"),
+            f"K raises learning in context (K = {many} minus {few}, B = 1)",
+            relation=">=",
+            threshold=0.3,
+            **measured(over_k("icl", 1)),
+            **controlled(over_k("icl", 0), "B = 0"),
         ),
         Check(
-            f"K lowers learning in weights (K = {few} minus {many}, B = 1)", relation=">=", threshold=0.3,
-            **measured(-over_k("iwl", 1)), **controlled(-over_k("iwl", 0), "B = 0: any K can be learned in weights"),
+            f"K lowers learning in weights (K = {few} minus {many}, B = 1)",
+            relation=">=",
+            threshold=0.3,
+            **measured(-over_k("iwl", 1)),
+            **controlled(-over_k("iwl", 0), "B = 0: any K can be learned in weights"),
         ),
         Check(
-            f"B raises learning in context (B = {most} minus 1, K = {middle})", relation=">=", threshold=0.15,
+            f"B raises learning in context (B = {most} minus 1, K = {middle})",
+            relation=">=",
+            threshold=0.15,
             **measured(over_b("icl", most, 1, middle)),
             **controlled(over_b("icl", 1, 0, few), f"B = 1 minus 0, K = {few}"),
         ),
         Check(
-            f"B lowers learning in weights (B = 1 minus {most}, K = {middle})", relation=">=", threshold=0.15,
+            f"B lowers learning in weights (B = 1 minus {most}, K = {middle})",
+            relation=">=",
+            threshold=0.15,
             **measured(-over_b("iwl", most, 1, middle)),
             **controlled(-over_b("iwl", 1, 0, few), f"B = 0 minus 1, K = {few}"),
         ),
         Check(
-            f"Noise raises learning in context (ε = {high:g} minus {low:g}, K = {middle})", relation=">=",
-            threshold=0.15, **measured(end("icl", noise=high) - end("icl", noise=low)),
+            f"Noise raises learning in context (ε = {high:g} minus {low:g}, K = {middle})",
+            relation=">=",
+            threshold=0.15,
+            **measured(end("icl", noise=high) - end("icl", noise=low)),
             **controlled(end("icl", noise=high, burst=0) - end("icl", noise=low, burst=0), "B = 0"),
         ),
         Check(
-            "α = 1 keeps both (the lower of accuracy in context and in weights on frequent classes)", relation=">=",
-            threshold=0.5, **measured(both(1.0)), **controlled(both(0.0), "α = 0"),
+            "α = 1 keeps both (the lower of accuracy in context and in weights on frequent classes)",
+            relation=">=",
+            threshold=0.5,
+            **measured(both(1.0)),
+            **controlled(both(0.0), "α = 0"),
         ),
         Check(
-            "α = 1 leaves rare classes unlearned in weights (accuracy on the less frequent half)", relation="<=",
-            threshold=0.3, **measured(end("iwl_rare", n_classes=skewed, zipf=1.0)),
+            "α = 1 leaves rare classes unlearned in weights (accuracy on the less frequent half)",
+            relation="<=",
+            threshold=0.3,
+            **measured(end("iwl_rare", n_classes=skewed, zipf=1.0)),
             **controlled(end("iwl_common", n_classes=skewed, zipf=1.0), "the most frequent eighth"),
         ),
         Check(
-            f"α = {steep:g} does not bring learning in context (α = 1 minus it)", relation=">=", threshold=0.3,
+            f"α = {steep:g} does not bring learning in context (α = 1 minus it)",
+            relation=">=",
+            threshold=0.3,
             **measured(end("icl", n_classes=skewed, zipf=1.0) - end("icl", n_classes=skewed, zipf=steep)),
             **controlled(end("icl", n_classes=skewed, zipf=1.0) - end("icl", n_classes=skewed), "α = 0"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _sweep(
@@ -176,12 +195,14 @@ FIG2 = Experiment(
     title="Learning in weights and in context against the data",
     source=f"{SOURCE}, Fig. 2",
     scales=_scales(
-        on(replace(CPU, seeds=3, log_every=300), n_classes=128, noise=0.1),
-        replace(PAPER, log_every=15_000),
+        on(replace(CPU, seeds=3, log_every=300), n_classes=128, noise=0.1), replace(PAPER, log_every=15_000)
     ),
-    run=curves_only, draw=_draw, check=_check, makes_models=True,
+    run=curves_only,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="K, B and ε raise learning in context and lower it in weights; α = 1 brings both, not of rare classes.",
-)  # fmt: skip
+)
 
 FIGA3 = Experiment(
     name="abrupt/figA3",
@@ -192,6 +213,9 @@ FIGA3 = Experiment(
         on(replace(PAPER, log_every=15_000), n_classes=512, d_content=64),
         model="two",
     ),
-    run=curves_only, draw=_draw, check=_check, makes_models=True,
+    run=curves_only,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="Every dependence of the full network is found again.",
-)  # fmt: skip
+)

@@ -19,15 +19,8 @@ from align_circuits.papers.abrupt.ensemble_runs import (
     by_seed,
     curves_only,
     mean_curves,
-)  # fmt: skip
-from align_circuits.papers.abrupt.figs_1_3_4_network import (  # fmt: skip
-    BOTH,
-    LEARNED,
-    SOURCE,
-    check_alignment,
-    draw_measures,
-    on,
 )
+from align_circuits.papers.abrupt.figs_1_3_4_network import BOTH, LEARNED, SOURCE, check_alignment, draw_measures, on
 from align_circuits.papers.abrupt.figs_a1_a5_mixtures import stalled
 from align_circuits.papers.accuracy import controlled, measured
 from align_circuits.papers.claims import Check, Experiment
@@ -49,7 +42,7 @@ def _draw_fig6(table: Table) -> dict[str, go.Figure]:
         "a, three parameters": draw_measures(table, model="three", n_labels=more),
         "b, beta_2 = 0": draw_measures(table, model="two", n_labels=more),
         "c, L = N": plots.curves({"": long}, x="step", by="seed", label="step", value="loss in context (nats)"),
-    }  # fmt: skip
+    }
 
 
 def _check_fig6(table: Table) -> list[Check]:
@@ -64,25 +57,36 @@ def _check_fig6(table: Table) -> list[Check]:
     }
     checks = [
         Check(
-            f"{said} suffice for learning in context (accuracy at the end)", relation=">=", threshold=LEARNED,
-            **measured(learned(model)), **controlled(learned("none"), "alpha, beta_1 and beta_2 all held at 0"),
+            f"{said} suffice for learning in context (accuracy at the end)",
+            relation=">=",
+            threshold=LEARNED,
+            **measured(learned(model)),
+            **controlled(learned("none"), "alpha, beta_1 and beta_2 all held at 0"),
         )
         for model, said in (("three", "Three parameters"), ("two", "Two parameters (beta_2 = 0)"))
-    ]  # fmt: skip
+    ]
     order = check_alignment(table, model="three", n_labels=more)
     without = check_alignment(table, model="two", n_labels=more)
     checks += [_named(check, "Three parameters") for check in order]
     checks += [_named(check, "beta_2 = 0") for check in without[:3]]  # TLA2 cannot rise by itself there
     checks += [
         Check(
-            "L = N stalls some seeds (share of seeds)", relation=">=", threshold=1 / 6, published="four of six",
-            **measured(several["L = N"]), **controlled(several["L > N"], "L > N"),
+            "L = N stalls some seeds (share of seeds)",
+            relation=">=",
+            threshold=1 / 6,
+            published="four of six",
+            **measured(several["L = N"]),
+            **controlled(several["L > N"], "L > N"),
         ),
         Check(
-            "L > N stalls none (share of seeds)", relation="<=", threshold=0.0, published="none of six",
-            **measured(several["L > N"]), **controlled(several["L = N"], "L = N"),
+            "L > N stalls none (share of seeds)",
+            relation="<=",
+            threshold=0.0,
+            published="none of six",
+            **measured(several["L > N"]),
+            **controlled(several["L = N"], "L = N"),
         ),
-    ]  # fmt: skip
+    ]
     return checks
 
 
@@ -102,14 +106,13 @@ FIG6 = Experiment(
     name="abrupt/fig6",
     title="The reduced induction head: with beta_2, without it, and with as many labels as pairs",
     source=f"{SOURCE}, Fig. 6",
-    scales={
-        "smoke": _fig6(SMOKE, 16, 8),
-        "cpu": _fig6(CPU, 64, 16),
-        "paper": _fig6(on(PAPER, d_content=64), 256, 32),
-    },
-    run=curves_only, draw=_draw_fig6, check=_check_fig6, makes_models=True,
+    scales={"smoke": _fig6(SMOKE, 16, 8), "cpu": _fig6(CPU, 64, 16), "paper": _fig6(on(PAPER, d_content=64), 256, 32)},
+    run=curves_only,
+    draw=_draw_fig6,
+    check=_check_fig6,
+    makes_models=True,
     published="(a), (b): an abrupt transition with and without beta_2. (c): two of six seeds learn at L = N = 8.",
-)  # fmt: skip
+)
 
 
 # Figure A.2
@@ -128,11 +131,13 @@ def _draw_a2(table: Table) -> dict[str, go.Figure]:
 def _check_a2(table: Table) -> list[Check]:
     return [
         Check(
-            "The minimal model learns in context without context sequences (accuracy at the end)", relation=">=",
-            threshold=LEARNED, **measured(at_end(table, "icl", model="three")),
+            "The minimal model learns in context without context sequences (accuracy at the end)",
+            relation=">=",
+            threshold=LEARNED,
+            **measured(at_end(table, "icl", model="three")),
             **controlled(at_end(table, "icl", model="none"), "alpha, beta_1 and beta_2 all held at 0"),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _figa2(size: Size, n_classes: int) -> Sweep:
@@ -148,6 +153,9 @@ FIGA2 = Experiment(
         "cpu": _figa2(on(CPU, noise=0.1), 512),
         "paper": _figa2(on(PAPER, d_content=64), 512),
     },
-    run=curves_only, draw=_draw_a2, check=_check_a2, makes_models=True,
+    run=curves_only,
+    draw=_draw_a2,
+    check=_check_a2,
+    makes_models=True,
     published="K = 512, D = 64, B = 2: an abrupt rise of accuracy in context.",
-)  # fmt: skip
+)

@@ -91,9 +91,14 @@ def draw_landscape(table: Table, window: Mapping[str, tuple[float, float]] | Non
     n_labels, _, n_pairs = _sizes(table)
     grid = table.where(measure="landscape").frame.pivot(index="y", columns="xi", values="value")
     heat = go.Contour(
-        z=grid.to_numpy(), x=grid.columns, y=grid.index, colorscale=plots.SEQUENTIAL, colorbar={"title": "loss (nats)"},
-        contours={"coloring": "heatmap"}, line={"width": 0.5, "color": "rgba(255,255,255,.4)"},
-    )  # fmt: skip
+        z=grid.to_numpy(),
+        x=grid.columns,
+        y=grid.index,
+        colorscale=plots.SEQUENTIAL,
+        colorbar={"title": "loss (nats)"},
+        contours={"coloring": "heatmap"},
+        line={"width": 0.5, "color": "rgba(255,255,255,.4)"},
+    )
     figure = go.Figure(heat)
     for place, start in enumerate(table.frame["start"].dropna().unique()):
         xi, alpha, beta = (path_of(table, name, start, n_labels)[1] for name in PARAMETERS)
@@ -133,17 +138,22 @@ def _check_fig7(table: Table) -> list[Check]:
     before = int((times >= 0.5 * cliff).argmax())
     return [
         Check(
-            "The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)", relation="<=",
-            threshold=0.5, measured=exact(width_of_fall(times, loss, np.log(n_labels))),
+            "The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)",
+            relation="<=",
+            threshold=0.5,
+            measured=exact(width_of_fall(times, loss, np.log(n_labels))),
             control=exact(width_of_fall(times, _classifier_alone(times, n_labels), np.log(n_labels))),
             control_is="a softmax classifier alone",
         ),
         Check(
-            "ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)", relation=">=",
-            threshold=2.0, measured=exact(parameters["xi"][before] / parameters["alpha"][before]),
-            control=exact(parameters["xi"][-1] / parameters["alpha"][-1]), control_is="at the end",
+            "ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)",
+            relation=">=",
+            threshold=2.0,
+            measured=exact(parameters["xi"][before] / parameters["alpha"][before]),
+            control=exact(parameters["xi"][-1] / parameters["alpha"][-1]),
+            control_is="at the end",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _classifier_alone(times: Float[ndarray, " time"], n_labels: int) -> Float[ndarray, " time"]:
@@ -165,9 +175,12 @@ FIG7 = Experiment(
         "cpu": Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0),
         "paper": Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0),
     },
-    run=_run, draw=_draw_fig7, check=_check_fig7, makes_models=True,
+    run=_run,
+    draw=_draw_fig7,
+    check=_check_fig7,
+    makes_models=True,
     published="A slow phase, then a cliff; β_1, α and ξ are learned one after the other.",
-)  # fmt: skip
+)
 
 
 # Figure A.4
@@ -198,20 +211,30 @@ def _check_a4(table: Table) -> list[Check]:
     return [
         Check(
             "L = N: two starts near the saddle part (time to a twentieth of the loss, the one over the other)",
-            relation=">=", threshold=3.0, measured=exact(_falls(*slow, level) / _falls(*fast, level)),
-            control=exact(_falls(*back, level) / _falls(*with_more, level)), control_is=f"L = {more}: one path",
+            relation=">=",
+            threshold=3.0,
+            measured=exact(_falls(*slow, level) / _falls(*fast, level)),
+            control=exact(_falls(*back, level) / _falls(*with_more, level)),
+            control_is=f"L = {more}: one path",
         ),
         Check(
-            "L = N takes longer than L > N (time to a twentieth of the loss, the one over the other)", relation=">=",
-            threshold=3.0, measured=exact(_falls(*fast, level) / _falls(*with_more, level)),
-            control=exact(_falls(*back, level) / _falls(*with_more, level)), control_is=f"L = {more}, the other start",
+            "L = N takes longer than L > N (time to a twentieth of the loss, the one over the other)",
+            relation=">=",
+            threshold=3.0,
+            measured=exact(_falls(*fast, level) / _falls(*with_more, level)),
+            control=exact(_falls(*back, level) / _falls(*with_more, level)),
+            control_is=f"L = {more}, the other start",
         ),
         Check(
-            "The slow branch is a valley, no minimum: its loss keeps falling (at time 1e5 over 1e3)", relation="<=",
-            threshold=0.1, measured=exact(later(slow, 1e3, 1e5)), control=exact(later(slow, 1.0, 1e2)),
-            control_is="on the saddle, at time 1e2 over 1", published="'a sub-optimal minimum'",
+            "The slow branch is a valley, no minimum: its loss keeps falling (at time 1e5 over 1e3)",
+            relation="<=",
+            threshold=0.1,
+            measured=exact(later(slow, 1e3, 1e5)),
+            control=exact(later(slow, 1.0, 1e2)),
+            control_is="on the saddle, at time 1e2 over 1",
+            published="'a sub-optimal minimum'",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _figa4(until: float, **changes: Any) -> Flow:
@@ -224,6 +247,9 @@ FIGA4 = Experiment(
     title="As many labels as pairs: a saddle, and the slow valley off it",
     source=f"{SOURCE}, Fig. A.4",
     scales={"smoke": _figa4(1e5, grid=9), "cpu": _figa4(1e5), "paper": _figa4(1e5)},
-    run=_run, draw=_draw_a4, check=_check_a4, makes_models=True,
+    run=_run,
+    draw=_draw_a4,
+    check=_check_a4,
+    makes_models=True,
     published="Two behaviours from two starts near the origin: learning in context, or slow convergence elsewhere.",
-)  # fmt: skip
+)

@@ -58,14 +58,19 @@ def _check_a1(table: Table) -> list[Check]:
     return [
         Check(
             "0 < p_C < 1 and p_B < 1: both are learned (the lower of the two accuracies, the worst cell)",
-            relation=">=", threshold=0.8, **measured(min((least(cell) for cell in both), key=np.mean)),
+            relation=">=",
+            threshold=0.8,
+            **measured(min((least(cell) for cell in both), key=np.mean)),
             **controlled(least(weights), "p_C = 0"),
         ),
         Check(
-            "p_B < 1 and p_C = 0 ends in weights (accuracy in weights minus in context)", relation=">=", threshold=0.5,
-            **measured(gap(weights)), **controlled(max((gap(cell) for cell in both), key=np.mean), "0 < p_C < 1"),
+            "p_B < 1 and p_C = 0 ends in weights (accuracy in weights minus in context)",
+            relation=">=",
+            threshold=0.5,
+            **measured(gap(weights)),
+            **controlled(max((gap(cell) for cell in both), key=np.mean), "0 < p_C < 1"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _figa1(size: Size, n_classes: int) -> Sweep:
@@ -78,9 +83,12 @@ FIGA1 = Experiment(
     title="Both solutions at once, where only both reach zero loss",
     source=f"{SOURCE}, Fig. A.1",
     scales={"smoke": _figa1(SMOKE, 16), "cpu": _figa1(replace(CPU, seeds=3), 64), "paper": _figa1(PAPER, 256)},
-    run=curves_only, draw=_draw_a1, check=_check_a1, makes_models=True,
+    run=curves_only,
+    draw=_draw_a1,
+    check=_check_a1,
+    makes_models=True,
     published="In all cases of 0 < p_B < 1 and 0 < p_C < 1 it learns both; with p_B < 1 and p_C = 0, the weights.",
-)  # fmt: skip
+)
 
 
 # Figure A.5
@@ -106,14 +114,22 @@ def _check_a5(table: Table) -> list[Check]:
     equal = np.concatenate([stalled(table, **cell) for cell in cells if cell["n_labels"] == cell["n_pairs"]])
     return [
         Check(
-            "L = N stalls some seeds (share of seeds)", relation=">=", threshold=1 / 6, published="some of six",
-            **measured(equal), **controlled(more, "L > N"),
+            "L = N stalls some seeds (share of seeds)",
+            relation=">=",
+            threshold=1 / 6,
+            published="some of six",
+            **measured(equal),
+            **controlled(more, "L > N"),
         ),
         Check(
-            "L > N stalls none (share of seeds)", relation="<=", threshold=0.0, **measured(more),
-            **controlled(equal, "L = N"), published="none of six",
+            "L > N stalls none (share of seeds)",
+            relation="<=",
+            threshold=0.0,
+            **measured(more),
+            **controlled(equal, "L = N"),
+            published="none of six",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _figa5(size: Size, n_classes: int, pairs: Sequence[int], labels: Sequence[int]) -> Sweep:
@@ -130,6 +146,9 @@ FIGA5 = Experiment(
         "cpu": _figa5(CPU, 64, (4,), (4, 8, 16)),
         "paper": _figa5(PAPER, 256, (4, 8, 16), (4, 8, 16, 32)),
     },
-    run=curves_only, draw=_draw_a5, check=_check_a5, makes_models=True,
+    run=curves_only,
+    draw=_draw_a5,
+    check=_check_a5,
+    makes_models=True,
     published="Six seeds for each pair of L and N: robust if L > N, not if L = N.",
-)  # fmt: skip
+)

@@ -157,9 +157,11 @@ class AlignedLogits:
         guess = 1 / self.n_labels
         known = (np.exp(-self.unaligned.at(parameters[..., 0], score)) - guess) / (1 - guess)
         return {
-            "align_query": expit(parameters[..., 3] - others), "align_key": expit(parameters[..., 2] - others),
-            "lookup": expit(score - others), "accuracy": floor + (1 - floor) * known,
-        }  # fmt: skip
+            "align_query": expit(parameters[..., 3] - others),
+            "align_key": expit(parameters[..., 2] - others),
+            "lookup": expit(score - others),
+            "accuracy": floor + (1 - floor) * known,
+        }
 
     def _score(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
         """The score y of the right label in the second layer."""
@@ -191,9 +193,15 @@ def descent(
     if len(times) == 1:
         return origin[None]
     path, about = odeint(
-        lambda _, at: -gradient(at), origin, times, tfirst=True, rtol=precision, atol=precision / 1000, mxstep=100_000,
+        lambda _, at: -gradient(at),
+        origin,
+        times,
+        tfirst=True,
+        rtol=precision,
+        atol=precision / 1000,
+        mxstep=100_000,
         full_output=True,
-    )  # fmt: skip
+    )
     if about["message"] != "Integration successful.":
         raise RuntimeError(f"the flow could not be followed: {about['message']}")
     return path

@@ -70,9 +70,15 @@ def as_table(went: pd.DataFrame) -> Table:
     whole = long["metric"] == "accuracy"
     where = np.where(whole, -1, 0)
     frame = long.assign(
-        ood=False, kind=np.where(whole, "first", "all"), offset=ALL_OFFSETS, layer=where, head=where, low=np.nan,
-        high=np.nan, n=1,
-    )  # fmt: skip
+        ood=False,
+        kind=np.where(whole, "first", "all"),
+        offset=ALL_OFFSETS,
+        layer=where,
+        head=where,
+        low=np.nan,
+        high=np.nan,
+        n=1,
+    )
     return Table(frame, Provenance("simulated"))
 
 
@@ -133,20 +139,25 @@ def _check(table: Table) -> list[Check]:
 
     foretold = Check(
         "It is a forecast: alignment emerges, and only after the beginning that the theory has seen (share of tunings)",
-        relation=">=", threshold=1.0, **measured(before("until")),
+        relation=">=",
+        threshold=1.0,
+        **measured(before("until")),
         **controlled(before("others"), "had the beginning ended at the others' mean step"),
-    )  # fmt: skip
+    )
     return [
         foretold,
         *(
             Check(
                 f"From the beginning of {said} the theory predicts the step at which alignment emerges better than the "
                 "mean of the other seeds does (error saved, over the mean step)",
-                relation=">=", threshold=0.1, **measured(saved(table, source)), **by_chance,
+                relation=">=",
+                threshold=0.1,
+                **measured(saved(table, source)),
+                **by_chance,
             )
             for source, said in ((TUNED, "a tuning"), (SIMULATED, "a run of the theory itself"))
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
@@ -184,6 +195,8 @@ ONSET = Experiment(
         "cpu": Forecast(Arm("in context")),
         "paper": Forecast(Arm("in context", TASK, PAPER)),
     },
-    run=_run, draw=_draw, check=_check,
+    run=_run,
+    draw=_draw,
+    check=_check,
     published="Not in the papers.",
-)  # fmt: skip
+)

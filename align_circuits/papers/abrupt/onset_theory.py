@@ -87,9 +87,11 @@ class Onset:
 
 
 def fit(
-    courses: Sequence[pd.DataFrame], loss: AlignedLogits, schedule: TrainConfig,
+    courses: Sequence[pd.DataFrame],
+    loss: AlignedLogits,
+    schedule: TrainConfig,
     shared: tuple[float, float, float] | None = None,
-) -> list[Onset]:  # fmt: skip
+) -> list[Onset]:
     """Fits the theory to tunings of one model by least squares over all their probes and measures.
 
     Rate, ξ and α are the same for all, since all begin with the same weights; β_1 and κ are each tuning's own, since
@@ -136,18 +138,28 @@ def fit(
         touches[row : row + count, free + 2 * place : free + 2 * place + 2] = 1
         row += count
     best = least_squares(
-        left, np.concatenate([common, *own]), bounds=bounds, x_scale=scale, jac_sparsity=touches, diff_step=1e-3,
-        xtol=1e-5, max_nfev=_MOST_TRIES,
-    )  # fmt: skip
+        left,
+        np.concatenate([common, *own]),
+        bounds=bounds,
+        x_scale=scale,
+        jac_sparsity=touches,
+        diff_step=1e-3,
+        xtol=1e-5,
+        max_nfev=_MOST_TRIES,
+    )
     fitted = (parts(best.x, place) for place in range(len(courses)))
     error = float(np.sqrt((best.fun**2).mean()))
     return [Onset(loss, rate, tuple(start.tolist()), error) for rate, start in fitted]
 
 
 def forecast(
-    runs: Sequence[Table], loss: AlignedLogits, schedule: TrainConfig, *, metric: str = "align_query",
+    runs: Sequence[Table],
+    loss: AlignedLogits,
+    schedule: TrainConfig,
+    *,
+    metric: str = "align_query",
     share: float = 0.5,
-) -> pd.DataFrame:  # fmt: skip
+) -> pd.DataFrame:
     """Predicts, for each tuning of a model, when a metric emerges, from its own beginning and what the others were.
 
     Rate, ξ and α are fitted to the others' whole courses, β_1 and κ to the run's beginning, which ends at a share of
@@ -181,10 +193,15 @@ def forecast(
         shared = fit([whole[other] for other in np.flatnonzero(others)], loss, schedule)[0].shared
         fitted = fit([course(run, until)], loss, schedule, shared)[0]
         said: Any = fitted.course(found.index.to_numpy(float), schedule)[metric]
-        rows.append({
-            "observed": observed[place], "emerged": emerged[place], "until": until, "theory": _step_or_last(said),
-            "others": observed[others].mean(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "observed": observed[place],
+                "emerged": emerged[place],
+                "until": until,
+                "theory": _step_or_last(said),
+                "others": observed[others].mean(),
+            }
+        )
     return pd.DataFrame(rows)
 
 

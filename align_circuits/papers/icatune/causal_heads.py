@@ -87,8 +87,9 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
 
     measure("before", before)
     measure("after", after)
-    rows.append({"done": "history ceiling", "metric": "first", "heads": "-",
-                 **_first(before, drawn, predictor="history")})  # fmt: skip
+    rows.append(
+        {"done": "history ceiling", "metric": "first", "heads": "-", **_first(before, drawn, predictor="history")}
+    )
     other = task.sample(prompts, after.tokenizer, seed + 2)
     highest = max(layer for layer, _ in heads["lookup"])
     for part, model in (("before", before), ("after", after)):
@@ -122,18 +123,26 @@ def _paths(
     graph = Graph.of(model.cfg)
     found: dict[str, dict[str, Any]] = {}
     for side, site in (("queries", "q"), ("keys", "k")):
-        names = sorted({
-            read.name for read in graph.receivers for layer, head in receivers
-            if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
-        })  # fmt: skip
+        names = sorted(
+            {
+                read.name
+                for read in graph.receivers
+                for layer, head in receivers
+                if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
+            }
+        )
         later = [layer for layer, _ in receivers if any(layer > lower for lower, _ in senders)]
         about = {"heads": f"{describe(senders) or 'nobody'} to {' '.join(names)}", "n": len(prompts)}
         effect = np.zeros(len(VALUES) - 1)
         if later:
             table = patch_paths(
-                model, clean=prompts, corrupted=replace(other, targets=prompts.targets), kind="first",
-                senders=[describe([head]) for head in senders], receivers=names,
-            )  # fmt: skip
+                model,
+                clean=prompts,
+                corrupted=replace(other, targets=prompts.targets),
+                kind="first",
+                senders=[describe([head]) for head in senders],
+                receivers=names,
+            )
             effect = table.frame[["value", "low", "high"]].to_numpy().sum(0)
         found[side] = {**about, **dict(zip(("value", "low", "high"), effect.tolist(), strict=True))}
     return found
@@ -225,8 +234,10 @@ def _check(table: Table) -> list[Check]:
         return share_of(table.where(done=part, metric=f"named {role}").frame["value"].to_numpy() > 0)
 
     def explained(name: str) -> Measured:
-        right = {done: table.where(done=done, metric="first").frame.set_index("seed")["value"]
-                 for done in ("before", "after", name)}  # fmt: skip
+        right = {
+            done: table.where(done=done, metric="first").frame.set_index("seed")["value"]
+            for done in ("before", "after", name)
+        }
         gain = right["after"] - right["before"]
         share = (right[name] - right["before"]) / gain
         return over_seeds(share.where(gain != 0, 0.0).to_numpy(float))  # where nothing is gained, nothing is explained
@@ -235,41 +246,59 @@ def _check(table: Table) -> list[Check]:
     checks = [
         *(
             Check(
-                claim=f"localize names {role} heads (share of seeds)", measured=named("after", role), relation=">=",
-                threshold=0.8, control=named("before", role), control_is="before tuning",
+                claim=f"localize names {role} heads (share of seeds)",
+                measured=named("after", role),
+                relation=">=",
+                threshold=0.8,
+                control=named("before", role),
+                control_is="before tuning",
             )
             for role in ROLES
         ),
         Check(
             claim="Without its aligners the first token falls to the history ceiling (difference)",
-            measured=against("ablated: aligners", "history ceiling"), relation="<=", threshold=0.0,
-            control=against("ablated: aligners, control", "history ceiling"), control_is="as many other heads ablated",
+            measured=against("ablated: aligners", "history ceiling"),
+            relation="<=",
+            threshold=0.0,
+            control=against("ablated: aligners, control", "history ceiling"),
+            control_is="as many other heads ablated",
         ),
         Check(
             claim="What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)",
-            measured=against(f"patched: {both}", "before"), relation=">=", threshold=0.2,
-            control=against(f"patched: {both}, control", "before"), control_is="as many other heads patched",
+            measured=against(f"patched: {both}", "before"),
+            relation=">=",
+            threshold=0.2,
+            control=against(f"patched: {both}, control", "before"),
+            control_is="as many other heads patched",
         ),
         Check(
             claim="Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)",
-            measured=against(f"clamped: {both}", "before"), relation=">=", threshold=0.2,
-            control=against(f"clamped: {both}, control", "before"), control_is="as many other heads clamped",
+            measured=against(f"clamped: {both}", "before"),
+            relation=">=",
+            threshold=0.2,
+            control=against(f"clamped: {both}, control", "before"),
+            control_is="as many other heads clamped",
         ),
         Check(
             claim="Attention alone explains most of what tuning does to the first token (share of the gain)",
-            measured=explained(f"clamped: {both}"), relation=">=", threshold=0.5,
-            control=explained(f"clamped: {both}, control"), control_is="as many other heads clamped",
+            measured=explained(f"clamped: {both}"),
+            relation=">=",
+            threshold=0.5,
+            control=explained(f"clamped: {both}, control"),
+            control_is="as many other heads clamped",
         ),
-    ]  # fmt: skip
+    ]
     paths = [
         Check(
             claim=f"Lookup uses alignment through its {side} (nats of the gold first token without that path)",
-            measured=mean_of(table.where(done=f"after: through {side}")), relation="<=", threshold=-0.1,
+            measured=mean_of(table.where(done=f"after: through {side}")),
+            relation="<=",
+            threshold=-0.1,
             control=mean_of(table.where(done=f"after: through {side}, control")),
             control_is="as many other heads in place of the aligners",
         )
         for side in ("queries", "keys")
-    ]  # fmt: skip
+    ]
     return [*checks, *paths, *_twofold_checks(table)]
 
 
@@ -293,14 +322,21 @@ def _twofold_checks(table: Table) -> list[Check]:
     return [
         Check(
             claim=f"m = 4: each seed settles on one of two alignments (accuracies OOD at least {DECIDED:g} apart)",
-            measured=decided("after"), relation=">=", threshold=0.8, control=decided("before"),
+            measured=decided("after"),
+            relation=">=",
+            threshold=0.8,
+            control=decided("before"),
             control_is="before tuning",
         ),
         Check(
             claim="m = 4: the heads tell which (share of seeds in which the better aligner agrees)",
-            measured=agree("after"), relation=">=", threshold=0.8, control=agree("before"), control_is="before tuning",
+            measured=agree("after"),
+            relation=">=",
+            threshold=0.8,
+            control=agree("before"),
+            control_is="before tuning",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
@@ -321,7 +357,8 @@ CAUSAL = Experiment(
     scales={
         "smoke": Causal(
             replace(SMOKE_ICA, seeds=(0,)),
-            replace(SMOKE_ICA, name="m = 4", task={**SMOKE_ICA.task, "x_len": 4}, seeds=(0,)), n=8,
+            replace(SMOKE_ICA, name="m = 4", task={**SMOKE_ICA.task, "x_len": 4}, seeds=(0,)),
+            n=8,
         ),
         "cpu": Causal(),
         "paper": Causal(PAPER_ICA, replace(PAPER_ICA, name="m = 4", task={**PAPER_ICA.task, "x_len": 4})),
@@ -329,4 +366,4 @@ CAUSAL = Experiment(
     run=_run,
     draw=_draw,
     check=_check,
-)  # fmt: skip
+)

@@ -81,13 +81,24 @@ def learned(
     """
     length = (n_examples + 1) * (2 * x_len + 2)
     recipe = Recipe(
-        TrainConfig(steps=1), (), n_layers=depth, n_heads=max(1, width // 16), d_model=width, d_mlp=4 * width,
+        TrainConfig(steps=1),
+        (),
+        n_layers=depth,
+        n_heads=max(1, width // 16),
+        d_model=width,
+        d_mlp=4 * width,
         n_ctx=length,
-    )  # fmt: skip
+    )
     config = TrainConfig(
-        steps=steps, lr=0.01, rest_lr=0.003, optimizer="muon", betas=(0.9, 0.98), schedule="linear",
-        warmup=min(50, steps - 1), log_every=steps,
-    )  # fmt: skip
+        steps=steps,
+        lr=0.01,
+        rest_lr=0.003,
+        optimizer="muon",
+        betas=(0.9, 0.98),
+        schedule="linear",
+        warmup=min(50, steps - 1),
+        log_every=steps,
+    )
 
     def sample(_: int, batch_seed: int) -> tuple[Tensor, Tensor]:
         return tokens(draw(32, x_len, n_examples, batch_seed))
@@ -177,18 +188,29 @@ def _check(table: Table) -> list[Check]:
     return [
         Check(
             claim=f"EM finds the alignment from the examples (accuracy at m = {long})",
-            measured=mean_of(by_length.where(at=long, predictor="em")), relation=">=", threshold=0.9,
-            control=mean_of(by_length.where(at=long, predictor="blind")), control_is="blind to the input",
+            measured=mean_of(by_length.where(at=long, predictor="em")),
+            relation=">=",
+            threshold=0.9,
+            control=mean_of(by_length.where(at=long, predictor="blind")),
+            control_is="blind to the input",
         ),
         Check(
             claim=f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})",
-            measured=above("model", long), relation="<=", threshold=0.1, control=above("em", long), control_is="EM",
+            measured=above("model", long),
+            relation="<=",
+            threshold=0.1,
+            control=above("em", long),
+            control_is="EM",
         ),
         Check(
-            claim=f"It gets worse with m (accuracy at m = {short} minus m = {long})", measured=falls("model"),
-            relation=">=", threshold=0.2, control=falls("em"), control_is="EM",
+            claim=f"It gets worse with m (accuracy at m = {short} minus m = {long})",
+            measured=falls("model"),
+            relation=">=",
+            threshold=0.2,
+            control=falls("em"),
+            control_is="EM",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
@@ -209,8 +231,13 @@ CONJECTURE = Experiment(
         ),
         "cpu": Conjecture(),
         "paper": Conjecture(
-            depths=(1, 2, 4, 8, 16), widths=(32, 64, 128, 256), x_lens=(2, 3, 4, 5, 6, 8), n_examples=30, steps=20000,
-            prompts=1000, seeds=(0, 1, 2),
+            depths=(1, 2, 4, 8, 16),
+            widths=(32, 64, 128, 256),
+            x_lens=(2, 3, 4, 5, 6, 8),
+            n_examples=30,
+            steps=20000,
+            prompts=1000,
+            seeds=(0, 1, 2),
         ),
     },
     run=_run,
@@ -218,4 +245,4 @@ CONJECTURE = Experiment(
     check=_check,
     published="A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
     makes_models=True,
-)  # fmt: skip
+)

@@ -65,10 +65,13 @@ def _check_process(table: Table) -> list[Check]:
     return [
         Check(
             claim="Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)",
-            measured=extreme_of(gold, highest=False), relation=">=", threshold=1.0,
-            control=extreme_of(others, highest=True), control_is="symbols it is not aligned with, the best",
+            measured=extreme_of(gold, highest=False),
+            relation=">=",
+            threshold=1.0,
+            control=extreme_of(others, highest=True),
+            control_is="symbols it is not aligned with, the best",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _draw_process(table: Table) -> Mapping[str, go.Figure]:
@@ -109,8 +112,10 @@ def _prior(config: Prior, *, models: Sequence[str], jobs: int, folder: Path) -> 
             monotonic = float(prior.diagonal().prod())
             shuffled = float(prior[phrases, orders].prod(1).sum()) - monotonic
             for metric, value in (
-                ("phrase in place", prior.diagonal().mean()), ("monotonic", monotonic), ("shuffled", shuffled)
-            ):  # fmt: skip
+                ("phrase in place", prior.diagonal().mean()),
+                ("monotonic", monotonic),
+                ("shuffled", shuffled),
+            ):
                 rows.append({"form": form, "decay": decay, "metric": metric, "value": float(value), "n": 1})
     frame = pd.DataFrame(rows)
     settings = {"x_len": config.x_len}
@@ -130,14 +135,21 @@ def _check_prior(table: Table) -> list[Check]:
     return [
         Check(
             claim="λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form",
-            measured=apart("code"), relation=">=", threshold=0.2, control=apart("text"), control_is="Eq. 2 as printed",
+            measured=apart("code"),
+            relation=">=",
+            threshold=0.2,
+            control=apart("text"),
+            control_is="Eq. 2 as printed",
         ),
         Check(
             claim="At λ = 1 the released form is almost a random permutation (share of draws that permute)",
-            measured=exact(at("code", 1.0, "shuffled")), relation=">=", threshold=0.5,
-            control=exact(at("code", 1000.0, "shuffled")), control_is="λ = 1000",
+            measured=exact(at("code", 1.0, "shuffled")),
+            relation=">=",
+            threshold=0.5,
+            control=exact(at("code", 1000.0, "shuffled")),
+            control_is="λ = 1000",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_prior(table: Table) -> Mapping[str, go.Figure]:
@@ -239,19 +251,30 @@ def _check_em(table: Table) -> list[Check]:
     falls = {update: mean_of(table.where(method=update, metric="falls")) for update in get_args(Update)}
     return [
         Check(
-            claim="True EM never lowers the likelihood (share of updates that do)", measured=falls["true"],
-            relation="<=", threshold=0.0, control=falls["printed"], control_is="the update as printed",
+            claim="True EM never lowers the likelihood (share of updates that do)",
+            measured=falls["true"],
+            relation="<=",
+            threshold=0.0,
+            control=falls["printed"],
+            control_is="the update as printed",
         ),
         Check(
             claim=f"True EM recovers the whole alignment from k = {k} examples (mean over m)",
-            measured=recovered("true"), relation=">=", threshold=0.9,
-            control=recovered("shuffled"), control_is="examples without a common alignment",
+            measured=recovered("true"),
+            relation=">=",
+            threshold=0.9,
+            control=recovered("shuffled"),
+            control_is="examples without a common alignment",
         ),
         Check(
-            claim=f"So does the update as printed (k = {k})", measured=recovered("printed"), relation=">=",
-            threshold=0.9, control=recovered("shuffled"), control_is="examples without a common alignment",
+            claim=f"So does the update as printed (k = {k})",
+            measured=recovered("printed"),
+            relation=">=",
+            threshold=0.9,
+            control=recovered("shuffled"),
+            control_is="examples without a common alignment",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_em(table: Table) -> Mapping[str, go.Figure]:
@@ -266,11 +289,7 @@ APPF = Experiment(
     name="icatune/appF",
     title="EM finds the alignment from the examples; the printed update is no EM",
     source="Agarwal and Sarawagi (2025), App. F and §5",
-    scales={
-        "smoke": EM(x_lens=(3,), n_examples=(2, 6), n=3, exhaustive=3),
-        "cpu": EM(),
-        "paper": EM(n=200),
-    },
+    scales={"smoke": EM(x_lens=(3,), n_examples=(2, 6), n=3, exhaustive=3), "cpu": EM(), "paper": EM(n=200)},
     run=_em,
     draw=_draw_em,
     check=_check_em,

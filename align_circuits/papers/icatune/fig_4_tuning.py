@@ -108,41 +108,60 @@ def _check_emergence(table: Table) -> list[Check]:
         checks += [
             Check(
                 claim=f"Before, {condition}: the first token is no better than the history ceiling (difference)",
-                measured=above_history("before", condition), relation="<=", threshold=0.0,
-                control=above_history("after", condition), control_is="after",
+                measured=above_history("before", condition),
+                relation="<=",
+                threshold=0.0,
+                control=above_history("after", condition),
+                control_is="after",
             ),
             Check(
                 claim=f"After, {condition}: the first token is right, in the worst seed",
                 measured=extreme_of(first_token(table, "after", condition), highest=False),
-                relation=">=", threshold=0.95, published="about 1.0",
-                control=extreme_of(first_token(table, "before", condition), highest=True), control_is="best before",
+                relation=">=",
+                threshold=0.95,
+                published="about 1.0",
+                control=extreme_of(first_token(table, "before", condition), highest=True),
+                control_is="best before",
             ),
-        ]  # fmt: skip
+        ]
     aligners = {part: best_heads(table, part, "align_query") for part in ("before", "after")}
     return [
         *checks,
         Check(
             claim="Before, no head aligns (best align_query), in the highest seed",
-            measured=extreme_of(aligners["before"], highest=True), relation="<=", threshold=0.5,
-            control=extreme_of(aligners["after"], highest=False), control_is="after",
+            measured=extreme_of(aligners["before"], highest=True),
+            relation="<=",
+            threshold=0.5,
+            control=extreme_of(aligners["after"], highest=False),
+            control_is="after",
         ),
         Check(
             claim="A head aligns (best align_query), in the worst seed",
-            measured=extreme_of(aligners["after"], highest=False), relation=">=", threshold=0.8,
-            control=extreme_of(aligners["before"], highest=True), control_is="best before",
+            measured=extreme_of(aligners["after"], highest=False),
+            relation=">=",
+            threshold=0.8,
+            control=extreme_of(aligners["before"], highest=True),
+            control_is="best before",
             published="layers 15 and 16 about 1.0, layer 14 about .8",
         ),
         Check(
             claim="It reads the examples: with their labels corrupted the first token falls to the history ceiling",
-            measured=above_history("after", "labels corrupted"), relation="<=", threshold=0.0,
-            control=above_history("after", "in distribution"), control_is="labels as they are",
+            measured=above_history("after", "labels corrupted"),
+            relation="<=",
+            threshold=0.0,
+            control=above_history("after", "in distribution"),
+            control_is="labels as they are",
         ),
         Check(
-            claim="The gain in accuracy is at the first token of a phrase", measured=gain("first"),
-            relation=">=", threshold=0.3, control=gain("later"), control_is="later tokens",
+            claim="The gain in accuracy is at the first token of a phrase",
+            measured=gain("first"),
+            relation=">=",
+            threshold=0.3,
+            control=gain("later"),
+            control_is="later tokens",
         ),
         *order_checks(table),
-    ]  # fmt: skip
+    ]
 
 
 def order_checks(table: Table) -> list[Check]:
@@ -150,17 +169,23 @@ def order_checks(table: Table) -> list[Check]:
     return [
         Check(
             claim="Alignment emerges before lookup, in the heads that are best at the end (share of seeds)",
-            measured=before_in(table, "align_query", "lookup"), relation=">=", threshold=0.8,
-            control=before_in(table, "lookup", "align_query"), control_is="lookup before alignment",
+            measured=before_in(table, "align_query", "lookup"),
+            relation=">=",
+            threshold=0.8,
+            control=before_in(table, "lookup", "align_query"),
+            control_is="lookup before alignment",
             published="near steps 85 and 110",
         ),
         Check(
             claim="Lookup heads lie above aligners (layers between the best of each)",
-            measured=layers_apart(table, "after"), relation=">=", threshold=1.0,
-            control=layers_apart(table, "before"), control_is="before tuning",
+            measured=layers_apart(table, "after"),
+            relation=">=",
+            threshold=1.0,
+            control=layers_apart(table, "before"),
+            control_is="before tuning",
             published="layers 17 to 19 above 14 to 16",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
@@ -205,11 +230,7 @@ FIG4 = Experiment(
     name="icatune/fig4",
     title="How accuracy, alignment and lookup come about in context",
     source="Agarwal and Sarawagi (2025), Fig. 4",
-    scales={
-        "smoke": Courses((SMOKE_ICA,), n=4, every=1),
-        "cpu": Courses(),
-        "paper": Courses((PAPER_ICA,)),
-    },
+    scales={"smoke": Courses((SMOKE_ICA,), n=4, every=1), "cpu": Courses(), "paper": Courses((PAPER_ICA,))},
     run=run_courses,
     draw=_draw_emergence,
     check=_check_emergence,

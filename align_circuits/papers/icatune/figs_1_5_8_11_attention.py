@@ -107,23 +107,30 @@ def _map(model: Any, prompts: Prompts, head: Head) -> pd.DataFrame:
 def _check_pairs(table: Table) -> list[Check]:
     return [
         Check(
-            claim="A labelled symbol gets its label", measured=mean_of(table.where(part="known", metric="accuracy")),
-            relation=">=", threshold=0.9, control=mean_of(table.where(part="unknown", metric="accuracy")),
+            claim="A labelled symbol gets its label",
+            measured=mean_of(table.where(part="known", metric="accuracy")),
+            relation=">=",
+            threshold=0.9,
+            control=mean_of(table.where(part="unknown", metric="accuracy")),
             control_is="a symbol without a label",
         ),
         Check(
             claim="An induction head looks at the label of the symbol (share of its attention)",
-            measured=mean_of(table.where(part="known", metric="induction")), relation=">=", threshold=0.5,
+            measured=mean_of(table.where(part="known", metric="induction")),
+            relation=">=",
+            threshold=0.5,
             control=mean_of(table.where(part="first layer", metric="induction")),
             control_is="best head of the first layer, which cannot know what stood before a label",
         ),
         Check(
             claim="A head looks at the token before (share of its attention)",
-            measured=mean_of(table.where(part="known", metric="previous")), relation=">=", threshold=0.5,
+            measured=mean_of(table.where(part="known", metric="previous")),
+            relation=">=",
+            threshold=0.5,
             control=mean_of(table.where(part="induction head", metric="previous")),
             control_is="the induction head",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_pairs(table: Table) -> Mapping[str, go.Figure]:
@@ -189,11 +196,14 @@ def _check_maps(table: Table) -> list[Check]:
     return [
         Check(
             claim=f"{claim} (share of its attention, mean over seeds)",
-            measured=mean_of(score("after", what)), relation=">=", threshold=threshold,
-            control=mean_of(score("before", what)), control_is="the same head before",
+            measured=mean_of(score("after", what)),
+            relation=">=",
+            threshold=threshold,
+            control=mean_of(score("before", what)),
+            control_is="the same head before",
         )
         for what, (claim, threshold) in claims.items()
-    ]  # fmt: skip
+    ]
 
 
 def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
@@ -257,8 +267,13 @@ class Circuit:
     """Each plants the heads elsewhere."""
 
 
-STAGES = {"boundary": "1: boundary", "previous": "1: previous", "align_key": "2: align_key",
-          "align_query": "2: align_query", "lookup": "3: lookup"}  # fmt: skip
+STAGES = {
+    "boundary": "1: boundary",
+    "previous": "1: previous",
+    "align_key": "2: align_key",
+    "align_query": "2: align_query",
+    "lookup": "3: lookup",
+}
 """The heads of the circuit by the layer of the figure."""
 
 
@@ -313,29 +328,37 @@ def _check_circuit(table: Table) -> list[Check]:
     checks = [
         Check(
             claim=f"{STAGES[role]} heads look where the figure says (score)",
-            measured=mean_of(of(role, "monotonic", 1)), relation=">=", threshold=0.95,
-            control=mean_of(of(role, "monotonic", 0)), control_is="strength 0",
+            measured=mean_of(of(role, "monotonic", 1)),
+            relation=">=",
+            threshold=0.95,
+            control=mean_of(of(role, "monotonic", 0)),
+            control_is="strength 0",
         )
         for role in ("previous", "align_key", "align_query", "lookup")
-    ]  # fmt: skip
+    ]
     ceiling = of("history", "monotonic", 1, "first")
     return [
         *checks,
         *(
             Check(
                 claim=f"The circuit reaches exact lookup on {alignment} alignments (oracle minus circuit, all tokens)",
-                measured=short(alignment, 1), relation="<=", threshold=0.01,
-                control=short(alignment, 0), control_is="strength 0",
+                measured=short(alignment, 1),
+                relation="<=",
+                threshold=0.01,
+                control=short(alignment, 0),
+                control_is="strength 0",
             )
             for alignment in ("monotonic", "permutation")
         ),
         Check(
             claim="Without its aligners the first token falls to the history ceiling (difference)",
             measured=difference_of(of("aligners ablated", "monotonic", 1, "first"), ceiling),
-            relation="<=", threshold=0.0,
-            control=difference_of(of("accuracy", "monotonic", 1, "first"), ceiling), control_is="nothing ablated",
+            relation="<=",
+            threshold=0.0,
+            control=difference_of(of("accuracy", "monotonic", 1, "first"), ceiling),
+            control_is="nothing ablated",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_circuit(table: Table) -> Mapping[str, go.Figure]:
@@ -346,10 +369,12 @@ def _draw_circuit(table: Table) -> Mapping[str, go.Figure]:
     return {
         f"{stage} layer of Fig. 8": plots.accuracy_grids(
             {name: _grid(rows, names, names) for name, rows in heads.items() if name.startswith(str(number))},
-            x="to token", y="from token", value="attention",
+            x="to token",
+            y="from token",
+            value="attention",
         )
         for number, stage in enumerate(("first", "second", "third"), start=1)
-    }  # fmt: skip
+    }
 
 
 FIG8 = Experiment(

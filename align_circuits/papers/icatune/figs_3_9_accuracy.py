@@ -81,29 +81,37 @@ def _check_grids(table: Table) -> list[Check]:
 
     return [
         Check(
-            claim=f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)", relation=">=", threshold=0.2,
+            claim=f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)",
+            relation=">=",
+            threshold=0.2,
             **both(lambda style: difference_of(at(style, x_len=1), at(style, x_len=m))),
         ),
         Check(
-            claim=f"Accuracy rises with phrase length (c = {c} minus c = 1 at m = {m})", relation=">=", threshold=0.2,
+            claim=f"Accuracy rises with phrase length (c = {c} minus c = 1 at m = {m})",
+            relation=">=",
+            threshold=0.2,
             published=".71 - .33 = .38",
             **both(lambda style: difference_of(at(style, x_len=m, phrase_len=c), at(style, x_len=m, phrase_len=1))),
         ),
         Check(
-            claim=f"The loss is at the first token of a phrase (all minus first at m = {m}, c = {c})", relation=">=",
-            threshold=0.2, published=".71 - .14 = .57",
+            claim=f"The loss is at the first token of a phrase (all minus first at m = {m}, c = {c})",
+            relation=">=",
+            threshold=0.2,
+            published=".71 - .14 = .57",
             **both(
-                lambda style: difference_of(
-                    at(style, x_len=m, phrase_len=c), at(style, "first", x_len=m, phrase_len=c)
-                )
+                lambda style: difference_of(at(style, x_len=m, phrase_len=c), at(style, "first", x_len=m, phrase_len=c))
             ),
         ),
         Check(
             claim=f"Writing the aligned symbol before its phrase brings accuracy back (m = {m}, mean over c)",
-            measured=mean_of(at("pre-aligned", x_len=m)), relation=">=", threshold=0.9,
-            control=mean_of(at("standard", x_len=m)), control_is="standard prompts", published=".90 to .99",
+            measured=mean_of(at("pre-aligned", x_len=m)),
+            relation=">=",
+            threshold=0.9,
+            control=mean_of(at("standard", x_len=m)),
+            control_is="standard prompts",
+            published=".90 to .99",
         ),
-    ]  # fmt: skip
+    ]
 
 
 SMOKE = Grid(x_lens=(1, 3), phrase_lens=(1, 2), n_examples=4, n=6)

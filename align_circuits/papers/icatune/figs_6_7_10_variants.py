@@ -96,25 +96,39 @@ def _check_methods(table: Table) -> list[Check]:
     return [
         Check(
             claim=f"ICA-Tune learns from N = {few} examples (accuracy, all tokens)",
-            measured=mean_of(_final(table, "ICA-Tune", few)), relation=">=", threshold=0.95,
-            control=mean_of(_final(table, "standard", few)), control_is="standard fine-tuning",
+            measured=mean_of(_final(table, "ICA-Tune", few)),
+            relation=">=",
+            threshold=0.95,
+            control=mean_of(_final(table, "standard", few)),
+            control_is="standard fine-tuning",
             published="almost 1.0",
         ),
         Check(
             claim=f"Standard fine-tuning does not get there from N = {many}",
-            measured=mean_of(_final(table, "standard", many)), relation="<=", threshold=0.9,
-            control=mean_of(_final(table, "ICA-Tune", many)), control_is="ICA-Tune", published="below 1.0",
+            measured=mean_of(_final(table, "standard", many)),
+            relation="<=",
+            threshold=0.9,
+            control=mean_of(_final(table, "ICA-Tune", many)),
+            control_is="ICA-Tune",
+            published="below 1.0",
         ),
         Check(
             claim="No head aligns after standard fine-tuning (best align_query, any N)",
-            measured=_best_aligner(table, "standard"), relation="<=", threshold=0.5,
-            control=_best_aligner(table, "ICA-Tune"), control_is="ICA-Tune",
+            measured=_best_aligner(table, "standard"),
+            relation="<=",
+            threshold=0.5,
+            control=_best_aligner(table, "ICA-Tune"),
+            control_is="ICA-Tune",
         ),
         Check(
-            claim=f"ICA-Tune is as good OOD (in distribution minus OOD, N = {many})", measured=loss_ood("ICA-Tune"),
-            relation="<=", threshold=0.05, control=loss_ood("standard"), control_is="standard fine-tuning",
+            claim=f"ICA-Tune is as good OOD (in distribution minus OOD, N = {many})",
+            measured=loss_ood("ICA-Tune"),
+            relation="<=",
+            threshold=0.05,
+            control=loss_ood("standard"),
+            control_is="standard fine-tuning",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
@@ -122,9 +136,11 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
     right: Any = pd.concat(
         [
             _final(table, method, n, condition).frame.assign(N=n, method=method, condition=condition)
-            for condition in SHOWN for method in ("ICA-Tune", "standard") for n in sizes
+            for condition in SHOWN
+            for method in ("ICA-Tune", "standard")
+            for n in sizes
         ]
-    )  # fmt: skip
+    )
     course: Any = table.where(part="course").frame
     whole = course[(course["metric"] == "accuracy") & (course["kind"] == "all")]
     whole = whole[whole["arm"].isin([_named(method, sizes[-1]) for method in ("ICA-Tune", "standard")])]
@@ -157,7 +173,8 @@ FIG6 = Experiment(
         "cpu": Courses(_sizes(**_compared(TASK, _SLOW, 88, (0, 1)), sizes=SIZES), n=0, every=1),
         "paper": Courses(
             _sizes(**_compared(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2)), sizes=SIZES),
-            n=0, every=5,
+            n=0,
+            every=5,
         ),
     },
     run=run_courses,
@@ -167,7 +184,7 @@ FIG6 = Experiment(
         "Llama 3 8B: ICA-Tune reaches almost 100% from 50 examples, standard fine-tuning not from 800, and then no "
         "layer aligns; OOD accuracy equals that in distribution only for ICA-Tune."
     ),
-)  # fmt: skip
+)
 
 
 # Figure 7
@@ -216,15 +233,21 @@ def _check_decays(table: Table) -> list[Check]:
         Check(
             claim=f"{strong} is learned faster than {weak} (first tokens, mean over steps, difference)",
             measured=difference_of(*(table.where(part="mean", arm=arm) for arm in (strong, weak))),
-            relation=">=", threshold=0.05,
-            control=difference_of(at(strong, 0), at(weak, 0)), control_is="before the first step",
+            relation=">=",
+            threshold=0.05,
+            control=difference_of(at(strong, 0), at(weak, 0)),
+            control_is="before the first step",
             published="25 steps where 200 are needed",
         ),
         Check(
-            claim=f"{strong} is learned (first tokens, at the end)", measured=mean_of(at(strong, last)),
-            relation=">=", threshold=0.95, control=mean_of(at(strong, 0)), control_is="before",
+            claim=f"{strong} is learned (first tokens, at the end)",
+            measured=mean_of(at(strong, last)),
+            relation=">=",
+            threshold=0.95,
+            control=mean_of(at(strong, 0)),
+            control_is="before",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_decays(table: Table) -> Mapping[str, go.Figure]:
@@ -303,22 +326,31 @@ def _check_layers(table: Table) -> list[Check]:
     return [
         Check(
             claim="Tuning queries and keys of one layer suffices (first token, the best layer)",
-            measured=mean_of(of([best])), relation=">=", threshold=0.95,
-            control=mean_of(of(names[-1:])), control_is="the highest layer",
+            measured=mean_of(of([best])),
+            relation=">=",
+            threshold=0.95,
+            control=mean_of(of(names[-1:])),
+            control_is="the highest layer",
         ),
         Check(
             claim="The best layer is a middle one (its gain over the mean of the first and the last)",
-            measured=difference_of(of([best]), of([names[0], names[-1]])), relation=">=", threshold=0.1,
-            control=difference_of(of(names[::2]), of(names[1::2] or names)), control_is="even minus odd layers",
+            measured=difference_of(of([best]), of([names[0], names[-1]])),
+            relation=">=",
+            threshold=0.1,
+            control=difference_of(of(names[::2]), of(names[1::2] or names)),
+            control_is="even minus odd layers",
             published="layer 13 of 32",
         ),
         Check(
             claim="Early layers help more than high ones (first third minus last third)",
-            measured=difference_of(of(names[:third]), of(names[-third:])), relation=">=", threshold=0.05,
-            control=difference_of(of(names[::2]), of(names[1::2] or names)), control_is="even minus odd layers",
+            measured=difference_of(of(names[:third]), of(names[-third:])),
+            relation=">=",
+            threshold=0.05,
+            control=difference_of(of(names[::2]), of(names[1::2] or names)),
+            control_is="even minus odd layers",
         ),
         *order_checks(only),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
@@ -340,8 +372,9 @@ FIG10 = Experiment(
     scales={
         "smoke": Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
         "cpu": Layers(),
-        "paper": Layers(replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)),
-                        (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)),
+        "paper": Layers(
+            replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
+        ),
     },
     run=_run_layers,
     draw=_draw_layers,
@@ -350,4 +383,4 @@ FIG10 = Experiment(
         "Llama 3 8B: layer 13 is best; layers below 5 help more than high ones; alignment emerges near step 430, "
         "lookup near 470."
     ),
-)  # fmt: skip
+)

@@ -32,9 +32,18 @@ TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
 """What the bundled model is tuned on."""
 
 TOY: Mapping[str, Any] = {
-    "loss_on": "all", "steps": 200, "batch": 8, "lr": 3e-3, "r": 16, "alpha": 64.0, "dropout": 0.0,
-    "projections": ("q", "k", "v", "o"), "probe_every": 5, "probe_prompts": 10, "checkpoint_every": 20,
-}  # fmt: skip
+    "loss_on": "all",
+    "steps": 200,
+    "batch": 8,
+    "lr": 3e-3,
+    "r": 16,
+    "alpha": 64.0,
+    "dropout": 0.0,
+    "projections": ("q", "k", "v", "o"),
+    "probe_every": 5,
+    "probe_prompts": 10,
+    "checkpoint_every": 20,
+}
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
 PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True, "probe_prompts": 10}
@@ -42,8 +51,15 @@ PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True, "probe_p
 
 SMOKE_TASK: Mapping[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
 SMOKE: Mapping[str, Any] = {
-    "loss_on": "all", "steps": 3, "batch": 2, "lr": 1e-2, "r": 2, "alpha": 2.0, "probe_every": 1, "probe_prompts": 3,
-}  # fmt: skip
+    "loss_on": "all",
+    "steps": 3,
+    "batch": 2,
+    "lr": 1e-2,
+    "r": 2,
+    "alpha": 2.0,
+    "probe_every": 1,
+    "probe_prompts": 3,
+}
 """What takes a second and teaches nothing."""
 
 SMALL = 20_000_000
@@ -210,9 +226,7 @@ def measure_tuned(
     about = model_provenance(loaded(model))
     plain = [(arm, json.loads(json.dumps({"task": dict(arm.task), "config": dict(arm.config)}))) for arm in arms]
     common = {"model": model, "weights": about["weights"], "runs": str(folder / "tuned"), **more}
-    cells = [
-        Cell(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds
-    ]  # fmt: skip
+    cells = [Cell(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds]
     found = run_cells(cells, folder / "cells", jobs=jobs).whole()
     names = {json.dumps(asked, sort_keys=True): arm.name for arm, asked in plain}
     asked = zip(found["task"], found["config"], strict=True)

@@ -79,11 +79,7 @@ class Directions:
 
 
 def pretrained(
-    world: RecallWorld,
-    n_ctx: int,
-    n_slots: int,
-    beta: float = 100.0,
-    corrections: Collection[Correction] = CORRECTIONS,
+    world: RecallWorld, n_ctx: int, n_slots: int, beta: float = 100.0, corrections: Collection[Correction] = CORRECTIONS
 ) -> RecallWeights:
     """Returns the construction for pretraining sequences: Propositions 1 and 3.
 

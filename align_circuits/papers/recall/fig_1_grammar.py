@@ -71,29 +71,42 @@ def _check(table: Table) -> list[Check]:
     alone = _at(table, high, lens[0])
     return [
         Check(
-            f"The grammar of pretraining tells the type (S = {longest}, Div {high:g}: best accuracy)", relation=">=",
-            threshold=0.95, **measured(_at(table, high, longest)), **controlled(alone, f"S = {lens[0]}"),
+            f"The grammar of pretraining tells the type (S = {longest}, Div {high:g}: best accuracy)",
+            relation=">=",
+            threshold=0.95,
+            **measured(_at(table, high, longest)),
+            **controlled(alone, f"S = {lens[0]}"),
         ),
         Check(
-            f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {high:g})", relation="<=",
-            threshold=0.8, **measured(_at(table, high, short)),
-            **controlled(_at(table, high, longest), f"S = {longest}"), published="insufficient",
+            f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {high:g})",
+            relation="<=",
+            threshold=0.8,
+            **measured(_at(table, high, short)),
+            **controlled(_at(table, high, longest), f"S = {longest}"),
+            published="insufficient",
         ),
         Check(
-            f"A larger Div makes the type easier to tell (Div {high:g} minus {low:g}, S = {middle})", relation=">=",
-            threshold=0.1, **measured(_at(table, high, middle) - _at(table, low, middle)),
+            f"A larger Div makes the type easier to tell (Div {high:g} minus {low:g}, S = {middle})",
+            relation=">=",
+            threshold=0.1,
+            **measured(_at(table, high, middle) - _at(table, low, middle)),
             **controlled(alone - _at(table, low, lens[0]), f"S = {lens[0]}"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 FIG1 = Experiment(
-    name="recall/fig1", title="How much grammar tells about the type", source=f"{SOURCE}, Fig. 1 and §3.2",
+    name="recall/fig1",
+    title="How much grammar tells about the type",
+    source=f"{SOURCE}, Fig. 1 and §3.2",
     scales={
         "smoke": Grammar(RecallWorld.small(), (0.2, 0.5), (1, 3, 20), 50, 2),
         "cpu": Grammar(RecallWorld.paper()),
         "paper": Grammar(RecallWorld.paper(), n=20_000, seeds=6),
     },
-    run=_run, draw=_draw, check=_check, makes_models=True,
+    run=_run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="Fig. 1 draws the data; §3.2 says that five tokens of grammar tell too little about the type.",
-)  # fmt: skip
+)

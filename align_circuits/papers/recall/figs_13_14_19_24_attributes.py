@@ -74,9 +74,13 @@ def finetuned(
     every = max(1, size.finetuning // 20)
     train = replace(FINETUNING, steps=size.finetuning, lr=size.lr, log_every=every)
     run = train_stage(
-        pretrained(size, seed, positions, folder).model, Stage(task, train, size.batch_size, "last"), probes=probes,
-        seed=seed, out=_folder(folder, ["ft", asdict(size), seed, positions, values]), progress=False,
-    )  # fmt: skip
+        pretrained(size, seed, positions, folder).model,
+        Stage(task, train, size.batch_size, "last"),
+        probes=probes,
+        seed=seed,
+        out=_folder(folder, ["ft", asdict(size), seed, positions, values]),
+        progress=False,
+    )
     return run, probes
 
 
@@ -130,15 +134,21 @@ def _check_curves(table: Table) -> list[Check]:
     seen = {"probe": "seen", "match": "exact"}
     return [
         Check(
-            "Finetuning brings ICL about seen subjects (exact match)", relation=">=", threshold=0.8,
-            **measured(at_end(table, **seen)), **controlled(at_start(table, **seen), "before finetuning"),
+            "Finetuning brings ICL about seen subjects (exact match)",
+            relation=">=",
+            threshold=0.8,
+            **measured(at_end(table, **seen)),
+            **controlled(at_start(table, **seen), "before finetuning"),
         ),
         Check(
-            "And about held-out subjects (exact match)", relation=">=", threshold=0.5,
-            **measured(at_end(table, **_HELD_OUT)), **controlled(at_start(table, **_HELD_OUT), "before finetuning"),
+            "And about held-out subjects (exact match)",
+            relation=">=",
+            threshold=0.5,
+            **measured(at_end(table, **_HELD_OUT)),
+            **controlled(at_start(table, **_HELD_OUT), "before finetuning"),
             published="about 1",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _cells_of(table: Table, *names: str) -> list[dict[str, Any]]:
@@ -181,10 +191,13 @@ def _check_values(table: Table) -> list[Check]:
         checks.append(
             Check(
                 f"More values seen raise ICL about held-out subjects ({many} minus {few}, M = {group['n_subjects']}, "
-                f"M_ft = {group['n_seen']})", relation=">=", threshold=0.1, **measured(gain("held_out")),
+                f"M_ft = {group['n_seen']})",
+                relation=">=",
+                threshold=0.1,
+                **measured(gain("held_out")),
                 **controlled(gain("seen"), "about seen ones"),
             )
-        )  # fmt: skip
+        )
     return checks
 
 
@@ -199,10 +212,11 @@ def _draw_subjects(table: Table) -> dict[str, go.Figure]:
     cosines = pd.DataFrame(
         [
             {"M": cell["n_subjects"], "curve": what, **vars(found)}
-            for cell in cells for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
+            for cell in cells
+            for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
             for found in [over_seeds(at_end(table, probe="cosine", match=what, **cell))]
         ]
-    )  # fmt: skip
+    )
     return {
         "cosines": plots.curves({"": cosines}, x="M", by="curve", label="subjects M", value="cosine of the best head"),
         "matches": plots.curves(panels, x="step", by="curve", label="steps of finetuning", value="share of prompts"),
@@ -222,27 +236,54 @@ def _check_subjects(table: Table) -> list[Check]:
         *(
             Check(
                 f"With few subjects a head is nearer to the construction's {what} (cosine, M = {few} minus {many})",
-                relation=">=", threshold=0.1, **measured(drop(probe="cosine", match=what)),
+                relation=">=",
+                threshold=0.1,
+                **measured(drop(probe="cosine", match=what)),
                 **controlled(drop(probe="cosine", match=f"{what} of another"), "with another's"),
             )
             for what in ("f_subj", "f_rel")
         ),
         Check(
-            f"And after finetuning the subject is matched more often (held-out, M = {few} minus {many})", relation=">=",
-            threshold=0.1, **measured(drop(probe="held_out", match="subject")),
+            f"And after finetuning the subject is matched more often (held-out, M = {few} minus {many})",
+            relation=">=",
+            threshold=0.1,
+            **measured(drop(probe="held_out", match="subject")),
             **controlled(before, "before finetuning"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 SMOKE = Training(
-    n_subjects=8, n_values=2, n_types=2, n_grammar=4, n_slots=3, n_facts=2, n_demos=2, n_seen=4, d_head=8,
-    pretraining=4, finetuning=4, batch_size=4, lr=1e-2, n=8,
-)  # fmt: skip
+    n_subjects=8,
+    n_values=2,
+    n_types=2,
+    n_grammar=4,
+    n_slots=3,
+    n_facts=2,
+    n_demos=2,
+    n_seen=4,
+    d_head=8,
+    pretraining=4,
+    finetuning=4,
+    batch_size=4,
+    lr=1e-2,
+    n=8,
+)
 CPU = Training(
-    n_subjects=64, n_values=8, n_types=4, n_grammar=10, n_slots=6, n_facts=4, n_demos=5, n_seen=32, d_head=64,
-    pretraining=2000, finetuning=500, batch_size=32, lr=3e-3,
-)  # fmt: skip
+    n_subjects=64,
+    n_values=8,
+    n_types=4,
+    n_grammar=10,
+    n_slots=6,
+    n_facts=4,
+    n_demos=5,
+    n_seen=32,
+    d_head=64,
+    pretraining=2000,
+    finetuning=500,
+    batch_size=32,
+    lr=3e-3,
+)
 PAPER = Training()
 """App. B: 2,000 and 1,000 steps to validate the constructions; Figs. 13 and 14 have 5,000 and 2,000."""
 
@@ -251,14 +292,18 @@ def _values(subjects: Mapping[int, int], seen: Sequence[int], values: Sequence[i
     """Cells of Fig. 13; `subjects` gives each M its d_head."""
     return tuple(
         {"n_subjects": m, "d_head": d_head, "n_seen": n_seen, "values": count}
-        for m, d_head in subjects.items() for n_seen in seen for count in values
-    )  # fmt: skip
+        for m, d_head in subjects.items()
+        for n_seen in seen
+        for count in values
+    )
 
 
 _LATER = {"pretraining": 5000, "finetuning": 2000}
 
 FIG13 = Experiment(
-    name="recall/fig13", title="Unique values seen in finetuning", source=f"{SOURCE}, Fig. 13",
+    name="recall/fig13",
+    title="Unique values seen in finetuning",
+    source=f"{SOURCE}, Fig. 13",
     scales={
         "smoke": Attributes(SMOKE, 2, _values({8: 8}, (4,), (3, 4))),
         "cpu": Attributes(CPU, 3, _values({64: 64}, (8,), (18, 22, 26))),
@@ -266,38 +311,52 @@ FIG13 = Experiment(
             replace(PAPER, **_LATER), 2, _values({256: 256, 2048: 2048}, (32, 64), (160, 180, 200, 220))
         ),
     },
-    run=run, draw=_draw_values, check=_check_values, makes_models=True,
+    run=run,
+    draw=_draw_values,
+    check=_check_values,
+    makes_models=True,
     published="More unique values raise accuracy about held-out subjects, whatever M and M_ft.",
-)  # fmt: skip
+)
 
 FIG14 = Experiment(
-    name="recall/fig14", title="Few and many subjects in pretraining", source=f"{SOURCE}, Fig. 14",
+    name="recall/fig14",
+    title="Few and many subjects in pretraining",
+    source=f"{SOURCE}, Fig. 14",
     scales={
         "smoke": Attributes(SMOKE, 2, ({"n_subjects": 8, "d_head": 8}, {"n_subjects": 12, "d_head": 8})),
         "cpu": Attributes(
             replace(CPU, n_seen=8), 3, ({"n_subjects": 64, "d_head": 64}, {"n_subjects": 256, "d_head": 256})
         ),
         "paper": Attributes(
-            replace(PAPER, n_seen=32, **_LATER), 2,
+            replace(PAPER, n_seen=32, **_LATER),
+            2,
             ({"n_subjects": 256, "d_head": 256}, {"n_subjects": 2048, "d_head": 2048}),
         ),
     },
-    run=run, draw=_draw_subjects, check=_check_subjects, makes_models=True,
+    run=run,
+    draw=_draw_subjects,
+    check=_check_subjects,
+    makes_models=True,
     published="With 2048 subjects cosines are low after pretraining, and subject match after finetuning.",
-)  # fmt: skip
+)
 
 
 def _learning(name: str, positions: Positions) -> Experiment:
     return Experiment(
-        name=f"recall/{name}", title=f"Finetuning an attention-only model, {positions} positions",
+        name=f"recall/{name}",
+        title=f"Finetuning an attention-only model, {positions} positions",
         source=f"{SOURCE}, Fig. {name.removeprefix('fig')}",
         scales={
-            "smoke": Attributes(SMOKE, 2, positions=positions), "cpu": Attributes(CPU, 3, positions=positions),
+            "smoke": Attributes(SMOKE, 2, positions=positions),
+            "cpu": Attributes(CPU, 3, positions=positions),
             "paper": Attributes(PAPER, 2, positions=positions),
         },
-        run=run, draw=_draw_curves, check=_check_curves, makes_models=True,
+        run=run,
+        draw=_draw_curves,
+        check=_check_curves,
+        makes_models=True,
         published="ICL comes to about 1 about seen and held-out subjects.",
-    )  # fmt: skip
+    )
 
 
 FIG19 = _learning("fig19", "relative")

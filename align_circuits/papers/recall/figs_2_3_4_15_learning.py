@@ -31,8 +31,7 @@ LEARNED = 0.8
 """A match is learned where it reaches this share of prompts."""
 
 STAGEWISE = replace(
-    CPU,
-    pretraining=TrainConfig(12_000, lr=1e-3, weight_decay=1e-3, warmup=50, log_every=250, checkpoint_every=250),
+    CPU, pretraining=TrainConfig(12_000, lr=1e-3, weight_decay=1e-3, warmup=50, log_every=250, checkpoint_every=250)
 )
 """With AdamW, as in the paper: Muon, with which the other figures pretrain at this scale, learns the facts several
 times sooner, and the type not before them."""
@@ -57,24 +56,38 @@ def _check_pretraining(table: Table) -> list[Check]:
     type_, exactly, subject = (reached(table, LEARNED, match=match, **pt) for match in ("type", "exact", "subject"))
     return [
         Check(
-            "Pretraining teaches the facts (exact match on PT)", relation=">=", threshold=LEARNED,
-            **measured(exact), **controlled(first, "before training"), published="about 1",
+            "Pretraining teaches the facts (exact match on PT)",
+            relation=">=",
+            threshold=LEARNED,
+            **measured(exact),
+            **controlled(first, "before training"),
+            published="about 1",
         ),
         Check(
             "The type is learned before the fact (share of seeds whose type match is learned at an earlier step)",
-            relation=">=", threshold=0.9, **measured((type_ < exactly).astype(float)),
-            **controlled((exactly < type_).astype(float), "the fact before the type"), published="type, then fact",
+            relation=">=",
+            threshold=0.9,
+            **measured((type_ < exactly).astype(float)),
+            **controlled((exactly < type_).astype(float), "the fact before the type"),
+            published="type, then fact",
         ),
         Check(
-            "The type is learned before the subject (share of seeds)", relation=">=", threshold=0.9,
+            "The type is learned before the subject (share of seeds)",
+            relation=">=",
+            threshold=0.9,
             **measured((type_ < subject).astype(float)),
-            **controlled((subject < type_).astype(float), "the subject before the type"), published="type first",
+            **controlled((subject < type_).astype(float), "the subject before the type"),
+            published="type first",
         ),
         Check(
-            "Finding 1: pretraining does not suffice for ICL (exact match on ICL)", relation="<=", threshold=0.2,
-            **measured(at_end(table, match="exact", **icl)), **controlled(exact, "the same on PT"), published="near 0",
+            "Finding 1: pretraining does not suffice for ICL (exact match on ICL)",
+            relation="<=",
+            threshold=0.2,
+            **measured(at_end(table, match="exact", **icl)),
+            **controlled(exact, "the same on PT"),
+            published="near 0",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_finetuning(kind: Finetuned) -> Any:
@@ -96,17 +109,22 @@ def _check_finetuning(kind: Finetuned) -> Any:
         finding = 2 if kind == "icl" else 3
         return [
             Check(
-                f"Finetuning on {_SAID[kind]} brings ICL about seen subjects (exact match)", relation=">=",
-                threshold=LEARNED, **measured(at_end(table, **seen)),
+                f"Finetuning on {_SAID[kind]} brings ICL about seen subjects (exact match)",
+                relation=">=",
+                threshold=LEARNED,
+                **measured(at_end(table, **seen)),
                 **controlled(at_start(table, **seen), "before finetuning"),
                 published="about 1",
             ),
             Check(
-                f"Finding {finding}: and about held-out subjects (exact match)", relation=">=", threshold=0.5,
-                **measured(at_end(table, **held_out)), **controlled(before, "before finetuning"),
+                f"Finding {finding}: and about held-out subjects (exact match)",
+                relation=">=",
+                threshold=0.5,
+                **measured(at_end(table, **held_out)),
+                **controlled(before, "before finetuning"),
                 published="about 1" if kind == "icl" else "about 0.9",
             ),
-        ]  # fmt: skip
+        ]
 
     return check
 
@@ -129,43 +147,68 @@ def _check_formats(table: Table) -> list[Check]:
     return [
         Check(
             "ICL+Grm is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm earlier)",
-            relation=">=", threshold=0.9, **measured(((own < other) & np.isfinite(other)).astype(float)),
+            relation=">=",
+            threshold=0.9,
+            **measured(((own < other) & np.isfinite(other)).astype(float)),
             **controlled(((other < own) & np.isfinite(own)).astype(float), "ICL before ICL+Grm"),
             published="ICL+Grm first",
         ),
         Check(
-            "ICL about held-out subjects follows (exact match)", relation=">=", threshold=0.5,
+            "ICL about held-out subjects follows (exact match)",
+            relation=">=",
+            threshold=0.5,
             **measured(at_end(table, **held_out)),
             **controlled(at_start(table, **held_out), "before finetuning"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _experiment(
     name: str, title: str, stage: Any, draw: Any, check: Any, published: str, cpu: Size = CPU
 ) -> Experiment:
     return Experiment(
-        name=f"recall/{name}", title=title, source=f"{SOURCE}, Fig. {name.removeprefix('fig')}",
-        scales={
-            "smoke": Study(SMOKE, (stage,)), "cpu": Study(cpu, (stage,)), "paper": Study(PAPER, (stage,)),
-        },
-        run=study, draw=draw, check=check, makes_models=True, published=published,
-    )  # fmt: skip
+        name=f"recall/{name}",
+        title=title,
+        source=f"{SOURCE}, Fig. {name.removeprefix('fig')}",
+        scales={"smoke": Study(SMOKE, (stage,)), "cpu": Study(cpu, (stage,)), "paper": Study(PAPER, (stage,))},
+        run=study,
+        draw=draw,
+        check=check,
+        makes_models=True,
+        published=published,
+    )
 
 
 FIG2 = _experiment(
-    "fig2", "What pretraining on facts teaches", "pt", _draw_pretraining, _check_pretraining,
-    "On PT the type is learned first, then the fact; ICL stays near zero.", cpu=STAGEWISE,
-)  # fmt: skip
+    "fig2",
+    "What pretraining on facts teaches",
+    "pt",
+    _draw_pretraining,
+    _check_pretraining,
+    "On PT the type is learned first, then the fact; ICL stays near zero.",
+    cpu=STAGEWISE,
+)
 FIG3 = _experiment(
-    "fig3", "Finetuning on ICL", "icl", _draw_finetuning("icl"), _check_finetuning("icl"),
+    "fig3",
+    "Finetuning on ICL",
+    "icl",
+    _draw_finetuning("icl"),
+    _check_finetuning("icl"),
     "ICL about seen and held-out subjects comes to about 1.",
-)  # fmt: skip
+)
 FIG4 = _experiment(
-    "fig4", "Finetuning on ICL+Grm", "icl+grm", _draw_finetuning("icl+grm"), _check_finetuning("icl+grm"),
+    "fig4",
+    "Finetuning on ICL+Grm",
+    "icl+grm",
+    _draw_finetuning("icl+grm"),
+    _check_finetuning("icl+grm"),
     "ICL, another format, comes too, about seen and held-out subjects.",
-)  # fmt: skip
+)
 FIG15 = _experiment(
-    "fig15", "Finetuning on ICL+Grm, measured in both formats", "icl+grm", _draw_formats, _check_formats,
+    "fig15",
+    "Finetuning on ICL+Grm, measured in both formats",
+    "icl+grm",
+    _draw_formats,
+    _check_formats,
     "Performance improves first on ICL+Grm, later on ICL.",
-)  # fmt: skip
+)

@@ -47,14 +47,16 @@ def _check_seen(table: Table) -> list[Check]:
         checks.append(
             Check(
                 f"More subjects in finetuning on {said} raise ICL about held-out ones ({many} minus {few}, best step)",
-                relation=">=", threshold=0.15, **measured(at_most - at_least),
+                relation=">=",
+                threshold=0.15,
+                **measured(at_most - at_least),
                 **controlled(
                     at_end(table, n_seen=many, stage=stage, probe="pt", match="attribute")
                     - at_end(table, n_seen=few, stage=stage, probe="pt", match="attribute"),
                     "attribute match on PT, which does not need them",
                 ),
             )
-        )  # fmt: skip
+        )
     return checks
 
 
@@ -94,18 +96,24 @@ def _check_grid(columns: str, said: str) -> Any:
             form = end(_FORM, divs[-1], others[-1]) - end(_FORM, divs[-1], others[0])
             checks.append(
                 Check(
-                    f"A larger {said} raises {what} ({others[-1]} minus {others[0]}, Div {divs[-1]})", relation=">=",
-                    threshold=0.1, **measured(gain), **controlled(form, _FORM_IS),
+                    f"A larger {said} raises {what} ({others[-1]} minus {others[0]}, Div {divs[-1]})",
+                    relation=">=",
+                    threshold=0.1,
+                    **measured(gain),
+                    **controlled(form, _FORM_IS),
                 )
-            )  # fmt: skip
+            )
             gain = end(where, divs[-1], others[0]) - end(where, divs[0], others[0])
             form = end(_FORM, divs[-1], others[0]) - end(_FORM, divs[0], others[0])
             checks.append(
                 Check(
-                    f"A larger Div raises {what} ({divs[-1]} minus {divs[0]}, {said} {others[0]})", relation=">=",
-                    threshold=0.1, **measured(gain), **controlled(form, _FORM_IS),
+                    f"A larger Div raises {what} ({divs[-1]} minus {divs[0]}, {said} {others[0]})",
+                    relation=">=",
+                    threshold=0.1,
+                    **measured(gain),
+                    **controlled(form, _FORM_IS),
                 )
-            )  # fmt: skip
+            )
         return checks
 
     return check
@@ -128,34 +136,49 @@ def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, 
 
 
 FIG5 = Experiment(
-    name="recall/fig5", title="Held-out accuracy against the subjects finetuned on", source=f"{SOURCE}, Fig. 5",
+    name="recall/fig5",
+    title="Held-out accuracy against the subjects finetuned on",
+    source=f"{SOURCE}, Fig. 5",
     scales={
         "smoke": Study(SMOKE, ("icl", "icl+grm"), _cells(n_seen=(4, 12))),
         "cpu": Study(CPU, ("icl", "icl+grm"), _cells(n_seen=(12, 48, 72))),
         "paper": Study(PAPER, ("icl", "icl+grm"), _cells(n_seen=(16, 32, 64, 128, 192))),
     },
-    run=study, draw=_draw_seen, check=_check_seen, makes_models=True,
+    run=study,
+    draw=_draw_seen,
+    check=_check_seen,
+    makes_models=True,
     published="Accuracy rises with the number of subjects, comparably for ICL and ICL+Grm.",
-)  # fmt: skip
+)
 
 FIG6 = Experiment(
-    name="recall/fig6", title="Grammar length and diversity of the chains", source=f"{SOURCE}, Fig. 6",
+    name="recall/fig6",
+    title="Grammar length and diversity of the chains",
+    source=f"{SOURCE}, Fig. 6",
     scales={
         "smoke": Study(SMOKE, ("pt", "icl+grm"), _lengths((0.2, 0.5), (3, 5), {})),
         "cpu": Study(CPU, ("pt", "icl+grm"), _lengths((0.2, 0.5), (6, 20), {})),
         "paper": Study(PAPER, ("pt", "icl+grm"), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
     },
-    run=study, draw=_draw_grid("grammar_len", "S"), check=_check_grid("grammar_len", "S"), makes_models=True,
+    run=study,
+    draw=_draw_grid("grammar_len", "S"),
+    check=_check_grid("grammar_len", "S"),
+    makes_models=True,
     published="Both raise PT and ICL about held-out subjects.",
-)  # fmt: skip
+)
 
 FIG7 = Experiment(
-    name="recall/fig7", title="Subjects in pretraining", source=f"{SOURCE}, Fig. 7",
+    name="recall/fig7",
+    title="Subjects in pretraining",
+    source=f"{SOURCE}, Fig. 7",
     scales={
         "smoke": Study(SMOKE, ("pt", "icl+grm"), _cells(div=(0.2, 0.5), n_subjects=(8, 16))),
         "cpu": Study(CPU, ("pt", "icl+grm"), _cells(div=(0.2, 0.5), n_subjects=(24, 96))),
         "paper": Study(PAPER, ("pt", "icl+grm"), _cells(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
     },
-    run=study, draw=_draw_grid("n_subjects", "M"), check=_check_grid("n_subjects", "M"), makes_models=True,
+    run=study,
+    draw=_draw_grid("n_subjects", "M"),
+    check=_check_grid("n_subjects", "M"),
+    makes_models=True,
     published="More subjects raise ICL about held-out ones.",
-)  # fmt: skip
+)

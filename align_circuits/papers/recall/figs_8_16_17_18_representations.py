@@ -19,16 +19,7 @@ from align_circuits.models.loading import load
 from align_circuits.papers.accuracy import controlled, measured, over_seeds
 from align_circuits.papers.claims import Check, Experiment
 from align_circuits.papers.recall.tasks import DemonstrationsTask
-from align_circuits.papers.recall.trainings import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    Size,
-    finetuned,
-    pretrained,
-)
+from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.evaluation import predict
@@ -111,8 +102,9 @@ def _clusters(model: Any, config: Clusters, size: Size, seed: int) -> list[dict[
                     grid = group_cosines(vectors, with_itself=itself)
                     rows += [
                         {**where, "metric": metric, "type": one, "other": other, "value": float(grid[one, other])}
-                        for one in range(len(grid)) for other in range(len(grid))
-                    ]  # fmt: skip
+                        for one in range(len(grid))
+                        for other in range(len(grid))
+                    ]
     return rows
 
 
@@ -168,7 +160,8 @@ def _draw_main(table: Table) -> dict[str, go.Figure]:
     ft = {"stage": "ft"}
     learned = {
         f"Div {div:g}": _course(
-            table, "demos",
+            table,
+            "demos",
             {
                 "exact match, held-out": ("exact", {"div": div, **ft}),
                 "silhouette, layer 2 attention": ("silhouette", {"div": div, **CARRIER, **ft}),
@@ -176,7 +169,7 @@ def _draw_main(table: Table) -> dict[str, go.Figure]:
             },
         )
         for div in divs
-    }  # fmt: skip
+    }
     ranks = {f"Div {div:g}, held-out": _steered(table, div, "held-out") for div in divs}
     return {
         "left": plots.curves(learned, x="demos", by="curve", label="demonstrations t", value="share, or silhouette"),
@@ -203,36 +196,47 @@ def _check_main(table: Table) -> list[Check]:
     return [
         Check(
             f"More demonstrations raise accuracy about held-out subjects (t = {many} minus {few}, Div {high:g})",
-            relation=">=", threshold=0.1, **measured(gain("exact", "ft")),
+            relation=">=",
+            threshold=0.1,
+            **measured(gain("exact", "ft")),
             **controlled(gain("exact", "pt"), "before FT"),
         ),
         Check(
             f"Finding 5: they raise the silhouette of layer-2 attention (t = {many} minus {few}, Div {high:g})",
-            relation=">=", threshold=0.05, **measured(gain("silhouette", "ft", **CARRIER)),
+            relation=">=",
+            threshold=0.05,
+            **measured(gain("silhouette", "ft", **CARRIER)),
             **controlled(gain("shuffled", "ft", **CARRIER), "types dealt anew"),
         ),
         Check(
-            f"Finding 5: a larger Div makes clusters stronger (Div {high:g} minus {low:g}, t = {many})", relation=">=",
-            threshold=0.05, **measured(apart("ft")), **controlled(apart("pt"), "before FT"),
+            f"Finding 5: a larger Div makes clusters stronger (Div {high:g} minus {low:g}, t = {many})",
+            relation=">=",
+            threshold=0.05,
+            **measured(apart("ft")),
+            **controlled(apart("pt"), "before FT"),
         ),
         Check(
             "Steering: at β = 1 the target's attribute outranks the original's (difference of ranks, held-out)",
-            relation=">=", threshold=1.0, **measured(lead(1.0)), **controlled(lead(0.0), "β = 0"),
+            relation=">=",
+            threshold=1.0,
+            **measured(lead(1.0)),
+            **controlled(lead(0.0), "β = 0"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_layers(table: Table) -> dict[str, go.Figure]:
     panels = {
         f"Div {div:g}": _course(
-            table, "demos",
+            table,
+            "demos",
             {
                 f"layer {layer + 1}, {site}": ("silhouette", {"div": div, "layer": layer, "site": site, "stage": "ft"})
                 for layer, site in SITES
             },
         )
         for div in _sorted(table, "div")
-    }  # fmt: skip
+    }
     return {"": plots.curves(panels, x="demos", by="curve", label="demonstrations t", value="silhouette")}
 
 
@@ -242,20 +246,25 @@ def _check_layers(table: Table) -> list[Check]:
     carrier = _values(table, "silhouette", **asked, **CARRIER)
     others = [
         _values(table, "silhouette", layer=layer, site=site, **asked)
-        for layer, site in SITES if {"layer": layer, "site": site} != CARRIER
-    ]  # fmt: skip
+        for layer, site in SITES
+        if {"layer": layer, "site": site} != CARRIER
+    ]
     return [
         Check(
             f"Layer-2 attention clusters most strongly (its silhouette minus the largest other, t = {many})",
-            relation=">=", threshold=0.0, **measured(carrier - np.max(others, axis=0)),
+            relation=">=",
+            threshold=0.0,
+            **measured(carrier - np.max(others, axis=0)),
             **controlled(np.min(others, axis=0) - carrier, "the weakest minus it"),
         ),
         Check(
-            "Layer-1 representations show no clusters (silhouette of attention)", relation="<=", threshold=0.1,
+            "Layer-1 representations show no clusters (silhouette of attention)",
+            relation="<=",
+            threshold=0.1,
             **measured(_values(table, "silhouette", layer=0, site="attn_out", **asked)),
             **controlled(carrier, "layer-2 attention"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_cosines(table: Table) -> dict[str, go.Figure]:
@@ -281,17 +290,20 @@ def _check_cosines(table: Table) -> list[Check]:
     return [
         Check(
             f"Contexts of one type come to lie together (cosine within minus between types, t = {int(demos[-1])})",
-            relation=">=", threshold=0.1, **measured(apart(demos[-1])),
+            relation=">=",
+            threshold=0.1,
+            **measured(apart(demos[-1])),
             **controlled(apart(demos[0]), f"t = {int(demos[0])}"),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _draw_steering(table: Table) -> dict[str, go.Figure]:
     panels = {
         f"Div {div:g}, {queries}": _steered(table, div, queries)
-        for div in _sorted(table, "div") for queries in ("seen", "held-out")
-    }  # fmt: skip
+        for div in _sorted(table, "div")
+        for queries in ("seen", "held-out")
+    }
     figure = plots.curves(panels, x="beta", by="curve", label="β (-1: not steered)", value="rank of the attribute")
     return {"": figure}
 
@@ -309,10 +321,12 @@ def _check_steering(table: Table) -> list[Check]:
         checks.append(
             Check(
                 f"Steering moves the target's attribute up, {queries} (its rank at β = 0 minus at β = 1, Div {high:g})",
-                relation=">=", threshold=1.0, **measured(mean - all_of_it),
+                relation=">=",
+                threshold=1.0,
+                **measured(mean - all_of_it),
                 **controlled(unsteered - mean, "unsteered minus β = 0"),
             )
-        )  # fmt: skip
+        )
     if low < high:
         some = sorted(beta for beta in _sorted(table, "beta") if 0 < beta < 1)[1]
         ranks = {
@@ -321,10 +335,12 @@ def _check_steering(table: Table) -> list[Check]:
         checks.append(
             Check(
                 f"A larger Div needs a smaller β (target's rank at β = {some:g}, Div {low:g} minus {high:g})",
-                relation=">=", threshold=0.5, **measured(ranks[some, low] - ranks[some, high]),
+                relation=">=",
+                threshold=0.5,
+                **measured(ranks[some, low] - ranks[some, high]),
                 **controlled(ranks[UNSTEERED, low] - ranks[UNSTEERED, high], "unsteered"),
             )
-        )  # fmt: skip
+        )
     return checks
 
 
@@ -332,9 +348,16 @@ def _experiment(
     name: str, title: str, draw: Callable[..., Any], check: Callable[..., Any], published: str
 ) -> Experiment:
     return Experiment(
-        name=f"recall/{name}", title=title, source=f"{SOURCE}, Fig. {name.removeprefix('fig')}", scales=_SCALES,
-        run=run, draw=draw, check=check, makes_models=True, published=published,
-    )  # fmt: skip
+        name=f"recall/{name}",
+        title=title,
+        source=f"{SOURCE}, Fig. {name.removeprefix('fig')}",
+        scales=_SCALES,
+        run=run,
+        draw=draw,
+        check=check,
+        makes_models=True,
+        published=published,
+    )
 
 
 _SCALES: dict[Literal["smoke", "cpu", "paper"], Clusters] = {
@@ -344,18 +367,30 @@ _SCALES: dict[Literal["smoke", "cpu", "paper"], Clusters] = {
 }
 
 FIG8 = _experiment(
-    "fig8", "Clusters and steering", _draw_main, _check_main,
+    "fig8",
+    "Clusters and steering",
+    _draw_main,
+    _check_main,
     "Accuracy and clusters grow with demonstrations; steering works, at smaller β where Div is larger.",
-)  # fmt: skip
+)
 FIG16 = _experiment(
-    "fig16", "Clusters by layer", _draw_layers, _check_layers,
+    "fig16",
+    "Clusters by layer",
+    _draw_layers,
+    _check_layers,
     "Layer-2 attention clusters most strongly; layer 1 not at all.",
-)  # fmt: skip
+)
 FIG17 = _experiment(
-    "fig17", "Cosines of types", _draw_cosines, _check_cosines,
+    "fig17",
+    "Cosines of types",
+    _draw_cosines,
+    _check_cosines,
     "Contexts of one type come to lie together with more demonstrations.",
-)  # fmt: skip
+)
 FIG18 = _experiment(
-    "fig18", "Steering with seen and held-out subjects", _draw_steering, _check_steering,
+    "fig18",
+    "Steering with seen and held-out subjects",
+    _draw_steering,
+    _check_steering,
     "Larger Div gives stronger task vectors, which steer at smaller β.",
-)  # fmt: skip
+)

@@ -75,10 +75,11 @@ def heads_cell(seed: int, positions: Literal["relative", "absolute"], **size: An
     common = {"lr": config.lr, "log_every": 10**6, "checkpoint_every": 10**6}
     stages = {
         "untrained": None,
-        "pretrained": Stage(facts, replace(PRETRAINING, steps=config.pretraining, schedule="cosine", **common),
-                            config.batch_size),
+        "pretrained": Stage(
+            facts, replace(PRETRAINING, steps=config.pretraining, schedule="cosine", **common), config.batch_size
+        ),
         "finetuned": Stage(shown, replace(FINETUNING, steps=config.finetuning, **common), config.batch_size, "last"),
-    }  # fmt: skip
+    }
     rows: list[dict[str, Any]] = []
     for name, stage in stages.items():
         if stage is not None:
@@ -116,10 +117,11 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
     subject, type_ = prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1]
     values = torch.stack(of.values)
     theory = {
-        "f_subj": of.facts[subject] - of.value, "f_rel": values[type_],
+        "f_subj": of.facts[subject] - of.value,
+        "f_rel": values[type_],
         "f_subj of another": of.facts[(subject + 1) % world.n_subjects] - of.value,
         "f_rel of another": values[(type_ + 1) % world.n_types],
-    }  # fmt: skip
+    }
     for name, direction in theory.items():
         cosines = nn.functional.cosine_similarity(outputs, direction[:, None], dim=-1).mean(0)
         rows += [{"metric": "cosine", "head": h, "what": name, "value": v} for h, v in enumerate(cosines.tolist())]
@@ -154,11 +156,14 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
     for relation, values in zip(world.relation_ids, of.values, strict=True):
         told[:, relation] = values
     masks = {
-        "subject to own": own, "subject to other values": subjects - own,
+        "subject to own": own,
+        "subject to other values": subjects - own,
         "subject to other tokens": torch.outer(rest, of.subjects),
-        "relation to own": told, "relation to other values": torch.outer(of.value, of.relations) - told,
-        "value to its type": same, "value to other values": torch.outer(of.value, of.value) - same,
-    }  # fmt: skip
+        "relation to own": told,
+        "relation to other values": torch.outer(of.value, of.relations) - told,
+        "value to its type": same,
+        "value to other values": torch.outer(of.value, of.value) - same,
+    }
     return [
         {"metric": "weight", "head": head, "what": name, "value": float((ov[head] * mask).sum() / mask.sum())}
         for name, mask in masks.items()
@@ -171,22 +176,38 @@ def attention_map(model: AttentionOnly, prompt: Prompts, sequences: str) -> list
     site = name_of("pattern", 0)
     pattern = capture(model, prompt, [site])[site][0]
     return [
-        {"metric": "map", "sequences": sequences, "head": head, "query": query, "key": key,
-         "value": pattern[head, query, key].item()}
-        for head in range(len(pattern)) for query in range(pattern.shape[1]) for key in range(query + 1)
-    ]  # fmt: skip
+        {
+            "metric": "map",
+            "sequences": sequences,
+            "head": head,
+            "query": query,
+            "key": key,
+            "value": pattern[head, query, key].item(),
+        }
+        for head in range(len(pattern))
+        for query in range(pattern.shape[1])
+        for key in range(query + 1)
+    ]
 
 
 def weight_slices(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
     """Returns W_OV on the first eight subjects, eight values of two types, four grammar tokens, [sep], relations."""
-    ids = [*world.subject_ids[:8], *world.value_ids[0][:8], *world.value_ids[1][:8], *world.grammar_ids[:4],
-           world.separator, *world.relation_ids]  # fmt: skip
+    ids = [
+        *world.subject_ids[:8],
+        *world.value_ids[0][:8],
+        *world.value_ids[1][:8],
+        *world.grammar_ids[:4],
+        world.separator,
+        *world.relation_ids,
+    ]
     with torch.no_grad():
         ov = model.ov[:, ids][:, :, ids]
     return [
         {"metric": "slice", "head": head, "query": into, "key": source, "value": ov[head, into, source].item()}
-        for head in range(len(ov)) for into in range(len(ids)) for source in range(len(ids))
-    ]  # fmt: skip
+        for head in range(len(ov))
+        for into in range(len(ids))
+        for source in range(len(ids))
+    ]
 
 
 @dataclass(frozen=True)
@@ -252,51 +273,107 @@ def _check(table: Table) -> list[Check]:
             return over_seeds((counts > 0).astype(float))
 
         def one(
-            claim: str, role: Literal["subject", "relation"], where: Mapping[str, Any], then: Mapping[str, Any],
-            control: Mapping[str, Any], control_is: str, positions: str = positions,
-        ) -> Check:  # fmt: skip
+            claim: str,
+            role: Literal["subject", "relation"],
+            where: Mapping[str, Any],
+            then: Mapping[str, Any],
+            control: Mapping[str, Any],
+            control_is: str,
+            positions: str = positions,
+        ) -> Check:
             return Check(
-                f"{positions.capitalize()} positions: {claim}", relation=">=", threshold=0.8,
+                f"{positions.capitalize()} positions: {claim}",
+                relation=">=",
+                threshold=0.8,
                 measured=_of(table, role, positions, **where, **then),
-                control=_of(table, role, positions, **where, **control), control_is=control_is,
-            )  # fmt: skip
+                control=_of(table, role, positions, **where, **control),
+                control_is=control_is,
+            )
 
         facts, context = {"sequences": "pretraining"}, {"sequences": "in context"}
         attends = {"metric": "attention"}
         cosine = {"metric": "cosine"}
         checks += [
-            one("after pretraining a head attends to the subject", "subject",
-                {**facts, **attends, "what": "subject"}, before, untrained, "before training"),
-            one("another attends to the latest relation token", "relation",
-                {**facts, **attends, "what": "relation"}, before, untrained, "before training"),
-            one("the subject head's output is f_subj (cosine)", "subject",
-                {**facts, **cosine, "what": "f_subj"}, before, untrained, "before training"),
-            one("the relation head's output is f_rel (cosine)", "relation",
-                {**facts, **cosine}, {**before, "what": "f_rel"}, {**before, "what": "f_rel of another"},
-                "another type's"),
-            one("after finetuning the subject head attends to the query subject", "subject",
-                {**context, **attends, "what": "query_subject"}, after, before, "before finetuning"),
-            one("and the relation head to attributes", "relation",
-                {**context, **attends, "what": "same_type"}, after, before, "before finetuning"),
-            one("whose output is then f_rel (cosine)", "relation",
-                {**context, **cosine, "what": "f_rel"}, after, before, "before finetuning"),
+            one(
+                "after pretraining a head attends to the subject",
+                "subject",
+                {**facts, **attends, "what": "subject"},
+                before,
+                untrained,
+                "before training",
+            ),
+            one(
+                "another attends to the latest relation token",
+                "relation",
+                {**facts, **attends, "what": "relation"},
+                before,
+                untrained,
+                "before training",
+            ),
+            one(
+                "the subject head's output is f_subj (cosine)",
+                "subject",
+                {**facts, **cosine, "what": "f_subj"},
+                before,
+                untrained,
+                "before training",
+            ),
+            one(
+                "the relation head's output is f_rel (cosine)",
+                "relation",
+                {**facts, **cosine},
+                {**before, "what": "f_rel"},
+                {**before, "what": "f_rel of another"},
+                "another type's",
+            ),
+            one(
+                "after finetuning the subject head attends to the query subject",
+                "subject",
+                {**context, **attends, "what": "query_subject"},
+                after,
+                before,
+                "before finetuning",
+            ),
+            one(
+                "and the relation head to attributes",
+                "relation",
+                {**context, **attends, "what": "same_type"},
+                after,
+                before,
+                "before finetuning",
+            ),
+            one(
+                "whose output is then f_rel (cosine)",
+                "relation",
+                {**context, **cosine, "what": "f_rel"},
+                after,
+                before,
+                "before finetuning",
+            ),
             *(
                 Check(
                     f"{positions.capitalize()} positions: localize names a head for {role!r}, {stage} (share of seeds)",
-                    relation=">=", threshold=1.0, measured=found(stage, sequences, role),
-                    control=found("untrained", sequences, role), control_is="before training",
+                    relation=">=",
+                    threshold=1.0,
+                    measured=found(stage, sequences, role),
+                    control=found("untrained", sequences, role),
+                    control_is="before training",
                 )
                 for stage, sequences, role in (
-                    ("pretrained", "pretraining", "subject"), ("pretrained", "pretraining", "relation"),
+                    ("pretrained", "pretraining", "subject"),
+                    ("pretrained", "pretraining", "relation"),
                     ("finetuned", "in context", "same_type"),
                 )
             ),
             Check(
-                f"{positions.capitalize()} positions: held-out subjects are recalled (exact match)", relation=">=",
-                threshold=0.8, measured=right("finetuned"), control=right("pretrained"),
+                f"{positions.capitalize()} positions: held-out subjects are recalled (exact match)",
+                relation=">=",
+                threshold=0.8,
+                measured=right("finetuned"),
+                control=right("pretrained"),
                 control_is="before finetuning",
             ),
-        ]  # fmt: skip
+        ]
     return checks
 
 
@@ -309,9 +386,11 @@ def _draw(table: Table) -> dict[str, go.Figure]:
             drawn[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
         figure = go.Figure()
         bars: list[tuple[str, str, Literal["subject", "relation"]]] = [
-            ("pretrained", "pretraining", "subject"), ("pretrained", "pretraining", "relation"),
-            ("finetuned", "in context", "subject"), ("finetuned", "in context", "relation"),
-        ]  # fmt: skip
+            ("pretrained", "pretraining", "subject"),
+            ("pretrained", "pretraining", "relation"),
+            ("finetuned", "in context", "subject"),
+            ("finetuned", "in context", "relation"),
+        ]
         for place, what in enumerate(dict.fromkeys(table.where(positions=positions, metric="cosine").frame["what"])):
             found = [
                 _of(table, role, positions, stage=stage, sequences=sequences, metric="cosine", what=what)
@@ -319,10 +398,16 @@ def _draw(table: Table) -> dict[str, go.Figure]:
             ]
             figure.add_bar(
                 x=[[stage for stage, _, _ in bars], [f"{role} head" for _, _, role in bars]],
-                y=[each.value for each in found], name=str(what), marker_color=plots.COLOURS[place],
-                error_y={"type": "data", "symmetric": False, "array": [each.high - each.value for each in found],
-                         "arrayminus": [each.value - each.low for each in found]},
-            )  # fmt: skip
+                y=[each.value for each in found],
+                name=str(what),
+                marker_color=plots.COLOURS[place],
+                error_y={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [each.high - each.value for each in found],
+                    "arrayminus": [each.value - each.low for each in found],
+                },
+            )
         figure.update_yaxes(title="cosine, mean over seeds", range=[-1, 1])
         drawn[f"{positions}: cosines with the constructions"] = plots.styled(figure, "", height=420)
     for stage in ("pretrained", "finetuned"):
@@ -340,21 +425,45 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 CPU = Training(
-    n_subjects=32, n_values=4, n_types=3, n_grammar=6, n_slots=4, n_facts=3, n_demos=5, n_seen=16, d_head=64,
-    pretraining=1200, finetuning=400, lr=5e-3,
-)  # fmt: skip
+    n_subjects=32,
+    n_values=4,
+    n_types=3,
+    n_grammar=6,
+    n_slots=4,
+    n_facts=3,
+    n_demos=5,
+    n_seen=16,
+    d_head=64,
+    pretraining=1200,
+    finetuning=400,
+    lr=5e-3,
+)
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
 SMOKE = Training(
-    n_subjects=8, n_values=4, n_types=2, n_grammar=4, n_slots=2, n_facts=2, n_demos=2, n_seen=4, d_head=8,
-    pretraining=6, finetuning=3, batch_size=4, n=12,
-)  # fmt: skip
+    n_subjects=8,
+    n_values=4,
+    n_types=2,
+    n_grammar=4,
+    n_slots=2,
+    n_facts=2,
+    n_demos=2,
+    n_seen=4,
+    d_head=8,
+    pretraining=6,
+    finetuning=3,
+    batch_size=4,
+    n=12,
+)
 
 HEADS = Experiment(
     name="recall/heads",
     title="The heads of trained attention-only models beside the constructions",
     source=f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
     scales={"smoke": Trainings(SMOKE, 1), "cpu": Trainings(CPU, 3), "paper": Trainings(Training(), 3)},
-    run=_run, draw=_draw, check=_check, makes_models=True,
+    run=_run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="One head 'closely matches f_subj', one 'matches f_rel', before and after finetuning; one seed is shown.",
-)  # fmt: skip
+)

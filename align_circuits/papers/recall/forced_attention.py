@@ -24,16 +24,7 @@ from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.accuracy import controlled, measured
 from align_circuits.papers.claims import Check, Experiment
-from align_circuits.papers.recall.trainings import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    Size,
-    finetuned,
-    pretrained,
-)
+from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -59,10 +50,15 @@ def looking_at(prompts: Prompts, name: str, back: int) -> Prompts:
     places = torch.arange(length).expand(count, -1)
     each = torch.arange(count)
     relation = Relation(
-        name, target=each, prompt=each, query=torch.full((count,), length - 1),
-        wants=torch.full((count,), length - 1 - back), among=torch.zeros(count, dtype=torch.long),
-        key_label=places, candidate_label=torch.zeros_like(places),
-    )  # fmt: skip
+        name,
+        target=each,
+        prompt=each,
+        query=torch.full((count,), length - 1),
+        wants=torch.full((count,), length - 1 - back),
+        among=torch.zeros(count, dtype=torch.long),
+        key_label=places,
+        candidate_label=torch.zeros_like(places),
+    )
     return replace(prompts, relations={**prompts.relations, name: relation})
 
 
@@ -140,26 +136,38 @@ def _check(table: Table) -> list[Check]:
     return [
         Check(
             "After ICL+Grm, layer 1 reads the subject where an attribute is due after grammar, and hardly on ICL "
-            "(its attention there, ICL+Grm minus ICL)", relation=">=", threshold=0.3,
-            **measured(less("icl+grm")), **controlled(less("icl"), "after ICL"),
+            "(its attention there, ICL+Grm minus ICL)",
+            relation=">=",
+            threshold=0.3,
+            **measured(less("icl+grm")),
+            **controlled(less("icl"), "after ICL"),
         ),
         Check(
             "That is what is missing: made to read the query subject, it recalls in context (gain of exact match, "
-            "held-out)", relation=">=", threshold=0.5, **measured(_of(table, **own, **grm) - before),
+            "held-out)",
+            relation=">=",
+            threshold=0.5,
+            **measured(_of(table, **own, **grm) - before),
             **controlled(_of(table, layer=0, place="separator", **grm) - before, "made to read the separator"),
         ),
         Check(
-            "It is that layer's doing (gain of exact match)", relation=">=", threshold=0.5,
+            "It is that layer's doing (gain of exact match)",
+            relation=">=",
+            threshold=0.5,
             **measured(_of(table, **own, **grm) - before),
             **controlled(_of(table, layer=1, place="itself", **grm) - before, "layer 2 made to read it"),
         ),
         Check(
-            "Finetuning has learned the rest (gain of exact match)", relation=">=", threshold=0.5,
+            "Finetuning has learned the rest (gain of exact match)",
+            relation=">=",
+            threshold=0.5,
             **measured(_of(table, **own, **grm) - before),
-            **controlled(_of(table, kind="pt", match="exact", **own) - _of(table, kind="pt", match="exact", layer=-1),
-                         "the pretrained model so made"),
+            **controlled(
+                _of(table, kind="pt", match="exact", **own) - _of(table, kind="pt", match="exact", layer=-1),
+                "the pretrained model so made",
+            ),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
@@ -176,8 +184,13 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 
 
 BRIDGE = Experiment(
-    name="recall/bridge", title="What does ICL lack after finetuning on ICL+Grm?", source=f"Beyond {SOURCE}",
+    name="recall/bridge",
+    title="What does ICL lack after finetuning on ICL+Grm?",
+    source=f"Beyond {SOURCE}",
     scales={"smoke": Bridge(SMOKE), "cpu": Bridge(CPU), "paper": Bridge(PAPER)},
-    run=run, draw=_draw, check=_check, makes_models=True,
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15).",
-)  # fmt: skip
+)

@@ -23,16 +23,7 @@ from align_circuits.papers.claims import Check, Experiment
 from align_circuits.papers.recall import figs_13_14_19_24_attributes as attributes
 from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import Training
 from align_circuits.papers.recall.tasks import FactsTask
-from align_circuits.papers.recall.trainings import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    Size,
-    finetuned,
-    pretrained,
-)
+from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.evaluation import predict_each
@@ -149,19 +140,26 @@ def _check(table: Table) -> list[Check]:
             checks.append(
                 Check(
                     f"{model}: {claim.format(key)} ({'gain' if sign > 0 else 'loss'} of exact match, held-out)",
-                    relation=">=", threshold=0.5, **measured(change), **controlled(control, f"the {other}"),
+                    relation=">=",
+                    threshold=0.5,
+                    **measured(change),
+                    **controlled(control, f"the {other}"),
                 )
-            )  # fmt: skip
+            )
     asked = {"model": "attention-only", "receiver": "ft", "probe": "icl", "part": "relation head"}
     alone = _right(table, model="attention-only", receiver="ft", probe="icl", site="none")
     looks, reads = (alone - _right(table, site=site, **asked) for site in ("pattern", "v"))
     checks.append(
         Check(
             "attention-only: finetuning changes where the relation head looks (loss of exact match with the "
-            "pretrained one's pattern)", relation=">=", threshold=0.5, **measured(looks),
-            **controlled(reads, "with its values"), published="W_KQ of both heads, and W_OV of this one",
+            "pretrained one's pattern)",
+            relation=">=",
+            threshold=0.5,
+            **measured(looks),
+            **controlled(reads, "with its values"),
+            published="W_KQ of both heads, and W_OV of this one",
         )
-    )  # fmt: skip
+    )
     return checks
 
 
@@ -177,13 +175,17 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 EXCHANGE = Experiment(
-    name="recall/exchange", title="What do pretrained and finetuned models exchange, head by head?",
+    name="recall/exchange",
+    title="What do pretrained and finetuned models exchange, head by head?",
     source=f"Beyond {SOURCE}",
     scales={
         "smoke": Exchange(SMOKE, "icl", attributes.SMOKE, 1),
         "cpu": Exchange(CPU, "icl", attributes.CPU, 3),
         "paper": Exchange(PAPER, "icl", attributes.PAPER, 3),
     },
-    run=run, draw=_draw, check=_check, makes_models=True,
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="The theorem has finetuning change where both heads look, and what the relation head reads.",
-)  # fmt: skip
+)

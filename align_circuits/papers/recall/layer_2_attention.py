@@ -132,27 +132,35 @@ def _check(table: Table) -> list[Check]:
         said = {"icl": "ICL", "icl+grm": "ICL+Grm"}[kind]
         at_query = {"kind": kind, "site": "z", "positions": "query"}
         for edit, sign, claim in (
-            ("denoise", 1, "layer-2 attention at the query subject brings the answer back where demonstrations tell "
-                           "another type"),
+            (
+                "denoise",
+                1,
+                "layer-2 attention at the query subject brings the answer back where demonstrations tell another type",
+            ),
             ("noise", -1, "and takes it away where it comes from demonstrations of another type"),
             ("ablate", -1, "and so does its mean over types"),
-        ):  # fmt: skip
+        ):
             carrier, control = (sign * _change(table, edit=edit, layer=layer, **at_query) for layer in (1, 0))
             checks.append(
                 Check(
-                    f"After {said}, {claim} ({'gain' if sign > 0 else 'loss'} of exact match, held-out)", relation=">=",
-                    threshold=0.5, **measured(carrier), **controlled(control, "layer-1 attention there"),
+                    f"After {said}, {claim} ({'gain' if sign > 0 else 'loss'} of exact match, held-out)",
+                    relation=">=",
+                    threshold=0.5,
+                    **measured(carrier),
+                    **controlled(control, "layer-1 attention there"),
                 )
-            )  # fmt: skip
+            )
         into = {"kind": kind, "edit": "denoise", "site": "resid_post", "layer": 0}
         checks.append(
             Check(
                 f"After {said}, it reads the type where the attributes of demonstrations stand (gain of exact match "
-                "from the residual stream between the layers, there)", relation=">=", threshold=0.5,
+                "from the residual stream between the layers, there)",
+                relation=">=",
+                threshold=0.5,
                 **measured(_change(table, positions="attributes", **into)),
                 **controlled(_change(table, positions="subjects", **into), "at the demonstrations' subjects"),
             )
-        )  # fmt: skip
+        )
     return checks
 
 
@@ -182,8 +190,13 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 CARRIER = Experiment(
-    name="recall/carrier", title="Is layer-2 attention the task vector's carrier?", source=f"Beyond {SOURCE}",
+    name="recall/carrier",
+    title="Is layer-2 attention the task vector's carrier?",
+    source=f"Beyond {SOURCE}",
     scales={"smoke": Carrier(SMOKE), "cpu": Carrier(CPU, ("icl",)), "paper": Carrier(PAPER)},
-    run=run, draw=_draw, check=_check, makes_models=True,
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="§3.4 steers with this output; whether the model itself uses it so is not tested there.",
-)  # fmt: skip
+)

@@ -18,16 +18,7 @@ from align_circuits.models.loading import load
 from align_circuits.papers.accuracy import share_of
 from align_circuits.papers.claims import Check, Experiment
 from align_circuits.papers.recall.small_gpt2 import small_gpt2
-from align_circuits.papers.recall.trainings import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    Size,
-    finetuned,
-    pretrained,
-)
+from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -59,8 +50,9 @@ def run(config: Localized, *, models: Sequence[str], jobs: int, folder: Path) ->
             "ft": finetuned(size, seed, config.kind, folder).model,
         }
         tasks: dict[str, Any] = {
-            "pretraining": size.facts(seed), "in context": size.demonstrations(seed, "icl", held_out=True)
-        }  # fmt: skip
+            "pretraining": size.facts(seed),
+            "in context": size.demonstrations(seed, "icl", held_out=True),
+        }
         for stage, net in nets.items():
             model = load(copy.deepcopy(net))
             for sequences, task in tasks.items():
@@ -87,16 +79,19 @@ def _named(table: Table, stage: str, sequences: str, role: str) -> Float[ndarray
 def _check(table: Table) -> list[Check]:
     return [
         Check(
-            f"localize names a head for {role!r} on {said} (share of seeds)", relation=">=", threshold=1.0,
+            f"localize names a head for {role!r} on {said} (share of seeds)",
+            relation=">=",
+            threshold=1.0,
             measured=share_of(_named(table, stage, sequences, role) > 0),
-            control=share_of(_named(table, before, sequences, role) > 0), control_is=control_is,
+            control=share_of(_named(table, before, sequences, role) > 0),
+            control_is=control_is,
         )
         for role, stage, sequences, said, before, control_is in (
             ("subject", "pt", "pretraining", "pretraining sequences, pretrained", "untrained", "before training"),
             ("grammar", "pt", "pretraining", "pretraining sequences, pretrained", "untrained", "before training"),
             ("same_type", "ft", "in context", "in-context sequences, finetuned", "pt", "before finetuning"),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
@@ -111,8 +106,13 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 LOCALIZED = Experiment(
-    name="recall/localized", title="Which heads of the trained GPT-2 does localize name?", source=f"Beyond {SOURCE}",
+    name="recall/localized",
+    title="Which heads of the trained GPT-2 does localize name?",
+    source=f"Beyond {SOURCE}",
     scales={"smoke": Localized(SMOKE, n=16), "cpu": Localized(CPU), "paper": Localized(PAPER)},
-    run=run, draw=_draw, check=_check, makes_models=True,
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="The paper describes heads of attention-only models alone.",
-)  # fmt: skip
+)

@@ -51,8 +51,11 @@ def mixed(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
     return train_stage(
         small_gpt2(size.world.d_vocab, size.n_ctx, d_model=size.d_model, seed=seed),
         Stage(task, replace(size.pretraining, steps=steps), size.batch_size),
-        probes=size.probes(seed), seed=seed, out=folder_of(folder, f"mixed {kind}", size, seed), progress=False,
-    )  # fmt: skip
+        probes=size.probes(seed),
+        seed=seed,
+        out=folder_of(folder, f"mixed {kind}", size, seed),
+        progress=False,
+    )
 
 
 def run(config: Mixing, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
@@ -80,24 +83,34 @@ def _check(table: Table) -> list[Check]:
     return [
         Check(
             "One stage on both kinds of sequences suffices for ICL about held-out subjects (exact match)",
-            relation=">=", threshold=0.5, **measured(one), **controlled(start, "before training"),
+            relation=">=",
+            threshold=0.5,
+            **measured(one),
+            **controlled(start, "before training"),
             published="left open in the discussion",
         ),
         Check(
-            "It is as good there as two stages (exact match, one stage minus two)", relation=">=", threshold=-0.1,
-            **measured(one - two), **controlled(start - two, "before training minus two stages"),
+            "It is as good there as two stages (exact match, one stage minus two)",
+            relation=">=",
+            threshold=-0.1,
+            **measured(one - two),
+            **controlled(start - two, "before training minus two stages"),
         ),
         Check(
             "And keeps the facts better, which two stages may forget (exact match on PT, one stage minus two)",
-            relation=">=", threshold=0.1, **measured(kept - left),
+            relation=">=",
+            threshold=0.1,
+            **measured(kept - left),
             **controlled(at_first - left, "before training minus two stages"),
         ),
         Check(
             "One stage answers about held-out subjects as about seen ones (exact match, seen minus held-out)",
-            relation="<=", threshold=0.2, **measured(seen - one),
+            relation="<=",
+            threshold=0.2,
+            **measured(seen - one),
             **controlled(kept - start, "facts on PT minus ICL before training"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
@@ -112,8 +125,13 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 MIXING = Experiment(
-    name="recall/mixing", title="Does mixing remove the need for a second stage?", source=f"Beyond {SOURCE}",
+    name="recall/mixing",
+    title="Does mixing remove the need for a second stage?",
+    source=f"Beyond {SOURCE}",
     scales={"smoke": Mixing(SMOKE), "cpu": Mixing(CPU), "paper": Mixing(PAPER)},
-    run=run, draw=_draw, check=_check, makes_models=True,
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="The discussion leaves open what a mixture of pretraining and finetuning data does.",
-)  # fmt: skip
+)

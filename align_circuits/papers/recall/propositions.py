@@ -24,9 +24,10 @@ from align_circuits.tables.tables import Provenance, Table
 SOURCE = "Vasudeva et al. (2026)"
 
 FORMS: Mapping[str, Sequence[Correction]] = {
-    "printed": (), "corrected": CORRECTIONS,
+    "printed": (),
+    "corrected": CORRECTIONS,
     **{f"corrected, but for '{name}'": tuple(other for other in CORRECTIONS if other != name) for name in CORRECTIONS},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,10 @@ def _in_context(
             found.append((name, "later", right, asks & ~first))
         else:
             shown = known[tokens[:, 2::3]].any(1, keepdim=True)  # some attribute of a known value is in the context
-            found += [(f"{name}: {said}", "last", right, last & shown & of) for said, of in
-                      (("a seen one", known[labels]), ("an unseen one", ~known[labels]))]  # fmt: skip
+            found += [
+                (f"{name}: {said}", "last", right, last & shown & of)
+                for said, of in (("a seen one", known[labels]), ("an unseen one", ~known[labels]))
+            ]
     return found
 
 
@@ -136,10 +139,14 @@ def _grammar_output(config: Constructions, world: RecallWorld) -> list[dict[str,
     pretraining = FactsTask(world, config.n_facts, config.n_slots, p_grammar=0.0).batch(0, 1)[0]
     in_context = DemonstrationsTask(world, config.n_demos).batch(0, 1)[0]
     makers: list[tuple[str, Tensor, Callable[..., RecallWeights], dict[str, float]]] = [
-        ("pretraining", pretraining, pretrained,
-         {"grammar": 1.5 * config.n_facts, "relation": config.n_facts, "separator": config.n_facts}),
+        (
+            "pretraining",
+            pretraining,
+            pretrained,
+            {"grammar": 1.5 * config.n_facts, "relation": config.n_facts, "separator": config.n_facts},
+        ),
         ("in context", in_context, finetuned, {"grammar": config.n_demos, "relation": config.n_demos}),
-    ]  # fmt: skip
+    ]
     ids = {"grammar": world.grammar_ids[0], "relation": world.relation_ids[0], "separator": world.separator}
     for sequences, tokens, make, printed in makers:
         weights = make(world, tokens.shape[1], config.n_slots, corrections=())
@@ -171,31 +178,41 @@ def _check(table: Table) -> list[Check]:
     attribute = {"sequences": "pretraining", "place": "attribute", "form": "printed"}
     return [
         Check(
-            "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)", relation=">=",
-            threshold=1.0, measured=_worst(_accuracy(table, form="corrected", **pretraining)),
-            control=_worst(_accuracy(table, form="printed", **pretraining)), control_is="as printed",
+            "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)",
+            relation=">=",
+            threshold=1.0,
+            measured=_worst(_accuracy(table, form="corrected", **pretraining)),
+            control=_worst(_accuracy(table, form="printed", **pretraining)),
+            control_is="as printed",
             published="'always gives the correct prediction for any token position'",
         ),
         Check(
-            "As printed the attribute is right if no value is shared (accuracy)", relation=">=", threshold=1.0,
+            "As printed the attribute is right if no value is shared (accuracy)",
+            relation=">=",
+            threshold=1.0,
             measured=_worst(_accuracy(table, world="unshared values", **attribute)),
-            control=_worst(_accuracy(table, world="shared values", **attribute)), control_is="shared values",
+            control=_worst(_accuracy(table, world="shared values", **attribute)),
+            control_is="shared values",
             published="'correctly predicts the last token'",
         ),
         Check(
             "Propositions 2 and 4, corrected: the attribute is right after any demonstration (accuracy)",
-            relation=">=", threshold=1.0, measured=_worst(_accuracy(table, form="corrected", **context)),
-            control=_worst(_accuracy(table, form="printed", **context)), control_is="as printed",
+            relation=">=",
+            threshold=1.0,
+            measured=_worst(_accuracy(table, form="corrected", **context)),
+            control=_worst(_accuracy(table, form="printed", **context)),
+            control_is="as printed",
             published="'always gives the correct prediction for the last token position'",
         ),
         Check(
-            "A value is recalled only if finetuning has seen it (accuracy on unseen values)", relation="<=",
+            "A value is recalled only if finetuning has seen it (accuracy on unseen values)",
+            relation="<=",
             threshold=0.0,
             measured=_worst(_accuracy(table, place="attribute, some values unseen: an unseen one", **unseen)),
             control=_worst(_accuracy(table, place="attribute, some values unseen: a seen one", **unseen)),
             control_is="seen values",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
@@ -205,9 +222,16 @@ def _draw(table: Table) -> dict[str, go.Figure]:
         grid = rows.assign(at=rows["place"] + ", " + rows["part"]).pivot(index="form", columns="at", values="value")
         grid = grid.loc[list(FORMS)]
         heat = go.Heatmap(
-            z=grid.to_numpy(), x=grid.columns, y=grid.index, zmin=0, zmax=1, colorscale=plots.SEQUENTIAL,
-            text=grid.round(2).astype(str).to_numpy(), texttemplate="%{text}", colorbar={"title": "accuracy"},
-        )  # fmt: skip
+            z=grid.to_numpy(),
+            x=grid.columns,
+            y=grid.index,
+            zmin=0,
+            zmax=1,
+            colorscale=plots.SEQUENTIAL,
+            text=grid.round(2).astype(str).to_numpy(),
+            texttemplate="%{text}",
+            colorbar={"title": "accuracy"},
+        )
         drawn[sequences] = plots.styled(go.Figure(heat), "", height=340)
     rows = table.where(metric="accuracy", world="shared values", form=["printed", "corrected"]).frame
     claimed = (rows["sequences"] == "pretraining") | (rows["part"] == "later")
@@ -215,9 +239,12 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     worst = worst.loc[worst.groupby(["sequences", "form", "beta"])["value"].idxmin()]
     worst["log_beta"] = np.log10(worst["beta"].astype(float))
     drawn["beta"] = plots.curves(
-        dict(iter(worst.groupby("sequences"))), x="log_beta", by="form", label="log10 β",
+        dict(iter(worst.groupby("sequences"))),
+        x="log_beta",
+        by="form",
+        label="log10 β",
         value="accuracy where it is least",
-    )  # fmt: skip
+    )
     return drawn
 
 
@@ -240,6 +267,9 @@ PROPOSITIONS = Experiment(
         "cpu": Constructions(_worlds(16, 4, 3, 6), 5, 4, 4, 64, _BETAS),
         "paper": Constructions(_worlds(256, 32, 8, 20), 10, 5, 5, 64, _BETAS),
     },
-    run=_run, draw=_draw, check=_check, makes_models=True,
+    run=_run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="'When the scalar β → ∞, it always gives the correct prediction for any token position.'",
-)  # fmt: skip
+)

@@ -101,9 +101,11 @@ class SlotsTask:
         mask = pos >= 0
         inputs = whole.gather(1, pos.clamp(min=0)).where(mask, 0)
         kinds = {
-            Role.INPUT: world.subject_ids, Role.RELATION: world.relation_ids, Role.SEPARATOR: [world.separator],
+            Role.INPUT: world.subject_ids,
+            Role.RELATION: world.relation_ids,
+            Role.SEPARATOR: [world.separator],
             Role.OUTPUT: range(world.value_ids[0].start, world.value_ids[-1].stop),
-        }  # fmt: skip
+        }
         roles = torch.full_like(inputs, Role.TEXT)
         for role, ids in kinds.items():
             roles[torch.isin(inputs, torch.tensor(list(ids)))] = role
@@ -111,17 +113,36 @@ class SlotsTask:
         marks = (roles == Role.INPUT) | (roles == Role.RELATION)
         nearest = torch.where(marks, torch.arange(longest), -1).amax(1)
         targets = pd.DataFrame(
-            {"prompt": each, "query_pos": longest - 1, "target_pos": longest, "token": whole[each, length],
-             "phrase": self.n_facts - 1, "offset": 0, "kind": "later"}
-        )  # fmt: skip
+            {
+                "prompt": each,
+                "query_pos": longest - 1,
+                "target_pos": longest,
+                "token": whole[each, length],
+                "phrase": self.n_facts - 1,
+                "offset": 0,
+                "kind": "later",
+            }
+        )
         mark = Relation(
-            "mark", target=each, prompt=each, query=torch.full((n,), longest - 1), wants=nearest,
-            among=torch.zeros(n, dtype=torch.long), key_label=torch.arange(longest).expand(n, -1).where(mask, NOBODY),
+            "mark",
+            target=each,
+            prompt=each,
+            query=torch.full((n,), longest - 1),
+            wants=nearest,
+            among=torch.zeros(n, dtype=torch.long),
+            key_label=torch.arange(longest).expand(n, -1).where(mask, NOBODY),
             candidate_label=torch.where(mask, 0, NOBODY),
-        )  # fmt: skip
+        )
         return Prompts(
-            inputs=inputs, mask=mask, roles=roles, example=torch.where(mask, pos // period, -1), targets=targets,
-            relations={"mark": mark}, letters=torch.arange(world.d_vocab), accepted=allowed[each, length - 1],
-            pieces=world.pieces, task={"name": "slots", "config": asdict(self), "seed": seed},
+            inputs=inputs,
+            mask=mask,
+            roles=roles,
+            example=torch.where(mask, pos // period, -1),
+            targets=targets,
+            relations={"mark": mark},
+            letters=torch.arange(world.d_vocab),
+            accepted=allowed[each, length - 1],
+            pieces=world.pieces,
+            task={"name": "slots", "config": asdict(self), "seed": seed},
             latent={"cut": cut},
-        )  # fmt: skip
+        )

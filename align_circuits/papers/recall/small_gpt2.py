@@ -34,10 +34,19 @@ def small_gpt2(
     if d_model % n_heads:
         raise ValueError(f"d_model is {d_model}, which {n_heads} heads do not divide: give a multiple")
     config = GPT2Config(
-        vocab_size=d_vocab, n_positions=n_ctx, n_embd=d_model, n_layer=n_layers, n_head=n_heads,
-        activation_function="gelu_pytorch_tanh", use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=d_vocab,
+        n_positions=n_ctx,
+        n_embd=d_model,
+        n_layer=n_layers,
+        n_head=n_heads,
+        activation_function="gelu_pytorch_tanh",
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return GPT2LMHeadModel(config)

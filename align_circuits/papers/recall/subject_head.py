@@ -61,19 +61,26 @@ def _check(table: Table) -> list[Check]:
     right, at_first = (frame.sort_values("seed")["value"].to_numpy(float) for frame in (learned, before))
     return [
         Check(
-            "The models have learned their facts (exact match on pretraining sequences)", relation=">=", threshold=0.8,
-            measured=over_seeds(right), control=over_seeds(at_first), control_is="before training",
+            "The models have learned their facts (exact match on pretraining sequences)",
+            relation=">=",
+            threshold=0.8,
+            measured=over_seeds(right),
+            control=over_seeds(at_first),
+            control_is="before training",
         ),
         *(
             Check(
                 f"The subject head suppresses others' values more than it boosts its own, {stage} (share of seeds)",
-                relation=">=", threshold=0.9, measured=share_of(suppresses[stage]),
-                control=share_of(~suppresses[stage]), control_is="seeds in which it boosts more",
+                relation=">=",
+                threshold=0.9,
+                measured=share_of(suppresses[stage]),
+                control=share_of(~suppresses[stage]),
+                control_is="seeds in which it boosts more",
                 published="some seeds boost",
             )
             for stage in ("pretrained", "finetuned")
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
@@ -90,11 +97,13 @@ def _draw(table: Table) -> dict[str, go.Figure]:
 
 
 STRATEGIES = Experiment(
-    name="recall/strategies", title="Does the subject head suppress or boost?", source=f"Beyond {SOURCE}",
-    scales={
-        "smoke": Trainings(heads.SMOKE, 2), "cpu": Trainings(heads.CPU, 10),
-        "paper": Trainings(Training(), 10),
-    },
-    run=run, draw=_draw, check=_check, makes_models=True,
+    name="recall/strategies",
+    title="Does the subject head suppress or boost?",
+    source=f"Beyond {SOURCE}",
+    scales={"smoke": Trainings(heads.SMOKE, 2), "cpu": Trainings(heads.CPU, 10), "paper": Trainings(Training(), 10)},
+    run=run,
+    draw=_draw,
+    check=_check,
+    makes_models=True,
     published="'Changing the initialization seed can lead to' a head that boosts (App. A); how often is not told.",
-)  # fmt: skip
+)

@@ -328,9 +328,11 @@ def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, 
     inputs[told] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[told]
     latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
     return replace(
-        prompts, inputs=torch.from_numpy(inputs), latent={**prompts.latent, **latent},
+        prompts,
+        inputs=torch.from_numpy(inputs),
+        latent={**prompts.latent, **latent},
         task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}},
-    )  # fmt: skip
+    )
 
 
 def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts:
@@ -360,18 +362,34 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
     }
     each, query = torch.arange(n), inputs.shape[1] - 1
     targets = pd.DataFrame(
-        {"prompt": each, "query_pos": query, "target_pos": query + 1,
-         "token": world.facts[drawn.type[:, -1], drawn.subject[:, -1]], "phrase": parts - 1, "offset": 0,
-         "kind": "first", "chance": 1 / sum(world.n_values)}
-    )  # fmt: skip
+        {
+            "prompt": each,
+            "query_pos": query,
+            "target_pos": query + 1,
+            "token": world.facts[drawn.type[:, -1], drawn.subject[:, -1]],
+            "phrase": parts - 1,
+            "offset": 0,
+            "kind": "first",
+            "chance": 1 / sum(world.n_values),
+        }
+    )
     made = [_among_all(name, torch.from_numpy(found), torch.from_numpy(mask)) for name, found in keys.items()]
     return Prompts(
-        inputs=torch.from_numpy(inputs), mask=torch.from_numpy(mask), roles=torch.from_numpy(roles),
-        example=torch.from_numpy(np.where(mask, part, -1)), targets=targets,
-        relations={relation.name: relation for relation in made if len(relation)}, pieces=world.pieces, task=task,
-        latent={"subject": torch.from_numpy(drawn.subject), "type": torch.from_numpy(drawn.type),
-                "tells": torch.from_numpy(drawn.tells), "grammar_len": torch.from_numpy(drawn.grammar_len)},
-    )  # fmt: skip
+        inputs=torch.from_numpy(inputs),
+        mask=torch.from_numpy(mask),
+        roles=torch.from_numpy(roles),
+        example=torch.from_numpy(np.where(mask, part, -1)),
+        targets=targets,
+        relations={relation.name: relation for relation in made if len(relation)},
+        pieces=world.pieces,
+        task=task,
+        latent={
+            "subject": torch.from_numpy(drawn.subject),
+            "type": torch.from_numpy(drawn.type),
+            "tells": torch.from_numpy(drawn.tells),
+            "grammar_len": torch.from_numpy(drawn.grammar_len),
+        },
+    )
 
 
 def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Relation:
@@ -379,9 +397,15 @@ def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "
     n, length = keys.shape
     nothing, each = torch.zeros(n, dtype=torch.long), torch.arange(n)
     relation = Relation(
-        name, target=each, prompt=each, query=nothing + length - 1, wants=nothing, among=nothing,
-        key_label=torch.where(keys, 0, NOBODY), candidate_label=torch.where(mask, 0, NOBODY),
-    )  # fmt: skip
+        name,
+        target=each,
+        prompt=each,
+        query=nothing + length - 1,
+        wants=nothing,
+        among=nothing,
+        key_label=torch.where(keys, 0, NOBODY),
+        candidate_label=torch.where(mask, 0, NOBODY),
+    )
     return relation.select(keys.any(1))
 
 

@@ -92,13 +92,30 @@ def _beside_formulas(setting: Finetuning, update: Update, groups: Float[Tensor, 
         values = found.numpy()
         reach = 1.96 * values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
         beside = {form: formulas[form].get(term, 0.0) for form in FORMS}
-        rows.append({"metric": "coefficient", "update": update, "term": term, **beside,
-                     "value": values.mean(), "low": values.mean() - reach, "high": values.mean() + reach})  # fmt: skip
+        rows.append(
+            {
+                "metric": "coefficient",
+                "update": update,
+                "term": term,
+                **beside,
+                "value": values.mean(),
+                "low": values.mean() - reach,
+                "high": values.mean() + reach,
+            }
+        )
     for form in FORMS:
         direction = setting.closed(form)[update]
         value, reach = _jackknife(groups.flatten(1), direction.flatten())
-        rows.append({"metric": "cosine", "update": update, "formula": form, "value": value,
-                     "low": value - reach, "high": value + reach})  # fmt: skip
+        rows.append(
+            {
+                "metric": "cosine",
+                "update": update,
+                "formula": form,
+                "value": value,
+                "low": value - reach,
+                "high": value + reach,
+            }
+        )
     return [{"n": len(groups), **row} for row in rows]
 
 
@@ -130,8 +147,17 @@ def _accuracies(setting: Finetuning, model: AttentionOnly, cell: TheoremCell, na
             tokens, answers = setting.drawn(10**6, cell.tested, queries)
             right = _right(model, tokens, answers)
             low, high = proportion(right, np.ones_like(right))
-            rows.append({"metric": "accuracy", "model": name, "queries": who, "value": float(right.mean()),
-                         "low": float(low[0]), "high": float(high[0]), "n": cell.tested})  # fmt: skip
+            rows.append(
+                {
+                    "metric": "accuracy",
+                    "model": name,
+                    "queries": who,
+                    "value": float(right.mean()),
+                    "low": float(low[0]),
+                    "high": float(high[0]),
+                    "n": cell.tested,
+                }
+            )
     return rows
 
 
@@ -144,8 +170,25 @@ def _right(model: AttentionOnly, tokens: Tensor, answers: Tensor) -> Float[ndarr
 
 def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     cells = [Cell(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.cells]
-    kept = ["name", "n_seen", "n_values", "n_demos", "n_slots", "corrected_start", "metric", "update", "term",
-            "formula", "model", "queries", *FORMS, "value", "low", "high", "n"]  # fmt: skip
+    kept = [
+        "name",
+        "n_seen",
+        "n_values",
+        "n_demos",
+        "n_slots",
+        "corrected_start",
+        "metric",
+        "update",
+        "term",
+        "formula",
+        "model",
+        "queries",
+        *FORMS,
+        "value",
+        "low",
+        "high",
+        "n",
+    ]
     frame: Any = run_cells(cells, folder, jobs=jobs).whole().reindex(columns=kept)
     for column in (*FORMS, "value", "low", "high"):
         frame[column] = [float(f"{value:.6g}") for value in frame[column].astype(float)]
@@ -163,35 +206,46 @@ def _one(table: Table, **where: Any) -> Measured:
 def _check_theorem(table: Table) -> list[Check]:
     closed = [
         Check(
-            f"The {update} update is the corrected closed form (cosine)", relation=">=", threshold=0.99,
+            f"The {update} update is the corrected closed form (cosine)",
+            relation=">=",
+            threshold=0.99,
             measured=_one(table, name=PAPER_SIZE, metric="cosine", update=update, formula="corrected"),
             control=_one(table, name=PAPER_SIZE, metric="cosine", update=update, formula="printed"),
-            control_is="the printed one", published="'the updated weights satisfy'",
+            control_is="the printed one",
+            published="'the updated weights satisfy'",
         )
         for update in UPDATES
-    ]  # fmt: skip
+    ]
     after = {"metric": "accuracy", "model": "two steps", "queries": "held-out"}
     before = _one(table, name=PAPER_SIZE, **(after | {"model": "before"}))
     return [
         *closed,
         Check(
-            "After two steps held-out subjects are recalled at the paper's size, M_ft = 128 (accuracy)", relation=">=",
-            threshold=0.95, measured=_one(table, name=PAPER_SIZE, **after), control=before,
-            control_is="before finetuning", published="'the model attains perfect accuracy' for M_ft >> U",
+            "After two steps held-out subjects are recalled at the paper's size, M_ft = 128 (accuracy)",
+            relation=">=",
+            threshold=0.95,
+            measured=_one(table, name=PAPER_SIZE, **after),
+            control=before,
+            control_is="before finetuning",
+            published="'the model attains perfect accuracy' for M_ft >> U",
         ),
         Check(
-            "They are where M_ft is well above U²/(m-1) (accuracy)", relation=">=", threshold=0.95,
-            measured=_one(table, name=ENOUGH, **after), control=_one(table, name=PAPER_SIZE, **after),
+            "They are where M_ft is well above U²/(m-1) (accuracy)",
+            relation=">=",
+            threshold=0.95,
+            measured=_one(table, name=ENOUGH, **after),
+            control=_one(table, name=PAPER_SIZE, **after),
             control_is="M_ft = 128, where U²/(m-1) is 205",
         ),
         Check(
-            "The corrected formula predicts that failure (its accuracy at the paper's size)", relation="<=",
+            "The corrected formula predicts that failure (its accuracy at the paper's size)",
+            relation="<=",
             threshold=0.05,
             measured=_one(table, name=PAPER_SIZE, **(after | {"model": "two steps, corrected formula"})),
             control=_one(table, name=PAPER_SIZE, **(after | {"model": "two steps, printed formula"})),
             control_is="the printed formula",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_theorem(table: Table) -> dict[str, go.Figure]:
@@ -203,9 +257,12 @@ def _draw_theorem(table: Table) -> dict[str, go.Figure]:
     figure = go.Figure()
     for place, (form, rows) in enumerate(cosines.groupby("formula", sort=False)):
         figure.add_bar(
-            x=[rows["name"], rows["update"]], y=rows["value"], name=str(form), marker_color=plots.COLOURS[place],
+            x=[rows["name"], rows["update"]],
+            y=rows["value"],
+            name=str(form),
+            marker_color=plots.COLOURS[place],
             error_y={"array": rows["high"] - rows["value"], "arrayminus": rows["value"] - rows["low"]},
-        )  # fmt: skip
+        )
     figure.update_yaxes(title="cosine with the measured update", range=[-0.3, 1.05])
     drawn["cosines"] = plots.styled(figure, "", height=460)
     drawn["held-out subjects"] = plots.curves(
@@ -218,8 +275,17 @@ def _of(base: Mapping[str, Any], name: str, n_seen: int, **changes: Any) -> Theo
     return TheoremCell(name, n_seen, **{**base, **changes})
 
 
-_SMALL = {"n_subjects": 64, "n_values": 4, "n_types": 2, "n_grammar": 4, "n_demos": 2, "n_slots": 6, "n": 512,
-          "groups": 2, "tested": 60}  # fmt: skip
+_SMALL = {
+    "n_subjects": 64,
+    "n_values": 4,
+    "n_types": 2,
+    "n_grammar": 4,
+    "n_demos": 2,
+    "n_slots": 6,
+    "n": 512,
+    "groups": 2,
+    "tested": 60,
+}
 _EXACT = TheoremCell("exact", 8, 8, 4, 2, 4, n_demos=2, n_slots=6, n=None, groups=1, tested=100)
 
 
@@ -227,14 +293,16 @@ def _theorem(n: int, tested: int, sweep: Mapping[str, int], seen: Sequence[int])
     """The paper's size, and a world of other size in which M_ft varies up to 3.75 U²/(m-1)."""
     options = {"n": n, "tested": tested}
     several = {**options, **sweep, "n_slots": 15}
-    return Settings((
-        _EXACT,
-        _of(options, PAPER_SIZE, 128),
-        _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
-        _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
-        *(_of(several, f"U = {sweep['n_values']}, M_ft = {n_seen}", n_seen) for n_seen in seen[:-1]),
-        _of(several, ENOUGH, seen[-1]),
-    ))  # fmt: skip
+    return Settings(
+        (
+            _EXACT,
+            _of(options, PAPER_SIZE, 128),
+            _of(options, "the paper's size, W_OV^subj as printed", 128, corrected_start=False),
+            _of(options, "the paper's size, T <= S + 2", 128, n_slots=15),
+            *(_of(several, f"U = {sweep['n_values']}, M_ft = {n_seen}", n_seen) for n_seen in seen[:-1]),
+            _of(several, ENOUGH, seen[-1]),
+        )
+    )
 
 
 THEOREM = Experiment(
@@ -246,9 +314,12 @@ THEOREM = Experiment(
         "cpu": _theorem(8192, 500, {"n_subjects": 256, "n_values": 16}, (24, 48, 96, 192)),
         "paper": _theorem(65536, 2000, {"n_subjects": 896, "n_values": 32}, (64, 128, 192, 256, 384, 512, 768)),
     },
-    run=_run_theorem, draw=_draw_theorem, check=_check_theorem, makes_models=True,
+    run=_run_theorem,
+    draw=_draw_theorem,
+    check=_check_theorem,
+    makes_models=True,
     published="'These weights, with sufficiently large β, lead the model to attain perfect accuracy on ICL sequences.'",
-)  # fmt: skip
+)
 
 
 # Lemmas C.1 and C.2
@@ -271,9 +342,13 @@ def _run_lemmas(config: Lemmas, *, models: Sequence[str], jobs: int, folder: Pat
         n_values, n_types = int(draws.integers(2, 9)), int(draws.integers(2, 6))
         n_subjects = n_values * int(draws.integers(3, 12))  # M >= C U with C > e
         world = RecallWorld(
-            n_subjects, (n_values,) * n_types, int(draws.integers(2, 20)), div=None, relation_tokens=True,
+            n_subjects,
+            (n_values,) * n_types,
+            int(draws.integers(2, 20)),
+            div=None,
+            relation_tokens=True,
             world_seed=int(draws.integers(2**31)),
-        )  # fmt: skip
+        )
         n_demos = int(draws.integers(1, 6))
         seen, _ = world.split(int(draws.integers(n_values, n_subjects + 1)))
         for start, corrections in (("unique values", ("values",)), ("as printed", ())):
@@ -324,23 +399,31 @@ def _check_lemmas(table: Table) -> list[Check]:
     corrected = _one(table, lemma="C.1 corrected", start="unique values")
     return [
         Check(
-            "Lemma C.1: no prediction is above 1 / (V + (C/e - 1) L U) (share of worlds)", relation=">=", threshold=1.0,
+            "Lemma C.1: no prediction is above 1 / (V + (C/e - 1) L U) (share of worlds)",
+            relation=">=",
+            threshold=1.0,
             measured=_one(table, lemma="C.1 as printed", start="unique values"),
-            control=_one(table, lemma="C.1 as printed", start="as printed"), control_is="W_OV^subj as printed",
+            control=_one(table, lemma="C.1 as printed", start="as printed"),
+            control_is="W_OV^subj as printed",
             published="'the prediction probabilities are bounded'",
         ),
         Check(
-            "Lemma C.1, corrected: none is above 1 / (V - (1 - 1/e) L U) (share of worlds)", relation=">=",
-            threshold=1.0, measured=corrected, control=_one(table, lemma="C.1 as printed", start="unique values"),
+            "Lemma C.1, corrected: none is above 1 / (V - (1 - 1/e) L U) (share of worlds)",
+            relation=">=",
+            threshold=1.0,
+            measured=corrected,
+            control=_one(table, lemma="C.1 as printed", start="unique values"),
             control_is="the printed bound",
         ),
         Check(
-            "Lemma C.2: none is above e / (V - (1 - 1/e) L U) (share of worlds)", relation=">=", threshold=1.0,
+            "Lemma C.2: none is above e / (V - (1 - 1/e) L U) (share of worlds)",
+            relation=">=",
+            threshold=1.0,
             measured=_one(table, lemma="C.2 as printed", start="unique values"),
             control=_one(table, lemma="C.2, α_2 ten times too large", start="unique values"),
             control_is="α_2 ten times larger than assumed",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _draw_lemmas(table: Table) -> dict[str, go.Figure]:
@@ -356,6 +439,9 @@ LEMMAS = Experiment(
     title="The bounds of Lemmas C.1 and C.2 over random worlds",
     source=f"{SOURCE}, Appendix C.2.1",
     scales={"smoke": Lemmas(4, 16), "cpu": Lemmas(60, 64), "paper": Lemmas(1000, 256)},
-    run=_run_lemmas, draw=_draw_lemmas, check=_check_lemmas, makes_models=True,
+    run=_run_lemmas,
+    draw=_draw_lemmas,
+    check=_check_lemmas,
+    makes_models=True,
     published="π_v ≤ 1 / (V + (C/e - 1) L U), with C > e.",
-)  # fmt: skip
+)

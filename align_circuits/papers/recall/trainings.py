@@ -103,21 +103,38 @@ PAPER = Size(RecallWorld.paper())
 """App. B; chains and G are not given there."""
 
 SMOKE = Size(
-    RecallWorld.small(), n_facts=2, grammar_len=4, n_demos=3, grammar_lens=(1, 2), n_seen=8, d_model=16,
-    pretraining=TrainConfig(8, lr=3e-3, log_every=4), finetuning=TrainConfig(6, lr=1e-3, log_every=3), batch_size=8,
-    seeds=2, probe=24,
-)  # fmt: skip
+    RecallWorld.small(),
+    n_facts=2,
+    grammar_len=4,
+    n_demos=3,
+    grammar_lens=(1, 2),
+    n_seen=8,
+    d_model=16,
+    pretraining=TrainConfig(8, lr=3e-3, log_every=4),
+    finetuning=TrainConfig(6, lr=1e-3, log_every=3),
+    batch_size=8,
+    seeds=2,
+    probe=24,
+)
 """Learns nothing: whether everything runs."""
 
 
 CPU = Size(
-    RecallWorld(n_subjects=96, n_values=(8,) * 4, n_grammar=10), n_facts=3, grammar_len=20, n_demos=8,
-    grammar_lens=(1, 4), n_seen=48, d_model=64,
-    pretraining=TrainConfig(1600, lr=0.02, optimizer="muon", rest_lr=5e-3, weight_decay=1e-3, warmup=100, log_every=50,
-                            checkpoint_every=50),
+    RecallWorld(n_subjects=96, n_values=(8,) * 4, n_grammar=10),
+    n_facts=3,
+    grammar_len=20,
+    n_demos=8,
+    grammar_lens=(1, 4),
+    n_seen=48,
+    d_model=64,
+    pretraining=TrainConfig(
+        1600, lr=0.02, optimizer="muon", rest_lr=5e-3, weight_decay=1e-3, warmup=100, log_every=50, checkpoint_every=50
+    ),
     finetuning=TrainConfig(300, lr=1e-3, weight_decay=1e-3, warmup=20, log_every=25, checkpoint_every=25),
-    batch_size=24, seeds=3, probe=256,
-)  # fmt: skip
+    batch_size=24,
+    seeds=3,
+    probe=256,
+)
 """A few minutes a seed on one core. Facts are learned several times sooner with Muon, which the paper does not use;
 finetuned with AdamW, as in the paper, the model recalls far more about held-out subjects."""
 
@@ -129,8 +146,10 @@ def pretrained(size: Size, seed: int, folder: Path) -> TrainRun:
         small_gpt2(size.world.d_vocab, size.n_ctx, d_model=size.d_model, seed=seed),
         Stage(size.facts(seed), size.pretraining, size.batch_size),
         probes={name: task.sample(size.probe, seed=seed) for name, task in probes.items()},
-        seed=seed, out=_pretraining_of(size, seed, folder), progress=False,
-    )  # fmt: skip
+        seed=seed,
+        out=_pretraining_of(size, seed, folder),
+        progress=False,
+    )
 
 
 def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
@@ -138,8 +157,11 @@ def finetuned(size: Size, seed: int, kind: Finetuned, folder: Path) -> TrainRun:
     return train_stage(
         pretrained(size, seed, folder).model,
         Stage(size.demonstrations(seed, kind), size.finetuning, size.batch_size),
-        probes=size.probes(seed), seed=seed, out=folder_of(folder, kind, size, seed), progress=False,
-    )  # fmt: skip
+        probes=size.probes(seed),
+        seed=seed,
+        out=folder_of(folder, kind, size, seed),
+        progress=False,
+    )
 
 
 def _pretraining_of(size: Size, seed: int, folder: Path) -> Path:

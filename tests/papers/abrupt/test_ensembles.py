@@ -12,13 +12,7 @@ from align_circuits.papers.abrupt.ensemble_runs import aligned_curves, at_end, h
 from align_circuits.papers.abrupt.ensembles import train_ensemble
 from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
 from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.progress_measures import (
-    MEASURES,
-    Evaluation,
-    crossing_step,
-    measure,
-    progress,
-)
+from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, crossing_step, measure, progress
 from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
 from align_circuits.papers.accuracy import over_seeds
 from align_circuits.tables.tables import Provenance, Table

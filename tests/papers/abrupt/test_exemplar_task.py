@@ -108,9 +108,10 @@ def test_the_window_lies_anywhere_and_positions_ascend():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_member_draws_the_same_alone_and_among_others(kind):
-    tasks = [replace(SMALL, **change) for change in (
-        {"burst": 2, "zipf": 1.0}, {"n_classes": 48, "p_context": 0.5, "noise": 0.3}, {"p_burst": 0.5}
-    )]  # fmt: skip
+    tasks = [
+        replace(SMALL, **change)
+        for change in ({"burst": 2, "zipf": 1.0}, {"n_classes": 48, "p_context": 0.5, "noise": 0.3}, {"p_burst": 0.5})
+    ]
     worlds = Worlds(tasks, [4, 4, 9])
     together = worlds.batch(7, 20, kind)
     for member in range(3):

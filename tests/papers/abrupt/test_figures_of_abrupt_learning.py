@@ -26,10 +26,17 @@ STEPS = np.arange(0.0, 401, 10)
 def curves(middles: dict[str, float], **cell: Any) -> pd.DataFrame:
     """Three seeds; each measure rises from 0 to 1 around its step; one that is not named stays at 0."""
     rows = [
-        {**cell, "seed": seed, "step": step, "measure": name,
-         "value": float(np.clip(0.5 + (step - middles.get(name, 1e9) - 10 * seed) / 100, 0, 1))}
-        for seed in range(3) for name in MEASURES for step in STEPS
-    ]  # fmt: skip
+        {
+            **cell,
+            "seed": seed,
+            "step": step,
+            "measure": name,
+            "value": float(np.clip(0.5 + (step - middles.get(name, 1e9) - 10 * seed) / 100, 0, 1)),
+        }
+        for seed in range(3)
+        for name in MEASURES
+        for step in STEPS
+    ]
     return pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=100)
 
 
@@ -62,9 +69,7 @@ def clamped(**at: float) -> Table:
         clamp: at.get(name, 1e9 if clamp.startswith("no ") and "elsewhere" not in clamp else 200.0)
         for clamp, name in names.items()
     }
-    rows = [
-        curves({"icl": middle, "ila1": middle, "tila2": middle}, clamp=clamp) for clamp, middle in middles.items()
-    ]  # fmt: skip
+    rows = [curves({"icl": middle, "ila1": middle, "tila2": middle}, clamp=clamp) for clamp, middle in middles.items()]
     return table(*rows)
 
 
@@ -152,7 +157,7 @@ def test_dependences_on_the_data_are_read_from_the_right_cells():
     def in_weights(cell: Any) -> float:
         return (1.0 - 0.6 * (cell["burst"] > 0) * (cell["n_classes"] > 8) - 0.2 * (cell["burst"] > 1)) * (
             1 if cell["zipf"] or cell["noise"] > 0.5 or cell["n_classes"] == 8 or cell["burst"] != 1 else 0.7
-        ) + 0.3 * (cell["zipf"] == 1)  # fmt: skip
+        ) + 0.3 * (cell["zipf"] == 1)
 
     found = dependence(in_context, in_weights)
     grid = grid_of(found, "icl")

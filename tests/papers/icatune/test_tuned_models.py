@@ -93,8 +93,9 @@ def test_planted_attention_lies_on_gold():
 def emergence_table(steps: dict[str, list[float]]) -> Table:
     rows = [
         {"arm": "a", "part": "emergence", "seed": seed, "metric": metric, "value": value}
-        for metric, values in steps.items() for seed, value in enumerate(values)
-    ]  # fmt: skip
+        for metric, values in steps.items()
+        for seed, value in enumerate(values)
+    ]
     return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("test"))
 
 
@@ -110,7 +111,7 @@ def test_layers_apart_pairs_seeds():
         {"part": "after", "condition": "in distribution", "of": "best head", "seed": seed, "metric": name, "layer": at}
         for name, layers in (("align_query_attention", (1, 3)), ("lookup_attention", (4, 4)))
         for seed, at in enumerate(layers)
-    ]  # fmt: skip
+    ]
     table = Table(pd.DataFrame(rows).assign(value=1.0, low=1.0, high=1.0, n=1), Provenance("test"))
     assert layers_apart(table, "after").value == 2.0
 
@@ -119,13 +120,17 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     course = pd.DataFrame(
         [
             (seed, step, False, "accuracy", "first", -1, -1, -1, 0.5 * seed + 0.1 * step)
-            for seed in (0, 1) for step in (0, 1, 2, 3)
-        ] + [
+            for seed in (0, 1)
+            for step in (0, 1, 2, 3)
+        ]
+        + [
             (seed, step, False, "lookup", "all", -1, 0, head, 0.1 * head + 0.5 * seed)
-            for seed in (0, 1) for step in (0, 1, 2, 3) for head in (-1, 0, 1)
+            for seed in (0, 1)
+            for step in (0, 1, 2, 3)
+            for head in (-1, 0, 1)
         ],
         columns=["seed", "step", "ood", "metric", "kind", "offset", "layer", "head", "value"],
-    ).assign(arm="a", low=0.0, high=1.0, n=4)  # fmt: skip
+    ).assign(arm="a", low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
     assert sorted(found["step"].unique()) == [0, 2, 3] and set(found["seed"]) == {ALL_SEEDS}
     model = found[found["of"] == "model"].set_index("step")["value"]

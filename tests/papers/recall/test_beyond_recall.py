@@ -42,8 +42,10 @@ def test_the_constructions_exchange_what_the_theorem_says():
     context = CONTEXT.sample(48, seed=0)
     parts = parts_of(PT, FACTS.sample(16, seed=0))
     assert parts == {
-        (0, HEAD["subject"]): "subject head", (0, HEAD["relation"]): "relation head", (0, HEAD["grammar"]): "other head"
-    }  # fmt: skip
+        (0, HEAD["subject"]): "subject head",
+        (0, HEAD["relation"]): "relation head",
+        (0, HEAD["grammar"]): "other head",
+    }
     rows = {(row["site"], row["head"]): row["value"] for row in exchanged(FT, PT, context)}
     assert set(rows) == {("none", -1)} | {(site, head) for site in EXCHANGED for head in range(3)}
     assert rows["none", -1] == 1
@@ -113,8 +115,15 @@ def test_a_carrier_is_told_from_one_that_only_steers(carries):
                     {"edit": edit, "site": "z", "layer": layer, "positions": "query", "value": sign * 0.8 * here}
                 )
         for place in ("attributes", "subjects"):
-            rows.append({"edit": "denoise", "site": "resid_post", "layer": 0, "positions": place,
-                         "value": 0.8 * (place == "attributes") * carries})  # fmt: skip
+            rows.append(
+                {
+                    "edit": "denoise",
+                    "site": "resid_post",
+                    "layer": 0,
+                    "positions": place,
+                    "value": 0.8 * (place == "attributes") * carries,
+                }
+            )
         for row in rows[-8:]:
             row.update(seed=seed, kind="icl", metric="accuracy")
     checks = CARRIER.check(table(rows))
@@ -156,13 +165,20 @@ def test_strategies_are_told_apart():
 @pytest.mark.parametrize(("mixed", "expected"), [(0.9, [True, True, True, True]), (0.1, [False, False, True, False])])
 def test_one_stage_is_held_against_two(mixed, expected):
     ends = {
-        ("mixed", "pt"): 1.0, ("mixed", "icl_seen"): 1.0, ("mixed", "icl_held_out"): mixed,
-        ("staged", "pt"): 0.3, ("staged", "icl_seen"): 1.0, ("staged", "icl_held_out"): 0.9,
-    }  # fmt: skip
+        ("mixed", "pt"): 1.0,
+        ("mixed", "icl_seen"): 1.0,
+        ("mixed", "icl_held_out"): mixed,
+        ("staged", "pt"): 0.3,
+        ("staged", "icl_seen"): 1.0,
+        ("staged", "icl_held_out"): 0.9,
+    }
     rows = [
         {"stage": stage, "probe": probe, "match": match, "seed": seed, "step": step, "value": end * (step > 0)}
-        for (stage, probe), end in ends.items() for match in MATCHES for seed in range(3) for step in (0, 10)
-    ]  # fmt: skip
+        for (stage, probe), end in ends.items()
+        for match in MATCHES
+        for seed in range(3)
+        for step in (0, 10)
+    ]
     assert [check.holds for check in MIXING.check(table(rows))] == expected
 
 
@@ -228,16 +244,31 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
     def rows(gain: float) -> Table:
         seeds, kinds = range(3), ("pt", "icl", "icl+grm")
         exact = [
-            {"kind": kind, "seed": seed, "layer": layer, "place": place, "match": "exact",
-             "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0}
-            for kind in kinds for seed in seeds for layer, place in
-            [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
-        ]  # fmt: skip
+            {
+                "kind": kind,
+                "seed": seed,
+                "layer": layer,
+                "place": place,
+                "match": "exact",
+                "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0,
+            }
+            for kind in kinds
+            for seed in seeds
+            for layer, place in [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
+        ]
         looks = [
-            {"kind": kind, "seed": seed, "layer": 0, "place": place, "match": "attention",
-             "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1}
-            for kind in kinds for seed in seeds for place in ("ICL", "ICL+Grm")
-        ]  # fmt: skip
+            {
+                "kind": kind,
+                "seed": seed,
+                "layer": 0,
+                "place": place,
+                "match": "attention",
+                "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1,
+            }
+            for kind in kinds
+            for seed in seeds
+            for place in ("ICL", "ICL+Grm")
+        ]
         return table(exact + looks)
 
     assert all(check.holds and check.control_fails for check in BRIDGE.check(rows(0.8)))

@@ -23,10 +23,19 @@ STEPS = np.arange(0, 101, 10)
 def curves(middle: Callable[[str, str], float], probes: tuple[str, ...], **keys: Any) -> pd.DataFrame:
     """Three seeds; each match of each probe rises from 0 to 1 around its step."""
     rows = [
-        {**keys, "seed": seed, "step": step, "probe": probe, "match": match,
-         "value": float(np.clip(0.5 + (step - middle(probe, match) - seed) / 20, 0, 1))}
-        for seed in range(3) for probe in probes for match in MATCHES for step in STEPS
-    ]  # fmt: skip
+        {
+            **keys,
+            "seed": seed,
+            "step": step,
+            "probe": probe,
+            "match": match,
+            "value": float(np.clip(0.5 + (step - middle(probe, match) - seed) / 20, 0, 1)),
+        }
+        for seed in range(3)
+        for probe in probes
+        for match in MATCHES
+        for step in STEPS
+    ]
     return pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=100)
 
 
@@ -83,19 +92,31 @@ def test_the_format_that_is_learned_first_is_told():
 @pytest.mark.parametrize("matters", [True, False])
 def test_what_depends_on_subjects_is_told_from_what_does_not(matters):
     frames = [
-        curves(lambda probe, _match, n=n: 95 if probe == "icl_held_out" and n == 8 and matters else 50,
-               ("pt", "icl_held_out"), stage=stage, n_seen=n)
-        for stage in ("icl", "icl+grm") for n in (8, 32)
-    ]  # fmt: skip
+        curves(
+            lambda probe, _match, n=n: 95 if probe == "icl_held_out" and n == 8 and matters else 50,
+            ("pt", "icl_held_out"),
+            stage=stage,
+            n_seen=n,
+        )
+        for stage in ("icl", "icl+grm")
+        for n in (8, 32)
+    ]
     assert holds(FIG5.check(table(*frames))) == [matters] * 2
 
 
 def test_length_and_diversity_are_credited_apart():
     frames = [
-        curves(lambda _probe, match, s=s: 1e9 if match == "exact" and s == 6 else 20, ("pt", "icl_held_out"),
-               stage=stage, grammar_len=s, div=div)
-        for stage in ("pt", "icl+grm") for s in (6, 16) for div in (0.2, 0.5)
-    ]  # fmt: skip
+        curves(
+            lambda _probe, match, s=s: 1e9 if match == "exact" and s == 6 else 20,
+            ("pt", "icl_held_out"),
+            stage=stage,
+            grammar_len=s,
+            div=div,
+        )
+        for stage in ("pt", "icl+grm")
+        for s in (6, 16)
+        for div in (0.2, 0.5)
+    ]
     assert holds(FIG6.check(table(*frames))) == [True, False, True, False]
 
 
@@ -125,10 +146,17 @@ def looked_at(strength: Callable[[float, float], float], steers: bool = True) ->
                                 {**where, "metric": "shuffled", "value": 0.0},
                             ]
                     rows += [
-                        {**keys, "demos": demos, "metric": "cosine_apart", "type": one, "other": other,
-                         "value": clustered if one == other else 0.0}
-                        for one in range(3) for other in range(3)
-                    ]  # fmt: skip
+                        {
+                            **keys,
+                            "demos": demos,
+                            "metric": "cosine_apart",
+                            "type": one,
+                            "other": other,
+                            "value": clustered if one == other else 0.0,
+                        }
+                        for one in range(3)
+                        for other in range(3)
+                    ]
                     rows += [{**row, "metric": "cosine"} for row in rows[-9:]]
             for beta in (-1.0, 0.0, 0.2, 0.4, 1.0):
                 mixed = max(beta, 0.0) if steers else 0.0
@@ -166,22 +194,39 @@ def test_as_many_contexts_of_each_type():
 
 def test_values_seen_and_subjects_are_credited_only_where_they_matter():
     frames = [
-        curves(lambda probe, _match, count=count: 1e9 if probe == "held_out" and count == 3 else 50,
-               ("seen", "held_out"), n_subjects=8, n_seen=4, values=count)
+        curves(
+            lambda probe, _match, count=count: 1e9 if probe == "held_out" and count == 3 else 50,
+            ("seen", "held_out"),
+            n_subjects=8,
+            n_seen=4,
+            values=count,
+        )
         for count in (3, 5)
-    ]  # fmt: skip
+    ]
     assert holds(FIG13.check(table(*frames))) == [True]
     many = [
-        pd.concat([
-            curves(lambda _probe, _match, m=m: 50 if m == 8 else 1e9, ("held_out",), n_subjects=m),
-            pd.DataFrame([
-                {"seed": seed, "step": 0, "probe": "cosine", "match": what, "n_subjects": m, "n": 1,
-                 "value": 0.9 if m == 8 and "another" not in what else 0.1}
-                for seed in range(3) for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
-            ]),
-        ])
+        pd.concat(
+            [
+                curves(lambda _probe, _match, m=m: 50 if m == 8 else 1e9, ("held_out",), n_subjects=m),
+                pd.DataFrame(
+                    [
+                        {
+                            "seed": seed,
+                            "step": 0,
+                            "probe": "cosine",
+                            "match": what,
+                            "n_subjects": m,
+                            "n": 1,
+                            "value": 0.9 if m == 8 and "another" not in what else 0.1,
+                        }
+                        for seed in range(3)
+                        for what in ("f_subj", "f_rel", "f_subj of another", "f_rel of another")
+                    ]
+                ),
+            ]
+        )
         for m in (8, 64)
-    ]  # fmt: skip
+    ]
     assert holds(FIG14.check(table(*many))) == [True] * 3
 
 

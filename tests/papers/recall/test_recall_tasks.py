@@ -180,10 +180,11 @@ def test_relations_are_what_a_reader_finds(task):
             own = {
                 "subject": [pos for pos in subjects if tokens[pos] == asked],
                 "query_subject": subjects if place == last else [],
-                "same_type": same, "type": same + (signs if mine else []),
+                "same_type": same,
+                "type": same + (signs if mine else []),
                 "grammar": part.get("grammar", []) if place == last else [],
                 "relation": part.get("relation", []) if place == last else [],
-            }  # fmt: skip
+            }
             for name, positions in own.items():
                 expected.setdefault(name, []).extend(pos + start for pos in positions)
         for name, positions in expected.items():
@@ -203,9 +204,12 @@ def test_roles_are_what_tokens_are(task):
     prompts, world = task.sample(30, seed=1), task.world
     values = [i for ids in world.value_ids for i in ids]
     for role, ids in (
-        (Role.INPUT, world.subject_ids), (Role.OUTPUT, values), (Role.TEXT, world.grammar_ids),
-        (Role.RELATION, world.relation_ids), (Role.SEPARATOR, [world.separator]),
-    ):  # fmt: skip
+        (Role.INPUT, world.subject_ids),
+        (Role.OUTPUT, values),
+        (Role.TEXT, world.grammar_ids),
+        (Role.RELATION, world.relation_ids),
+        (Role.SEPARATOR, [world.separator]),
+    ):
         expected = torch.isin(prompts.tokens, torch.tensor(list(ids), dtype=torch.long)) & prompts.mask
         assert torch.equal(prompts.roles == role, expected), role
     assert torch.equal(prompts.roles == Role.PAD, ~prompts.mask)

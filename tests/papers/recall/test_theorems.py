@@ -89,9 +89,21 @@ def test_the_cosine_of_an_expectation_has_no_noise_in_it():
 def test_the_relation_head_is_another_than_the_subject_head():
     shares = {"subject": (0.9, 0.1, 0.2), "relation": (0.8, 0.3, 0.1)}  # head 0 attends most to both
     rows = [
-        {"positions": "relative", "stage": "pretrained", "sequences": "pretraining", "metric": "attention", "seed": 0,
-         "what": what, "head": head, "value": value, "low": np.nan, "high": np.nan, "n": 1}
-        for what, values in shares.items() for head, value in enumerate(values)
-    ]  # fmt: skip
+        {
+            "positions": "relative",
+            "stage": "pretrained",
+            "sequences": "pretraining",
+            "metric": "attention",
+            "seed": 0,
+            "what": what,
+            "head": head,
+            "value": value,
+            "low": np.nan,
+            "high": np.nan,
+            "n": 1,
+        }
+        for what, values in shares.items()
+        for head, value in enumerate(values)
+    ]
     table = Table(pd.DataFrame(rows), Provenance("test"))
     assert (named(table, "subject", "relative"), named(table, "relation", "relative")) == ([0], [1])
