@@ -3,15 +3,21 @@
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
 from align_circuits.circuits.direct_effects import direct_logits, function_vectors, head_profile
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
-from align_circuits.circuits.faithful import cmd, completeness, cpr, faithfulness, minimality
-from align_circuits.heads.ablate import ablate_heads, reference_of
+from align_circuits.circuits.faithful import (
+    circuit_model_distance,
+    circuit_performance_ratio,
+    completeness,
+    faithfulness,
+    minimality,
+)
+from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.localize_heads import Localization, Thresholds, localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.hooks.graph import Graph
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted, planted_rivals
+from align_circuits.models.planted.model import planted_circuit, planted_competitors
 from align_circuits.papers.abrupt.exemplar_task import ExemplarTask
 from align_circuits.papers.recall.slots_task import SlotsTask
 from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
@@ -49,11 +55,12 @@ __all__ = [
     "TuneConfig",
     "TuneRun",
     "ablate_heads",
+    "ablation_baseline",
     "attribute_edges",
     "attribute_heads",
-    "cmd",
+    "circuit_model_distance",
+    "circuit_performance_ratio",
     "completeness",
-    "cpr",
     "direct_logits",
     "emergence",
     "evaluate",
@@ -66,10 +73,9 @@ __all__ = [
     "patch_edges",
     "patch_heads",
     "patch_paths",
-    "planted",
-    "planted_rivals",
+    "planted_circuit",
+    "planted_competitors",
     "plots",
-    "reference_of",
     "score_heads",
     "tune",
 ]

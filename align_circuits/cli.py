@@ -16,7 +16,7 @@ from align_circuits.files import writable_folder
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.claims import Scale, checks_html
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.icatune.tuned_models import TOY
@@ -74,7 +74,7 @@ class Job:
         if self.model == "planted":
             if self.device or self.dtype:
                 raise ValueError("the planted circuit runs on the CPU in float32: leave out --device and --dtype")
-            model: Any = planted(self.task, seed=self.seed)
+            model: Any = planted_circuit(self.task, seed=self.seed)
         else:
             model = load(self.model, device=self.device, dtype=getattr(torch, self.dtype) if self.dtype else None)
         small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
@@ -178,11 +178,11 @@ class Localize(Job):
         found = localize(model, self.task, self.n, self.seed, draws=self.draws, **self._how)
         roles = getattr(model, "roles", None)
         print(f"{self.model}: {self.n} prompts, half to find candidates, half to test them\n")
-        for role, heads in found.named.items():
+        for role, heads in found.heads_by_role.items():
             scores = found.table.where(role=role, metric="score")
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
             print(f"  {role:<12} " + ("   ".join(_head(row, roles) for row in rows) or "nobody"))
-        print(f"\n{found.sentence}")
+        print(f"\n{found.summary}")
         provenance = replace(found.table.provenance, settings=_as_json(self))
         report = replace(found, table=replace(found.table, provenance=provenance)).save(self.out)
         print(f"\nreport: {report}")
@@ -226,8 +226,8 @@ class Tune(Job):
         sections: list[tuple[str, str, Any]] = []
         if naming:
             found = localize(run.model, self.task, self.n, self.seed, **self._how)
-            print(f"{found.sentence}\nheads: {found.save(self.out / 'heads')}")
-            sections = [("Is it the heads?", found.sentence, plots.ablation(found.verdict))]
+            print(f"{found.summary}\nheads: {found.save(self.out / 'heads')}")
+            sections = [("Is it the heads?", found.summary, plots.ablation(found.group_ablations))]
         print(f"adapter: {self.out / 'adapter'}")
         self.finish(
             "tune",

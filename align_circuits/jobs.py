@@ -26,7 +26,7 @@ PACKAGE = "align_circuits"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Job:
     """One call of a function.
 
     Raises:
@@ -59,7 +59,7 @@ class Cell:
 class Failure:
     """A cell that raised, or whose process died."""
 
-    cell: Cell
+    cell: Job
     """Which one."""
     error: str
     """The traceback, or how the process ended."""
@@ -73,7 +73,7 @@ class Sweep:
     """The rows of all finished cells, in the order of the cells: config and seed, then the columns of the row, which
     stand in for a config entry of the same name."""
     failures: tuple[Failure, ...]
-    """The cells without rows; the next `run_cells` tries them again."""
+    """The cells without rows; the next `run_jobs` tries them again."""
 
     def whole(self) -> pd.DataFrame:
         """Returns the rows of all cells.
@@ -90,7 +90,7 @@ class Sweep:
         return self.frame
 
 
-def run_cells(cells: Sequence[Cell], folder: str | Path, *, jobs: int = 1, progress: bool = True) -> Sweep:
+def run_jobs(cells: Sequence[Job], folder: str | Path, *, jobs: int = 1, progress: bool = True) -> Sweep:
     """Runs the cells that have no result in `folder` yet, and returns the results of all.
 
     Each result is one JSON file, written whole or not at all, whose name ends in a hash of function, config, seed and
@@ -198,17 +198,17 @@ def _find(function: str) -> Callable[..., Any]:
     return found  # pyright: ignore[reportReturnType]
 
 
-def _path(folder: Path, cell: Cell, version: str) -> Path:
+def _path(folder: Path, cell: Job, version: str) -> Path:
     identity = json.dumps([cell.function, cell.config, cell.seed, version], sort_keys=True)
     return folder / f"{cell.function.rpartition(':')[2]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
-def _attempts(cells: Mapping[Path, Cell]) -> Iterator[tuple[Path, str | None]]:
+def _attempts(cells: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]]:
     for path, cell in cells.items():
         yield path, _attempt(path, cell)
 
 
-def _parallel_attempts(cells: Mapping[Path, Cell], jobs: int) -> Iterator[tuple[Path, str | None]]:
+def _parallel_attempts(cells: Mapping[Path, Job], jobs: int) -> Iterator[tuple[Path, str | None]]:
     """Gives each process a cell at a time; one that dies takes only its own cell along, and is replaced."""
     threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
     waiting = deque(cells.items())
@@ -260,7 +260,7 @@ def _work(connection: Connection, threads: int) -> None:
         connection.send(_attempt(*connection.recv()))
 
 
-def _attempt(path: Path, cell: Cell) -> str | None:
+def _attempt(path: Path, cell: Job) -> str | None:
     """Runs a cell and writes its result; returns the traceback if that fails."""
     for abandoned in path.parent.glob(f".{path.name}.*.partial"):
         abandoned.unlink()

@@ -39,5 +39,10 @@ if __name__ == "__main__":
             f"{median(works[number]):.1f} s of the processor; {ratio:.2f} times as fast as with {threads[0]}; "
             f"{len(waited)} rounds"
         )
-    print(", ".join(f"{name}: {getattr(found, name).provenance.engine}" for name in ("effects", "damage", "verdict")))
-    print(found.sentence)
+    print(
+        ", ".join(
+            f"{name}: {getattr(found, name).provenance.engine}"
+            for name in ("patching_effects", "ablation_effects", "group_ablations")
+        )
+    )
+    print(found.summary)

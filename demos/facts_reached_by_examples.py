@@ -36,7 +36,7 @@ tested = replace(shown, query_subjects=held_out)
 
 for task in (facts, tested):
     prompts = task.sample(1)
-    print(prompts.text[0], "->", world.pieces[int(prompts.targets["token"][0])])
+    print(prompts.text[0], "->", world.token_strings[int(prompts.targets["token"][0])])
     for name, relation in prompts.relations.items():
         print(f"    {name:14} positions {relation.keys_of(0)}")
 

@@ -20,9 +20,9 @@
 import align_circuits as ac
 
 task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
-circuit = ac.planted(task, seed=0)
+circuit = ac.planted_circuit(task, seed=0)
 found = ac.localize(circuit, task, n=32, seed=0, draws=8)
-print(found.sentence)
+print(found.summary)
 
 # %% [markdown]
 # The truth is known: every role is right, and the decoys stayed without a name.
@@ -50,7 +50,7 @@ for head in (found.heads("align_query")[0], decoy):
 # The named heads are ablated together, to the mean of what they say at tokens of the same role, beside as many random heads of the same layers:
 
 # %%
-ac.plots.ablation(found.verdict, "First and later tokens with heads ablated")
+ac.plots.ablation(found.group_ablations, "First and later tokens with heads ablated")
 
 # %% [markdown]
 # `found.save("runs/first")` writes all of it, with a report that opens anywhere. What a named head looks at:
@@ -67,16 +67,16 @@ ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query")
 # %%
 llama = ac.load("toy-llama")
 trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), n=32, seed=0, draws=8)
-print(trained.sentence)
+print(trained.summary)
 
 # %%
-ac.plots.ablation(trained.verdict, "toy-llama, pre-aligned prompts")
+ac.plots.ablation(trained.group_ablations, "toy-llama, pre-aligned prompts")
 
 # %% [markdown]
 # One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.
 
 # %%
-damage = trained.damage.where(kind="all", metric="log_prob").frame
+damage = trained.ablation_effects.where(kind="all", metric="log_prob").frame
 damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
 
 # %% [markdown]
@@ -102,7 +102,7 @@ without
 # explains.
 
 # %%
-weak = ac.planted(task, seed=0, strength=0.35)
+weak = ac.planted_circuit(task, seed=0, strength=0.35)
 clamps = [ac.Clamp(found.heads(role), role) for role in ("align_query", "align_key", "lookup")]
 for name, edits in {"as it is": [], "clamped onto gold": clamps}.items():
     first = ac.evaluate(weak, prompts, edits=edits).where(predictor="model", metric="accuracy", kind="first").frame

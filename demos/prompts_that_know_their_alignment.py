@@ -26,7 +26,7 @@ task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15)
 # new in every prompt, so nothing can be known by heart: a model must read the automata from the 15 examples, and must find out *which symbol a phrase translates*.
 
 # %%
-model = ac.planted(task, seed=0)
+model = ac.planted_circuit(task, seed=0)
 prompts = task.sample(64, model.tokenizer, seed=0)
 prompts[0]
 

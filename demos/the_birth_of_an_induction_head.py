@@ -99,7 +99,7 @@ ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items
 # ## Interfering
 #
 # Does attention to the previous token bring the rest about? For labels, which must know their item, we hold it in place from the first step on. With it given, the transition comes
-# far sooner. (Held for items too, it comes sooner in some seeds only.)
+# far sooner. (CachedPair for items too, it comes sooner in some seeds only.)
 
 # %%
 clamped = trained(1000, held=lambda net: clamped_to_previous(net, "labels"))

@@ -91,10 +91,10 @@ for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "fi
 
 # %%
 found = ac.localize(after, task, n=32, seed=1, draws=4)
-print(found.sentence)
+print(found.summary)
 
 # %%
-ac.plots.ablation(found.verdict, "The tuned model with heads ablated")
+ac.plots.ablation(found.group_ablations, "The tuned model with heads ablated")
 
 # %%
 shown = [*found.heads("align_query")[:2], *found.heads("lookup")[:2]] or [(0, 0)]

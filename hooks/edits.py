@@ -13,13 +13,13 @@ from torch import Tensor
 
 from align_circuits.hooks.heads import Head, layers_of
 from align_circuits.hooks.names import Site, name_of
-from align_circuits.hooks.probes import Change, Probes, tried
+from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
 
 
 @dataclass(frozen=True, eq=False)
-class Running:
-    """The prompts that a model is running on, as far as an edit must know."""
+class BatchContext:
+    """The prompts that a model is context on, as far as an edit must know."""
 
     prompts: Prompts
     rows: Int[Tensor, " prompt"]
@@ -31,7 +31,7 @@ class Running:
     values of its own puts in."""
 
     @classmethod
-    def all_of(cls, prompts: Prompts) -> "Running":
+    def all_of(cls, prompts: Prompts) -> "BatchContext":
         """All prompts at once."""
         return cls(prompts, torch.arange(len(prompts)))
 
@@ -72,24 +72,24 @@ class Edit(ABC):
         Raises:
             ValueError: A head that the model does not have, a hook that never fires, or `prompts` missing.
         """
-        changes = changes_of([self], model, None if prompts is None else Running.all_of(prompts))
-        tried(model, changes).check()
+        changes = changes_of([self], model, None if prompts is None else BatchContext.all_of(prompts))
+        dry_run(model, changes).check()
         return Probes(model, changes).fwd_hooks
 
     @abstractmethod
-    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """Returns what happens to each activation, by the name of its hook point."""
 
-    def start(self, running: Running) -> int:  # noqa: ARG002 - what an edit does not know of itself
+    def start(self, context: BatchContext) -> int:  # noqa: ARG002 - what an edit does not know of itself
         """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
         return 0
 
 
-def changes_of(edits: Sequence[Edit], model: Any, running: Running | None) -> dict[str, Change]:
+def changes_of(edits: Sequence[Edit], model: Any, context: BatchContext | None) -> dict[str, Change]:
     """Returns the changes of several edits, applied in order where they meet."""
     together: dict[str, list[Change]] = {}
     for edit in edits:
-        for name, change in edit.changes(model.cfg, running).items():
+        for name, change in edit.changes(model.cfg, context).items():
             together.setdefault(name, []).append(change)
     return {name: in_order(changes) for name, changes in together.items()}
 
@@ -134,7 +134,7 @@ class _Spot:
     """The heads, or key heads, that it was taken from; None for all there is."""
     dim: int
     """The dimension of heads: 1 in a pattern, else 2."""
-    running: Running | None
+    context: BatchContext | None
 
     @property
     def length(self) -> int:
@@ -144,36 +144,36 @@ class _Spot:
     @property
     def columns_run(self) -> slice:
         """Which columns of the prompts these tokens are."""
-        given = None if self.running is None else self.running.span
+        given = None if self.context is None else self.context.span
         return slice(-self.length, None) if given is None else given
 
     def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
         """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
         self._check(values.shape[0], values.shape[1])
-        values = values if self.running is None else values[self.running.rows]
+        values = values if self.context is None else values[self.context.rows]
         return values[:, self.columns_run].to(self.old.device)
 
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
         self._check(values.shape[0], values.shape[3 - self.dim])
-        if rows is None and self.running is not None:
-            rows = self.running.rows
+        if rows is None and self.context is not None:
+            rows = self.context.rows
         values = values if rows is None else values[rows]
         run = self.columns_run
         values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.old.device)
         return values if self.columns is None else values.index_select(self.dim, self.columns)
 
     def of_source(self) -> Tensor | None:
-        """Returns the same part of the run that `running` holds beside, if it does."""
-        values = None if self.running is None else self.running.source.get(self.name)
+        """Returns the same part of the run that `context` holds beside, if it does."""
+        values = None if self.context is None else self.context.source.get(self.name)
         return values if values is None or self.columns is None else values.index_select(self.dim, self.columns)
 
     def _check(self, prompts: int, tokens: int) -> None:
         """Raises unless what an edit holds, for so many prompts and tokens, is for this run."""
         runs = len(self.old), self.length
-        if self.running is not None:
-            self.running.check(self.name, *runs)
-            runs = tuple(self.running.prompts.mask.shape)
+        if self.context is not None:
+            self.context.check(self.name, *runs)
+            runs = tuple(self.context.prompts.mask.shape)
         if (prompts, tokens) != runs:
             raise ValueError(
                 f"at {self.name!r} the edit holds {prompts} prompts of {tokens} tokens, but the model runs on "
@@ -198,31 +198,31 @@ class _AtSite(Edit):
     def value(self, spot: _Spot) -> Tensor:
         """Returns what replaces `spot.old`, broadcastable to it."""
 
-    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named."""
         where = layers_of(cfg, self.site, self.heads, self.layers)
         return {
-            name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, running)
+            name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, context)
             for layer, columns in where.items()
         }
 
-    def start(self, running: Running) -> int:
+    def start(self, context: BatchContext) -> int:
         """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
         if self.positions is None:
             return 0
-        if self.positions.shape != running.prompts.mask.shape:
+        if self.positions.shape != context.prompts.mask.shape:
             raise ValueError(
                 f"positions: the edit holds {len(self.positions)} prompts of {self.positions.shape[-1]} tokens, but "
-                f"the model runs on {len(running.prompts)} of {running.prompts.mask.shape[1]}: give an entry a token"
+                f"the model runs on {len(context.prompts)} of {context.prompts.mask.shape[1]}: give an entry a token"
             )
-        columns = self.positions[running.rows].any(0).nonzero()
+        columns = self.positions[context.rows].any(0).nonzero()
         return int(columns[0]) if len(columns) else self.positions.shape[1]
 
-    def _change(self, name: str, columns: Tensor | None, running: Running | None, activation: Tensor) -> Tensor:
+    def _change(self, name: str, columns: Tensor | None, context: BatchContext | None, activation: Tensor) -> Tensor:
         dim = 1 if self.site == "pattern" else 2
         columns = None if columns is None else columns.to(activation.device)
         old = activation if columns is None else activation.index_select(dim, columns)
-        spot = _Spot(name, old, columns, dim, running)
+        spot = _Spot(name, old, columns, dim, context)
         new = self.value(spot).to(old).expand_as(old)
         if self.positions is not None:
             here = spot.of_tokens(self.positions)
@@ -253,8 +253,8 @@ class Patch(_AtSite):
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
-    """What stands in for activations that are ablated; `ablation.reference_of` makes it."""
+class AblationBaseline:
+    """What stands in for activations that are ablated; `ablation.ablation_baseline` makes it."""
 
     means: Mapping[str, Float[Tensor, "group ..."]] = field(default_factory=dict)
     """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN where the reference
@@ -288,7 +288,7 @@ class Ablate(_AtSite):
     """
 
     how: Literal["zero", "mean", "resample"] = "zero"
-    reference: Reference | None = None
+    reference: AblationBaseline | None = None
     """For `"mean"` and `"resample"`."""
 
     def value(self, spot: _Spot) -> Tensor:
@@ -297,24 +297,24 @@ class Ablate(_AtSite):
             return spot.old.new_zeros(())
         if self.how not in ("mean", "resample"):
             raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")
-        reference = self.reference or Reference()
+        reference = self.reference or AblationBaseline()
         held = reference.means if self.how == "mean" else reference.values
         if spot.name not in held:
             raise ValueError(
                 f"how={self.how!r} needs a reference that holds {spot.name!r}: make it with "
-                f"reference_of(model, prompts, how={self.how!r}, site={self.site!r})"
+                f"ablation_baseline(model, prompts, how={self.how!r}, site={self.site!r})"
             )
-        if spot.running is None:
+        if spot.context is None:
             raise ValueError(
                 f"how={self.how!r} depends on the prompts: give them, as in fwd_hooks(model, prompts), or hand the "
                 "edit over as `edits=`"
             )
         if self.how == "resample":
-            return spot.of_run(held[spot.name], (spot.running.rows + 1) % len(held[spot.name]))
+            return spot.of_run(held[spot.name], (spot.context.rows + 1) % len(held[spot.name]))
         means = held[spot.name].to(spot.old.device)
         means = means if spot.columns is None else means.index_select(1, spot.columns)
-        stand_in = means[spot.of_tokens(groups_of(spot.running.prompts))]
-        if stand_in[spot.of_tokens(spot.running.prompts.mask)].isnan().any():
+        stand_in = means[spot.of_tokens(groups_of(spot.context.prompts))]
+        if stand_in[spot.of_tokens(spot.context.prompts.mask)].isnan().any():
             raise ValueError("the prompts hold tokens of a role that the reference prompts lack: take others")
         return stand_in.nan_to_num(0)
 
@@ -330,17 +330,17 @@ class Clamp(Edit):
     relation: str
     """A relation of the prompts that run."""
 
-    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named."""
-        if running is None:
+        if context is None:
             raise ValueError("a clamp depends on the prompts: give them, as in fwd_hooks(model, prompts)")
-        if self.relation not in running.prompts.relations:
+        if self.relation not in context.prompts.relations:
             raise KeyError(
-                f"no relation {self.relation!r} in these prompts; they have {', '.join(running.prompts.relations)}"
+                f"no relation {self.relation!r} in these prompts; they have {', '.join(context.prompts.relations)}"
             )
-        relation = running.prompts.relations[self.relation]
-        place = torch.full((len(running.prompts),), -1)
-        place[running.rows] = torch.arange(len(running.rows))
+        relation = context.prompts.relations[self.relation]
+        place = torch.full((len(context.prompts),), -1)
+        place[context.rows] = torch.arange(len(context.rows))
         mine = (place[relation.prompt] >= 0).nonzero()[:, 0]
         prompt, query = place[relation.prompt[mine]], relation.query[mine]
         if len(torch.stack([prompt, query]).unique(dim=1).T) != len(mine):
@@ -349,9 +349,9 @@ class Clamp(Edit):
         gold = keys / keys.sum(1, keepdim=True)
 
         def change(name: str, heads: Tensor, activation: Tensor) -> Tensor:
-            running.check(name, len(activation), activation.shape[2])
+            context.check(name, len(activation), activation.shape[2])
             new = activation.clone()
-            there = query - (running.prompts.mask.shape[1] - activation.shape[2])
+            there = query - (context.prompts.mask.shape[1] - activation.shape[2])
             rows = gold[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
             new[prompt[:, None], heads, there[:, None]] = rows
             return new

@@ -67,7 +67,7 @@ class Probes:
         return hand_over
 
 
-def tried(model: Any, names: Collection[str]) -> Probes:
+def dry_run(model: Any, names: Collection[str]) -> Probes:
     """Returns probes that have met one run of two tokens, the least that has something to attend to: who is silent?
 
     A model that reads vectors says how long they are, `cfg.d_in`.

@@ -21,11 +21,11 @@ from align_circuits.hooks.probes import Change
 HOOKED_SITES: tuple[Site, ...] = ("q", "k")
 """What hooks of the bridge meet, where they fire under Hugging Face's own attention."""
 
-CONE_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
+REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
 """What can be edited, in the order in which a layer computes it."""
 
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
-    **dict.fromkeys(CONE_SITES, ("resid_pre",)),
+    **dict.fromkeys(REPLAY_SITES, ("resid_pre",)),
     "z": ("resid_pre", "z"),
     "mlp_out": ("mlp_out", "resid_post"),
     "resid_post": ("resid_post",),
@@ -41,7 +41,7 @@ Cell = Mapping[str, Change]
 def order_of(cell: Cell) -> tuple[int, int]:
     """Returns layer and place in the layer of a cell's first edit; a cell without edits comes last."""
     places = [place for name in cell if (place := site_of(name)) is not None]
-    return min(((layer, CONE_SITES.index(site)) for layer, site in places), default=(2**31, 0))
+    return min(((layer, REPLAY_SITES.index(site)) for layer, site in places), default=(2**31, 0))
 
 
 def starts_from(cells: Collection[Collection[str]]) -> set[str]:
@@ -50,7 +50,7 @@ def starts_from(cells: Collection[Collection[str]]) -> set[str]:
     for cell in cells:
         layer, stage = order_of(dict.fromkeys(cell, lambda _: None))
         if cell:
-            needed |= {name_of(site, layer) for site in _STARTS_FROM[CONE_SITES[stage]]}
+            needed |= {name_of(site, layer) for site in _STARTS_FROM[REPLAY_SITES[stage]]}
     return needed
 
 
@@ -76,7 +76,7 @@ class _Pass:
 
     def starting(self, site: Site, layer: int) -> list[int]:
         """Takes up the cells whose first edit is here."""
-        new = self.waiting.pop((layer, CONE_SITES.index(site)), [])
+        new = self.waiting.pop((layer, REPLAY_SITES.index(site)), [])
         self.running += new
         return new
 
@@ -110,7 +110,7 @@ class _Pass:
         return self.met(site, layer, activation.unflatten(0, (len(self.running), -1))).flatten(0, 1)
 
 
-class Cone:
+class Replay:
     """A run of some prompts, kept as far as edits of it need it."""
 
     def __init__(

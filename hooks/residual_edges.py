@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from align_circuits.hooks.edits import Edit, Running
+from align_circuits.hooks.edits import BatchContext, Edit
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Change
@@ -17,7 +17,7 @@ EMBEDDED = name_of("resid_pre", 0)
 """Where the residual stream holds the embedding alone."""
 
 
-class Wires:
+class ResidualEdges:
     """The weights by which the heads and MLPs of a model write to its residual stream and read from it.
 
     Layer norms, projections and MLPs are the model's own, without its hooks; gradients pass through them.
@@ -94,7 +94,7 @@ def reads_from(graph: Graph, site: Reading, layer: int) -> str:
 
 
 def lands_at(graph: Graph, site: Reading, layer: int) -> str:
-    """Returns the hook point of what receivers make of what they read (`Wires.read`)."""
+    """Returns the hook point of what receivers make of what they read (`ResidualEdges.read`)."""
     if site == "logits":
         return name_of("resid_post", graph.n_layers - 1)
     return name_of("mlp_out" if site == "mlp" else site, layer)
@@ -130,7 +130,7 @@ def columns_of(graph: Graph) -> dict[str, slice]:
     return columns
 
 
-def written_by(wires: Wires, name: str, value: Tensor) -> Float[Tensor, "prompt pos sender d_model"]:
+def written_by(wires: ResidualEdges, name: str, value: Tensor) -> Float[Tensor, "prompt pos sender d_model"]:
     """Returns what the senders at a hook point (`sent_from`) add to the residual stream, from the activation there."""
     return wires.written(int(name.split(".")[1]), value) if name.endswith("hook_z") else value[:, :, None]
 
@@ -139,16 +139,16 @@ def written_by(wires: Wires, name: str, value: Tensor) -> Float[Tensor, "prompt 
 class _ByCell(Edit):
     """An edit that tells cells apart: the prompts that it was made for run once for each cell, one after another."""
 
-    def _cells(self, running: Running | None, prompts: int) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+    def _cells(self, context: BatchContext | None, prompts: int) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         """The cell of each row of a batch, and its place among the prompts."""
-        if running is None:
+        if context is None:
             raise ValueError("an edit of edges depends on the prompts: give them, as in fwd_hooks(model, prompts)")
-        if len(running.prompts) % prompts:
+        if len(context.prompts) % prompts:
             raise ValueError(
-                f"the edit was made for {prompts} prompts, but {len(running.prompts)} run: run the same, once for each "
+                f"the edit was made for {prompts} prompts, but {len(context.prompts)} run: run the same, once for each "
                 "cell"
             )
-        return running.rows // prompts, running.rows % prompts
+        return context.rows // prompts, context.rows % prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,16 +162,16 @@ class PatchEdges(_ByCell):
     Automated Circuit Discovery", for circuits as sets of edges.
     """
 
-    wires: Wires
+    wires: ResidualEdges
     source: Mapping[str, Float[Tensor, "prompt pos ..."]]
     """What senders say in the other run, by hook point (`sent_from`): `engine.capture`."""
     edges: Bool[Tensor, "cell receiver sender"]
     """Which edges carry that, in each cell."""
 
-    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:  # noqa: ARG002 - the wires know it
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the wires know it
         """A change where a patched edge ends, and a reader where senders speak."""
         graph, wires = self.wires.graph, self.wires
-        cell, prompt = self._cells(running, len(self.source[EMBEDDED]))
+        cell, prompt = self._cells(context, len(self.source[EMBEDDED]))
         names, sites = sent_from(graph), sites_of(graph)
         used = [site for site, places in sites.items() if self.edges[:, places].any()]
         columns = columns_of(graph)
@@ -218,9 +218,9 @@ class Receive(_ByCell):
     receivers: Bool[Tensor, "cell receiver"]
     """Which receivers are given it, in each cell."""
 
-    def changes(self, cfg: Any, running: Running | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
         """A change at each receiver."""
-        cell, prompt = self._cells(running, len(next(iter(self.made.values()))))
+        cell, prompt = self._cells(context, len(next(iter(self.made.values()))))
 
         def change_at(name: str, places: slice) -> Change:
             def change(activation: Tensor) -> Tensor:

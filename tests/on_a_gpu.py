@@ -17,11 +17,11 @@ from align_circuits.circuits.direct_effects import direct_logits, function_vecto
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import completeness, faithfulness
 from align_circuits.cli import main
-from align_circuits.heads.ablate import reference_of
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.task_vectors import representations, steer, task_vectors
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.replay import CONE_SITES
+from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.protocol import device_of, parameters_of
 from align_circuits.papers.abrupt.ensembles import train_ensemble
 from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
@@ -182,7 +182,7 @@ def test_p_values(llamas):
         assert values.std() > 0
 
 
-@pytest.mark.parametrize("sites", [CONE_SITES, ["pattern"]], ids=["cone", "pattern"])
+@pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["cone", "pattern"])
 def test_patches(llamas, pair, sites):
     there_as_here(llamas, lambda model: ac.patch_heads(model, **pair, sites=sites))
 
@@ -210,7 +210,7 @@ def test_edits(llamas, pair, name, engine):
             held = capture(model, pair["corrupted"], [name_of("v", layer) for layer in range(2)], engine=engine)
             edit: Any = ac.Patch(heads, "v", positions=later, values=held)
         elif name in ("mean", "resample"):
-            edit = ac.Ablate(heads, how=name, reference=reference_of(model, pair["corrupted"], how=name, site="z"))
+            edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair["corrupted"], how=name, site="z"))
         elif name == "clamp":
             edit = ac.Clamp(heads, "lookup")
         elif name == "steer":
@@ -251,11 +251,11 @@ def test_plain_hooks(llamas, pair):
 
 def test_localization(tmp_path):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
-    models = [ac.planted(task, seed=3, n_layers=4).to(device) for device in DEVICES]
+    models = [ac.planted_circuit(task, seed=3, n_layers=4).to(device) for device in DEVICES]
     here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
-    assert here.named == there.named and here.found
+    assert here.heads_by_role == there.heads_by_role and here.found
     alike(here.table, there.table)
-    alike(here.verdict, there.verdict)
+    alike(here.group_ablations, there.group_ablations)
     assert there.save(tmp_path).is_file()
 
 

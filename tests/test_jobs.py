@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.jobs import Cell, code_version, run_cells
+from align_circuits.jobs import Job, code_version, run_jobs
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["align_circuits.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
@@ -57,11 +57,11 @@ def code(tmp_path, monkeypatch):
 
 
 def cells_of(code, *xs, **config):
-    return [Cell(f"{code.name}.functions:square", {"x": x, **config}) for x in xs]
+    return [Job(f"{code.name}.functions:square", {"x": x, **config}) for x in xs]
 
 
 def run(cells, folder, jobs=1):
-    return run_cells(cells, folder, jobs=jobs, progress=False)
+    return run_jobs(cells, folder, jobs=jobs, progress=False)
 
 
 def calls(tmp_path):
@@ -84,13 +84,13 @@ def test_another_config_or_seed_is_another_cell(code, tmp_path):
     cell, *_ = cells_of(code, 2)
     run([cell], tmp_path / "sweep")
     others = [
-        Cell(cell.function, {"x": 3}),
-        Cell(cell.function, {"x": 2, "trouble": None}),
-        Cell(cell.function, {"x": 2}, seed=1),
+        Job(cell.function, {"x": 3}),
+        Job(cell.function, {"x": 2, "trouble": None}),
+        Job(cell.function, {"x": 2}, seed=1),
     ]
     run(others, tmp_path / "sweep")
     assert calls(tmp_path) == ["2", "3", "2", "2"]
-    reordered = Cell(cell.function, {"trouble": None, "x": 2})
+    reordered = Job(cell.function, {"trouble": None, "x": 2})
     assert run([reordered], tmp_path / "sweep").frame["y"].tolist() == [4, 4]
     assert len(calls(tmp_path)) == 4
 
@@ -101,7 +101,7 @@ def test_floats_survive_to_the_bit(tmp_path, code):
         "    return pd.DataFrame({'x': np.random.default_rng(seed).normal(size=100), 'n': range(100)})\n"
     )
     for _ in range(2):
-        frame = run([Cell(f"{code.name}.noise:noise", {}, seed=5)], tmp_path / "sweep").frame
+        frame = run([Job(f"{code.name}.noise:noise", {}, seed=5)], tmp_path / "sweep").frame
         assert frame["x"].tolist() == np.random.default_rng(5).normal(size=100).tolist()
         assert frame["n"].tolist() == list(range(100))
 
@@ -141,7 +141,7 @@ def test_a_cell_that_succeeds_later_loses_its_error(code, tmp_path, monkeypatch)
         "import os\n\n\ndef late(*, seed):\n    if 'READY' not in os.environ:\n"
         "        raise OSError('not yet')\n    return [{'y': 1}]\n"
     )
-    cell = Cell(f"{code.name}.late:late", {})
+    cell = Job(f"{code.name}.late:late", {})
     assert "not yet" in run([cell], tmp_path / "sweep").failures[0].error
     monkeypatch.setenv("READY", "1")
     assert run([cell], tmp_path / "sweep").frame["y"].tolist() == [1]
@@ -244,19 +244,19 @@ def test_the_version_sees_this_package(code):
 @pytest.mark.parametrize("function", ["square", "module:", ":square", "__main__:square"])
 def test_functions_without_an_address_are_refused(function):
     with pytest.raises(ValueError, match="give 'module:name'"):
-        Cell(function, {})
+        Job(function, {})
 
 
 @pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs:no_such_function"])
 def test_functions_that_are_not_there_are_refused_before_any_work(function, code, tmp_path):
     with pytest.raises(ValueError, match="cannot be found"):
-        run([*cells_of(code, 1), Cell(function, {})], tmp_path / "sweep")
+        run([*cells_of(code, 1), Job(function, {})], tmp_path / "sweep")
     assert not (tmp_path / "calls").exists()
 
 
 def test_other_bad_arguments_are_refused(code, tmp_path):
     with pytest.raises(ValueError, match="is not JSON"):
-        Cell("module:function", {"x": object()})
+        Job("module:function", {"x": object()})
     with pytest.raises(ValueError, match="jobs=0: give at least 1"):
         run(cells_of(code, 1), tmp_path / "sweep", jobs=0)
     (tmp_path / "file").touch()

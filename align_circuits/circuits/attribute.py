@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.circuits.decomposition import wired
+from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.heads.ablate import NO_HEAD
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients
@@ -20,7 +20,7 @@ from align_circuits.hooks.probes import Change
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
     PatchEdges,
-    Wires,
+    ResidualEdges,
     columns_of,
     lands_at,
     reads_from,
@@ -32,7 +32,7 @@ from align_circuits.hooks.residual_edges import (
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose, forward
-from align_circuits.run.pairs import Direction, Held, Pair
+from align_circuits.run.pairs import CachedPair, Direction, Pair
 from align_circuits.run.target_metrics import Metric, repeated
 from align_circuits.tables.tables import Table
 
@@ -204,7 +204,7 @@ def attribute_edges(
     if method not in get_args(EdgeMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(EdgeMethod)))}")
     pair = _checked(model, clean, corrupted, direction, metric, kind, steps)
-    wires = wired(model, pair.base)
+    wires = residual_edges_of(model, pair.base)
     graph, device = wires.graph, device_of(model)
     speaking, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
     patterns = [name_of("pattern", layer) for layer in range(graph.n_layers)] if method == "atp_star" else []
@@ -246,7 +246,7 @@ def _checked(
 
 
 def _runs(
-    method: str, held: Held, names: Sequence[str], steps: int
+    method: str, held: CachedPair, names: Sequence[str], steps: int
 ) -> Iterator[tuple[Sequence[str], Mapping[str, Change], float]]:
     """What is scored in a run, what is changed in it, and by what its gradients count."""
     if method in ("eap", "atp_star"):
@@ -276,7 +276,12 @@ def _by_head(product: Tensor, name: str, site: str, cfg: Any) -> Float[Tensor, "
 
 
 def _through_attention(
-    model: Any, wires: Wires, part: Pair, held: Held, site: tuple[Reading, int], at: Mapping[str, tuple[Tensor, Tensor]]
+    model: Any,
+    wires: ResidualEdges,
+    part: Pair,
+    held: CachedPair,
+    site: tuple[Reading, int],
+    at: Mapping[str, tuple[Tensor, Tensor]],
 ) -> Float[Tensor, "receiver sender prompt"]:
     """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient."""
     graph, count, name = wires.graph, len(part.base), name_of("pattern", site[1])

@@ -8,7 +8,7 @@ from torch import Tensor
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
-    Wires,
+    ResidualEdges,
     lands_at,
     reads_from,
     sent_from,
@@ -26,7 +26,7 @@ compute in float32 whatever the weights are."""
 NARROW = 5e-2
 
 
-def wired(model: Any, prompts: Prompts) -> Wires:
+def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
     """Returns the wires of a model, after a look at one prompt: does the model read and write as they say?
 
     Raises:
@@ -37,7 +37,7 @@ def wired(model: Any, prompts: Prompts) -> Wires:
             f"{wrapped[0]} carries an adapter, which the weights of heads do not show: merge it first "
             "(merge_and_unload), then load the merged model"
         )
-    wires = Wires(model)
+    wires = ResidualEdges(model)
     graph = wires.graph
     held = capture(model, prompts[:1], touched(graph))
     device = next(model.parameters()).device

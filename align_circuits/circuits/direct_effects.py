@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.circuits.decomposition import same, wired
+from align_circuits.circuits.decomposition import residual_edges_of, same
 from align_circuits.heads.patch import check_pair
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
@@ -60,7 +60,7 @@ def direct_logits(
         ValueError: No targets of that kind, or a model whose parts do not sum to its logits.
     """
     check_fits(model, prompts)
-    outcome, wires = Outcome.of(prompts, "logit", kind), wired(model, prompts)
+    outcome, wires = Outcome.of(prompts, "logit", kind), residual_edges_of(model, prompts)
     graph, device = wires.graph, device_of(model)
     last = reads_from(graph, "logits", graph.n_layers)
     names = [*sent_from(graph), last]
@@ -222,4 +222,4 @@ def _readout(
 
 
 def _provenance(verb: str, model: Any, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
-    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.origin, engine=engine)
+    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.provenance, engine=engine)

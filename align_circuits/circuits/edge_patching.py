@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from align_circuits.circuits.decomposition import wired
+from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
 from align_circuits.hooks.names import name_of
@@ -14,7 +14,7 @@ from align_circuits.hooks.residual_edges import EMBEDDED, PatchEdges, Receive, l
 from align_circuits.models.protocol import check_fits
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose
-from align_circuits.run.pairs import Direction, Held, Pair
+from align_circuits.run.pairs import CachedPair, Direction, Pair
 from align_circuits.run.target_metrics import Metric
 from align_circuits.tables.tables import Table
 
@@ -62,7 +62,7 @@ def patch_edges(
     """
     pair = Pair.of(clean, corrupted, direction, metric, kind)
     check_fits(model, clean)
-    wires = wired(model, pair.base)
+    wires = residual_edges_of(model, pair.base)
     graph = wires.graph
     chosen = graph.edges if edges is None else graph.select(edges)
     options: dict[str, Any] = {"engine": choose(model, engine, touched(graph)), "batch_size": batch_size}
@@ -135,7 +135,7 @@ def patch_paths(
     if not chosen.any():
         raise ValueError("none of the receivers comes after one of the senders: name later receivers, such as 'logits'")
     options: dict[str, Any] = {"engine": choose(model, engine, touched(graph)), "batch_size": batch_size}
-    held = Held(*(capture(model, some, sent_from(graph), **options) for some in (pair.base, pair.source)))
+    held = CachedPair(*(capture(model, some, sent_from(graph), **options) for some in (pair.base, pair.source)))
     before, ran = pair.outcome.measured(model, **options)
     found = np.full((*chosen.shape, len(clean)), np.nan)
     for place in chosen.any(0).nonzero()[:, 0].tolist():
@@ -150,7 +150,7 @@ def patch_paths(
     return pair.edges(graph, chosen, found[chosen.numpy()], provenance)
 
 
-def _alone(graph: Graph, sender: Sender, held: Held) -> list[Edit]:
+def _alone(graph: Graph, sender: Sender, held: CachedPair) -> list[Edit]:
     """Heads say what they said; the sender says what it says in the other run."""
     said = {name: value for name, value in held.base.items() if name.endswith("hook_z")}
     edits: list[Edit] = []

@@ -11,7 +11,7 @@ from numpy import ndarray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from align_circuits.circuits.decomposition import wired
+from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.residual_edges import PatchEdges, sent_from, touched
@@ -108,7 +108,7 @@ def faithfulness(
     return Table(pd.concat([of_model.assign(n=outcome["n"]), outcome], ignore_index=True), provenance)
 
 
-def cpr(table: Table) -> float:
+def circuit_performance_ratio(table: Table) -> float:
     """Returns the circuit performance ratio: the area under faithfulness over the share of edges, by trapezoids.
 
     Over the shares that were measured above 0, up to 1; near 1 for a model whose smallest circuit does all (what lies
@@ -118,7 +118,7 @@ def cpr(table: Table) -> float:
     return _area(table, lambda f: f)
 
 
-def cmd(table: Table) -> float:
+def circuit_model_distance(table: Table) -> float:
     """Returns the circuit-model distance: the area between faithfulness and 1 over the share of edges, by trapezoids.
 
     0 is best: every circuit then behaves as the model. Source: Mueller et al. (2025), §3; for circuits that were chosen
@@ -235,7 +235,7 @@ class _Runs:
     ):
         self.pair = Pair.of(clean, corrupted, "noise", metric, kind)
         check_fits(model, clean)
-        self._model, self._wires = model, wired(model, clean)
+        self._model, self._wires = model, residual_edges_of(model, clean)
         self.graph = self._wires.graph
         self._options: dict[str, Any] = {"engine": choose(model, engine, touched(self.graph)), "batch_size": batch_size}
         self._source = capture(model, corrupted, sent_from(self.graph), **self._options)

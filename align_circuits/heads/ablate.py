@@ -10,12 +10,12 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.hooks.edits import Ablate, Edit, Patch, Reference, groups_of
+from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run.evaluation import Predictions, by_kind, predict_each, prompt_means
+from align_circuits.run.evaluation import Predictions, by_kind, predict_with_edits, prompt_means
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.tables.tables import Provenance, Table
 
@@ -65,21 +65,21 @@ def ablate_heads(
         others = _resampled(reference or prompts)
         cells += [[Patch([head])] for head in chosen]
     else:
-        held = reference_of(model, reference or prompts, how, layers=layers, **options)
+        held = ablation_baseline(model, reference or prompts, how, layers=layers, **options)
         cells += [[Ablate([head], how=how, reference=held)] for head in chosen]
-    (intact, *ablated), ran = predict_each(model, prompts, cells, source=others, **options)
+    (intact, *ablated), ran = predict_with_edits(model, prompts, cells, source=others, **options)
     changes = {head: change(intact, after) for head, after in zip(chosen, ablated, strict=True)}
     provenance = Provenance(
         "ablate_heads",
         settings={"how": how, "reference": (reference or prompts).digest},
         model=model_provenance(model),
-        data=prompts.origin,
+        data=prompts.provenance,
         engine=ran,
     )
     return effects_table(prompts, changes, ("layer", "head"), provenance)
 
 
-def reference_of(
+def ablation_baseline(
     model: Any,
     prompts: Prompts,
     how: How = "mean",
@@ -88,7 +88,7 @@ def reference_of(
     layers: Sequence[int] | None = None,
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
-) -> Reference:
+) -> AblationBaseline:
     """Returns what stands in for activations that `Ablate` takes away, measured on reference prompts.
 
     Args:
@@ -109,13 +109,13 @@ def reference_of(
         raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
     names = [name_of(site, layer) for layer in (range(model.cfg.n_layers) if layers is None else layers)]
     if how == "zero":
-        return Reference()
+        return AblationBaseline()
     if how == "resample":
         _check_resampled(prompts)
-        return Reference(values=capture(model, prompts, names, engine=engine, batch_size=batch_size))
+        return AblationBaseline(values=capture(model, prompts, names, engine=engine, batch_size=batch_size))
     if site == "pattern":
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
-    return Reference(means=_means(model, prompts, names, engine=engine, batch_size=batch_size))
+    return AblationBaseline(means=_means(model, prompts, names, engine=engine, batch_size=batch_size))
 
 
 def _check_resampled(prompts: Prompts) -> None:

@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.files import writable_folder
-from align_circuits.heads.ablate import ablate_heads, reference_of
+from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import fixed_offset, in_one_place, p_values
 from align_circuits.heads.score import score_heads
@@ -25,7 +25,7 @@ from align_circuits.papers.recall.slots_task import SlotsTask
 from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.localize_report import localize_report
-from align_circuits.run.evaluation import ALL_OFFSETS, predict_each
+from align_circuits.run.evaluation import ALL_OFFSETS, predict_with_edits
 from align_circuits.run.forward_pass import forward
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
@@ -71,13 +71,13 @@ class Localization:
     """Keyed by layer, head, role and metric. For every head `"score"`, `"attention"` (on keys, absolute), `"p"` and
     `"control"` (the score under the control alignment); for candidates also `"q"` (p corrected), `"ablation"` (what
     mean ablation costs, in nats) and `"denoising"` (what patching restores, in nats)."""
-    named: Mapping[str, tuple[Head, ...]]
+    heads_by_role: Mapping[str, tuple[Head, ...]]
     """The heads named for each role, best score first."""
-    effects: Table
+    patching_effects: Table
     """What patching each candidate into corrupted prompts restores: `patch_heads`."""
-    damage: Table
+    ablation_effects: Table
     """What ablating each candidate changes: `ablate_heads`."""
-    verdict: Table
+    group_ablations: Table
     """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, `"found"` (all
     named heads), `"random"` (as many others, `draw` by `draw`), `"rest"` (all but those named); `draw` is else -1."""
     prompts: Prompts
@@ -97,26 +97,26 @@ class Localization:
         Raises:
             KeyError: No such role.
         """
-        if role not in self.named:
-            raise KeyError(f"no role {role!r}: choose one of {', '.join(self.named)}")
-        return list(self.named[role])
+        if role not in self.heads_by_role:
+            raise KeyError(f"no role {role!r}: choose one of {', '.join(self.heads_by_role)}")
+        return list(self.heads_by_role[role])
 
     @property
     def found(self) -> list[Head]:
         """All heads with a name."""
-        return sorted({head for heads in self.named.values() for head in heads})
+        return sorted({head for heads in self.heads_by_role.values() for head in heads})
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """The verdict in a few sentences."""
-        said = [f"{role}: {describe(heads)}" for role, heads in self.named.items() if heads]
+        said = [f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads]
         if not said:
             return " ".join(["No head passes every test.", *self.notes])
-        kind = "first" if "first" in set(self.verdict.frame["kind"]) else "all"
-        right: Any = self.verdict.where(kind=kind).frame.set_index("ablated")
+        kind = "first" if "first" in set(self.group_ablations.frame["kind"]) else "all"
+        right: Any = self.group_ablations.where(kind=kind).frame.set_index("ablated")
         draws = right.loc[["random"], "value"] if "random" in right.index else None
         intact, found = right.loc["nothing"], right.loc["found"]
-        recall = set(self.named) <= set(RECALL_ROLES)
+        recall = set(self.heads_by_role) <= set(RECALL_ROLES)
         what = "The answer is" if recall else "The first token of a phrase is" if kind == "first" else "A token is"
         sentence = (
             f"{'; '.join(said)}. {what} right in {intact['value']:.2f} [{intact['low']:.2f}, {intact['high']:.2f}] of "
@@ -138,7 +138,7 @@ class Localization:
         """
         folder = writable_folder(folder)
         (folder / "provenance.json").unlink(missing_ok=True)  # a folder with one is whole
-        for name in ("effects", "damage", "verdict"):
+        for name in ("patching_effects", "ablation_effects", "group_ablations"):
             getattr(self, name).save(folder / name)
         report = localize_report(folder / "report.html", self)
         self.table.save(folder)
@@ -209,7 +209,7 @@ def localize(
         "localize",
         settings=settings,
         model=model_provenance(model),
-        data=tested.origin,
+        data=tested.provenance,
         engine=scores.provenance.engine,
     )
     table = _evidence(scores, control, p, candidates, damage, effects, roles, provenance)
@@ -256,7 +256,7 @@ def _pairs(task: Task, prompts: Prompts, seed: int) -> tuple[Prompts, Prompts]:
         clean += some.tolist() if len(some) > 1 else []  # one alone of its length has no partner
         other += some.roll(1).tolist() if len(some) > 1 else []
     kept = prompts[clean]
-    return kept, replace(prompts[other], targets=kept.targets, accepted=kept.accepted, relations=kept.relations)
+    return kept, replace(prompts[other], targets=kept.targets, correct=kept.correct, relations=kept.relations)
 
 
 Candidate = tuple[Head, str]
@@ -296,8 +296,8 @@ def _evidence(
     control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
     candidates: Sequence[Candidate],
-    damage: Table,
-    effects: Table,
+    ablation_effects: Table,
+    patching_effects: Table,
     roles: Sequence[str],
     provenance: Provenance,
 ) -> Table:
@@ -316,7 +316,7 @@ def _evidence(
         frames.append(
             corrected.assign(role=role, metric="q", value=[q[head, role] for head in mine], low=np.nan, high=np.nan)
         )
-        for metric, table, sign in (("ablation", damage, -1), ("denoising", effects, 1)):
+        for metric, table, sign in (("ablation", ablation_effects, -1), ("denoising", patching_effects, 1)):
             rows: Any = table.where(kind="all", metric="log_prob").frame if len(table) else table.frame
             mine_here = [(layer, head) in mine for layer, head in zip(rows["layer"], rows["head"], strict=True)]
             rows = rows[np.array(mine_here, dtype=bool)]
@@ -376,7 +376,7 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
 def _verdict(
     model: Any,
     prompts: Prompts,
-    named: Mapping[str, Sequence[Head]],
+    heads_by_role: Mapping[str, Sequence[Head]],
     found: Sequence[Head],
     draws: int,
     seed: int,
@@ -386,14 +386,14 @@ def _verdict(
     sets: list[tuple[str, int, Sequence[Head]]] = [("nothing", -1, ())]
     if found:
         others = [head for head in heads_of(model.cfg) if head not in found]
-        sets += [(role, -1, heads) for role, heads in named.items() if heads]
+        sets += [(role, -1, heads) for role, heads in heads_by_role.items() if heads]
         sets.append(("found", -1, found))
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(found, others, generator)) for draw in range(draws) if others]
         sets += [("rest", -1, others)] if others else []
-    reference = reference_of(model, prompts, "mean", **options)
+    reference = ablation_baseline(model, prompts, "mean", **options)
     cells = [[Ablate(heads, how="mean", reference=reference)] if heads else [] for _, _, heads in sets]
-    predicted, ran = predict_each(model, prompts, cells, **options)
+    predicted, ran = predict_with_edits(model, prompts, cells, **options)
     parts = []
     for (name, draw, _), predictions in zip(sets, predicted, strict=True):
         keys, means, weights = predictions.measured()
@@ -403,7 +403,7 @@ def _verdict(
         keys.insert(1, "draw", draw)
         parts.append((keys, means[wanted], weights[wanted]))
     keys, means, weights = zip(*parts, strict=True)
-    provenance = Provenance("localize", model=model_provenance(model), data=prompts.origin, engine=ran)
+    provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=ran)
     return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)
 
 

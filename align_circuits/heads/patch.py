@@ -13,7 +13,7 @@ from align_circuits.hooks.heads import Head, heads_of, shared_at
 from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run.evaluation import predict_each
+from align_circuits.run.evaluation import predict_with_edits
 from align_circuits.tables.tables import Provenance, Table
 
 EVERYWHERE = "all"
@@ -79,7 +79,7 @@ def patch_heads(
                     everywhere = name == EVERYWHERE and bool((mask == clean.mask).all())
                     cells.append([Patch(**place, site=site, positions=None if everywhere else mask)])
                     keys.append((site, together, name))
-    (before, *after), ran = predict_each(model, run, cells, source=source, engine=engine, batch_size=batch_size)
+    (before, *after), ran = predict_with_edits(model, run, cells, source=source, engine=engine, batch_size=batch_size)
     changes = {
         (site, *head, name): difference
         for (site, together, name), found in zip(keys, after, strict=True)
@@ -90,7 +90,7 @@ def patch_heads(
         "patch_heads",
         settings={"direction": direction, "corrupted": dict(corrupted.task), "corrupted_digest": corrupted.digest},
         model=model_provenance(model),
-        data=clean.origin,
+        data=clean.provenance,
         engine=ran,
     )
     return effects_table(clean, changes, ("site", "layer", "head", "positions"), provenance)

@@ -121,13 +121,13 @@ class _Alignments(_Test):
         super().__init__(relation, prompts, layers, heads)
         self.places = int(relation.key_label.max()) + 1
         self.phrase = prompts.column("phrase")[relation.target]
-        wants = torch.full((int(self.phrase.max()) + 1,), -1)
-        wants[self.phrase] = relation.wants
-        if not bool((relation.wants == wants[self.phrase]).all()):
+        key_value = torch.full((int(self.phrase.max()) + 1,), -1)
+        key_value[self.phrase] = relation.key_value
+        if not bool((relation.key_value == key_value[self.phrase]).all()):
             raise ValueError(
                 f"relation {relation.name!r}: the alignment differs between prompts; test prompts of one task at a time"
             )
-        self.aligned = wants.numpy()
+        self.aligned = key_value.numpy()
         # which place each row looks at, ties shared
         self.looks = torch.zeros(layers, len(relation), heads, self.places)
 

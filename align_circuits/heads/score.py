@@ -78,7 +78,7 @@ def score_heads(
     """
     if not len(prompts):
         raise ValueError("no prompts to score: give at least one")
-    tally = Tally(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    tally = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     ran = forward(
         model,
         prompts,
@@ -93,7 +93,7 @@ def score_heads(
         "score_heads",
         settings={"metrics": list(tally.wanted), **edits_provenance(edits)},
         model=model_provenance(model),
-        data=prompts.origin,
+        data=prompts.provenance,
         engine=ran,
     )
     return tally.table(provenance)
@@ -181,7 +181,7 @@ def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Re
     return {name: known[name] for name in names}
 
 
-class Tally:
+class ScoreAccumulator:
     """Sums over rows: memory grows with layers, heads, metrics and prompts, not with the length of the prompts."""
 
     def __init__(self, wanted: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):

@@ -125,7 +125,7 @@ def steer(
             keys += [{"beta": beta, "answer": name, "metric": metric} for metric in measured]
             values += [value.numpy() for value in measured.values()]
     settings = {"layer": layer, "betas": list(betas)}
-    provenance = Provenance("steer", settings, model_provenance(model), prompts.origin, ran)
+    provenance = Provenance("steer", settings, model_provenance(model), prompts.provenance, ran)
     stacked = np.stack(values)
     return Table.from_prompts(pd.DataFrame(keys), stacked, np.ones_like(stacked), provenance, bounded=False)
 

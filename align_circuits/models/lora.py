@@ -100,7 +100,7 @@ def with_adapter(
         )
     lora = LoraConfig(
         r=r,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=dropout,
         task_type="CAUSAL_LM",  # pyright: ignore[reportArgumentType]
         target_modules=[f"{name}_proj" for name in names],

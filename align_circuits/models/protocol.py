@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from align_circuits.prompts.prompts import Prompts, vocabulary_fingerprint
+from align_circuits.prompts.prompts import Prompts, vocabulary_hash
 
 
 @runtime_checkable
@@ -58,11 +58,11 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
             longer than its context.
     """
     tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is not None and prompts.fingerprint is not None:
-        own = vocabulary_fingerprint(tokenizer)
-        if own != prompts.fingerprint:
+    if tokenizer is not None and prompts.tokenizer_hash is not None:
+        own = vocabulary_hash(tokenizer)
+        if own != prompts.tokenizer_hash:
             raise ValueError(
-                f"these prompts were written with another tokenizer (vocabulary {prompts.fingerprint}; the model's is "
+                f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "
                 f"{own}): sample them with model.tokenizer"
             )
     tokens = prompts.tokens[prompts.mask]

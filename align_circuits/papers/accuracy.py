@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.heads.score import score_heads
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.papers.claims import Measured
@@ -66,7 +66,7 @@ def measure(
     tasks = list(tasks)
     loaded = {model: model_provenance(_load(model)) for model in models}
     cells = [
-        Cell(
+        Job(
             f"{__name__}:{function}",
             {"model": model, "weights": about["weights"], "task": dict(task), "n": n},
             _seed_of(task, seed),
@@ -74,7 +74,7 @@ def measure(
         for model, about in loaded.items()
         for task in tasks
     ]
-    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
     arguments = pd.DataFrame(list(found["task"]))
     frame = pd.concat([arguments, found.drop(columns=["task", "seed", "weights"])], axis=1)
     settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}

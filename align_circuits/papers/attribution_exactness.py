@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.circuits.attribute import EdgeMethod, attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges
-from align_circuits.circuits.faithful import cmd, cpr, faithfulness
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.circuits.faithful import circuit_model_distance, circuit_performance_ratio, faithfulness
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.accuracy import value_of
 from align_circuits.papers.claims import Check, Experiment
@@ -77,7 +77,7 @@ def compare(
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     seq2seq = Seq2SeqTask(**task)
     model: Any = (
-        planted(seq2seq, seed=seed, strength=sharpness, n_layers=4)
+        planted_circuit(seq2seq, seed=seed, strength=sharpness, n_layers=4)
         if models == "planted"
         else load(_random(sharpness, seed), tokenizer=char_tokenizer())
     )
@@ -95,7 +95,10 @@ def compare(
     for method, table in {"exact": exact, **tables}.items():
         curves = {by: faithfulness(model, table, **pair, by=by) for by in ("signed", "absolute")}
         found = [(runs, metric, 0.0, v) for runs, of in effects.items() for metric, v in _agreement(table, of).items()]
-        areas = {"cpr": cpr(curves["signed"]), "cmd": cmd(curves["absolute"])}
+        areas = {
+            "circuit_performance_ratio": circuit_performance_ratio(curves["signed"]),
+            "circuit_model_distance": circuit_model_distance(curves["absolute"]),
+        }
         found += [(RUNS[0], metric, 0.0, value) for metric, value in areas.items()]
         curve = curves["signed"].where(circuit="edges", metric="faithfulness").frame
         found += [(RUNS[0], "faithfulness", *point) for point in zip(curve["fraction"], curve["value"], strict=True)]
@@ -137,11 +140,11 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
     kinds = [("planted", strength, config.planted) for strength in config.strengths]
     kinds += [("random", spread, config.random) for spread in config.spreads]
     cells = [
-        Cell(f"{__name__}:compare", {**common, "models": kind, "sharpness": sharpness}, seed)
+        Job(f"{__name__}:compare", {**common, "models": kind, "sharpness": sharpness}, seed)
         for kind, sharpness, count in kinds
         for seed in range(config.first_seed, config.first_seed + count)
     ]
-    frame: Any = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    frame: Any = run_jobs(cells, folder / "cells", jobs=jobs).whole()
     frame["models"] = [
         f"planted, strength {sharpness:g}" if kind == "planted" else f"random Llama, spread {sharpness:g}"
         for kind, sharpness in zip(frame["models"], frame["sharpness"], strict=True)

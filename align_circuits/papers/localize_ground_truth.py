@@ -10,9 +10,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.localize_heads import Localization, localize
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.accuracy import value_of
 from align_circuits.papers.claims import Check, Experiment, Measured
@@ -56,10 +56,10 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
         those that a score alone would name, and of the right ones among them.
     """
     seq2seq = Seq2SeqTask(**task)
-    model = planted(seq2seq, seed=seed, strength=strength)
+    model = planted_circuit(seq2seq, seed=seed, strength=strength)
     found = localize(model, seq2seq, n, seed=seed, draws=0)
     rows = []
-    for role, heads in found.named.items():
+    for role, heads in found.heads_by_role.items():
         true = {head for head, kind in model.kinds.items() if _ROLE_OF.get(kind) == role}
         grid = found.table.where(role=role, metric="score").grid("score")
         scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= found.thresholds["score"])}
@@ -100,7 +100,7 @@ def of_random(*, task: Mapping[str, Any], gain: float, n: int, seed: int) -> lis
     )
     return [
         {"role": role, "named": len(heads), "p": float(p)}
-        for role, heads in found.named.items()
+        for role, heads in found.heads_by_role.items()
         for p in found.table.where(role=role, metric="p").frame["value"]
     ]
 
@@ -112,17 +112,17 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
     common = {"task": dict(config.task), "n": config.n}
     strengths = [(strength, config.weaker) for strength in config.strengths] + [(1.0, config.planted)]
     circuits = [
-        Cell(f"{__name__}:of_planted", {**common, "strength": strength}, seed)
+        Job(f"{__name__}:of_planted", {**common, "strength": strength}, seed)
         for strength, count in strengths
         for seed in range(count)
     ]
     networks = [
-        Cell(f"{__name__}:of_random", {**common, "gain": config.gains[seed % len(config.gains)]}, seed)
+        Job(f"{__name__}:of_random", {**common, "gain": config.gains[seed % len(config.gains)]}, seed)
         for seed in range(config.random)
     ]
     rows: list[dict[str, Any]] = []
-    known: Any = run_cells(circuits, folder / "cells", jobs=jobs).whole()
-    unknown: Any = run_cells(networks, folder / "cells", jobs=jobs).whole()
+    known: Any = run_jobs(circuits, folder / "cells", jobs=jobs).whole()
+    unknown: Any = run_jobs(networks, folder / "cells", jobs=jobs).whole()
     for (strength, role), some in known.groupby(["strength", "role"]):
         sums = some[["true", "named", "both"]].sum()
         about = {"models": "planted", "role": role, "at": strength}

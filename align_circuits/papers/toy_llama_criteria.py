@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of, measure
 from align_circuits.papers.claims import Check, Experiment
 from align_circuits.report import plots
@@ -58,7 +58,7 @@ def _run(config: Criteria, *, models: Sequence[str], jobs: int, folder: Path) ->
 def _aligner(arguments: Mapping[str, Any]) -> pd.DataFrame:
     """The same scores of a circuit that does align: the control of "no head aligns"."""
     task = Seq2SeqTask(**arguments)
-    model = planted(task)
+    model = planted_circuit(task)
     scored = score_heads(model, task.sample(64, model.tokenizer), ["align_query"]).heads()
     return scored.frame.assign(model=PLANTED, **arguments)
 

@@ -79,13 +79,13 @@ class Prompts:
     task gives them. Rows are ordered by prompt, then by position."""
     relations: Mapping[str, Relation]
     """Who should look at whom, by name."""
-    letters: Int[Tensor, " letter"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """The token ids that the columns of `accepted` stand for."""
-    accepted: Bool[Tensor, "target letter"] | None = None
-    """Which letters are right for each target; None where only the target's own token is."""
-    pieces: Mapping[int, str] = field(default_factory=dict)
+    answer_tokens: Int[Tensor, " letter"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """The token ids that the columns of `correct` stand for."""
+    correct: Bool[Tensor, "target letter"] | None = None
+    """Which answer_tokens are right for each target; None where only the target's own token is."""
+    token_strings: Mapping[int, str] = field(default_factory=dict)
     """The text of every token id that occurs, for people."""
-    fingerprint: str | None = None
+    tokenizer_hash: str | None = None
     """A hash of the vocabulary that the ids belong to; None where it is not known."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The configuration and the seed that made the prompts, as JSON."""
@@ -102,11 +102,11 @@ class Prompts:
                 )
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
-        if self.accepted is not None and self.accepted.shape != (len(self.targets), len(self.letters)):
+        if self.correct is not None and self.correct.shape != (len(self.targets), len(self.answer_tokens)):
             raise ValueError(
-                f"accepted has shape {tuple(self.accepted.shape)}; it needs a row for each of the "
+                f"correct has shape {tuple(self.correct.shape)}; it needs a row for each of the "
                 f"{len(self.targets)} targets "
-                f"and a column for each of the {len(self.letters)} letters"
+                f"and a column for each of the {len(self.answer_tokens)} answer_tokens"
             )
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Prompts:
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
         for pos, token in enumerate(prompt.tokens[0].tolist()):
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
-                text = self.pieces.get(token, f"<{token}>")
+                text = self.token_strings.get(token, f"<{token}>")
                 lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in strong))
         return draw_tokens(list(lines.values()))
 
@@ -175,7 +175,7 @@ class Prompts:
         """The text of each real token of each prompt."""
         ids, mask = self.tokens.tolist(), self.mask.tolist()
         return [
-            [self.pieces.get(token, f"<{token}>") for token, real in zip(row, kept, strict=True) if real]
+            [self.token_strings.get(token, f"<{token}>") for token, real in zip(row, kept, strict=True) if real]
             for row, kept in zip(ids, mask, strict=True)
         ]
 
@@ -189,7 +189,7 @@ class Prompts:
         return sha.hexdigest()[:16]
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def provenance(self) -> dict[str, Any]:
         """The task and the digest: what the provenance of a table says of the prompts that it was measured on."""
         return {"task": dict(self.task), "digest": self.digest}
 
@@ -242,7 +242,7 @@ class Prompts:
             self,
             **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "roles", "example")},
             targets=targets,
-            accepted=None if self.accepted is None else self.accepted[old_rows],
+            correct=None if self.correct is None else self.correct[old_rows],
             relations={name: moved(relation) for name, relation in self.relations.items()},
             latent={name: value[chosen] for name, value in self.latent.items()},
         )
@@ -316,16 +316,16 @@ class Prompts:
             example=mask.long() - 1,
             targets=targets,
             relations=made,
-            pieces=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
-            fingerprint=vocabulary_fingerprint(tokenizer) if tokenizer is not None else None,
+            token_strings=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
+            tokenizer_hash=vocabulary_hash(tokenizer) if tokenizer is not None else None,
             task={"name": "tokens"},
         )
 
     def save(self, path: str | Path) -> None:
         """Writes the prompts whole into one safetensors file."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {f"latent.{k}": v for k, v in self.latent.items()}
-        if self.accepted is not None:
-            tensors["accepted"] = self.accepted
+        if self.correct is not None:
+            tensors["correct"] = self.correct
         for column in self.targets.columns:
             if column != "kind":
                 tensors[f"targets.{column}"] = self.column(column)
@@ -337,8 +337,8 @@ class Prompts:
             "kinds": list(kinds.cat.categories),
             "columns": list(self.targets.columns),
             "task": dict(self.task),
-            "pieces": {str(token): text for token, text in self.pieces.items()},
-            "fingerprint": self.fingerprint,
+            "token_strings": {str(token): text for token, text in self.token_strings.items()},
+            "tokenizer_hash": self.tokenizer_hash,
             "relations": {name: [r.name, r.keys_before_query] for name, r in self.relations.items()},
         }
         with replacing(path) as temporary:
@@ -374,18 +374,18 @@ class Prompts:
             **{name: tensors[name] for name in _TENSORS},
             targets=pd.DataFrame(columns),
             relations=relations,
-            accepted=tensors.get("accepted"),
-            pieces={int(token): text for token, text in header["pieces"].items()},
-            fingerprint=header["fingerprint"],
+            correct=tensors.get("correct"),
+            token_strings={int(token): text for token, text in header["token_strings"].items()},
+            tokenizer_hash=header["tokenizer_hash"],
             task=header["task"],
             latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
         )
 
 
-_TENSORS = ("inputs", "mask", "roles", "example", "letters")
+_TENSORS = ("inputs", "mask", "roles", "example", "answer_tokens")
 
 
-def vocabulary_fingerprint(tokenizer: Any) -> str:
+def vocabulary_hash(tokenizer: Any) -> str:
     """Returns a hash of a tokenizer's vocabulary: equal if and only if every id means the same token."""
     sha = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-NOBODY = -1
+IGNORE = -1
 """The label of a position that is never a key, or never a candidate."""
 
 
@@ -15,7 +15,7 @@ NOBODY = -1
 class Relation:
     """For each asking position, the positions that are right, among the positions that count.
 
-    Nothing is stored per pair of positions. Every position carries one key label and one candidate label; a row wants
+    Nothing is stored per pair of positions. Every position carries one key label and one candidate label; a row
     one of each, and `expand` compares them at the chosen rows. A relation over 1,300 tokens costs two integers a
     token, not 1,300.
 
@@ -30,19 +30,19 @@ class Relation:
     """The prompt that this row lies in, counted from 0."""
     query: Int[Tensor, " row"]
     """The position that asks."""
-    wants: Int[Tensor, " row"]
+    key_value: Int[Tensor, " row"]
     """The key label that is right."""
-    among: Int[Tensor, " row"]
+    candidate_value: Int[Tensor, " row"]
     """The candidate label that counts."""
     key_label: Int[Tensor, "prompt pos"]
-    """The key label of each position; `NOBODY` where it is never a key."""
+    """The key label of each position; `IGNORE` where it is never a key."""
     candidate_label: Int[Tensor, "prompt pos"]
-    """The candidate label of each position; `NOBODY` where it never counts."""
+    """The candidate label of each position; `IGNORE` where it never counts."""
     keys_before_query: bool = False
     """Whether a key lies strictly before the asking position. Candidates always lie at or before it."""
 
     def __post_init__(self):
-        rows = {len(column) for column in (self.target, self.prompt, self.query, self.wants, self.among)}
+        rows = {len(column) for column in (self.target, self.prompt, self.query, self.key_value, self.candidate_value)}
         if len(rows) != 1:
             raise ValueError(
                 f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry a row"
@@ -67,8 +67,8 @@ class Relation:
         prompt = self.prompt[rows]
         pos = torch.arange(self.key_label.shape[1], device=self.query.device)
         query = self.query[rows, None]
-        candidates = (pos <= query) & (self.candidate_label[prompt] == self.among[rows, None])
-        keys = candidates & (self.key_label[prompt] == self.wants[rows, None])
+        candidates = (pos <= query) & (self.candidate_label[prompt] == self.candidate_value[rows, None])
+        keys = candidates & (self.key_label[prompt] == self.key_value[rows, None])
         return (keys & (pos < query) if self.keys_before_query else keys), candidates
 
     def keys_of(self, row: int) -> list[int]:
@@ -78,7 +78,7 @@ class Relation:
 
     def select(self, keep: Bool[Tensor, " row"]) -> "Relation":
         """Returns the relation with only the rows where `keep` is true."""
-        columns = ("target", "prompt", "query", "wants", "among")
+        columns = ("target", "prompt", "query", "key_value", "candidate_value")
         return replace(self, **{column: getattr(self, column)[keep] for column in columns})
 
     def to(self, device: torch.device | str) -> "Relation":
@@ -100,7 +100,7 @@ def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt po
     """
     pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     before = rows["query"] - 1
-    relation = _among_all("previous", mask, key_label=torch.where(mask, pos, NOBODY), wants=before, rows=rows)
+    relation = _among_all("previous", mask, key_label=torch.where(mask, pos, IGNORE), key_value=before, rows=rows)
     return relation.select((before >= 0) & mask[rows["prompt"], before.clamp(min=0)])
 
 
@@ -110,9 +110,11 @@ def duplicate_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt p
     The relation of a duplicate-token head (Wang et al., 2022, "Interpretability in the Wild"). Queries whose token
     occurs for the first time have no key and are left out. Arguments as for `previous_token`.
     """
-    wants = ids[rows["prompt"], rows["query"]]
-    key_label = torch.where(mask, ids, NOBODY)
-    relation = _among_all("duplicate", mask, key_label=key_label, wants=wants, rows=rows, keys_before_query=True)
+    key_value = ids[rows["prompt"], rows["query"]]
+    key_label = torch.where(mask, ids, IGNORE)
+    relation = _among_all(
+        "duplicate", mask, key_label=key_label, key_value=key_value, rows=rows, keys_before_query=True
+    )
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
 
 
@@ -122,10 +124,10 @@ def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], 
     The relation of an induction head (Olsson et al., 2022): "what came next last time?". Queries whose token occurs
     for the first time have no key and are left out. Arguments as for `previous_token`.
     """
-    wants = ids[rows["prompt"], rows["query"]]
-    key_label = torch.full_like(ids, NOBODY)
-    key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], NOBODY)
-    relation = _among_all("induction", mask, key_label=key_label, wants=wants, rows=rows)
+    key_value = ids[rows["prompt"], rows["query"]]
+    key_label = torch.full_like(ids, IGNORE)
+    key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], IGNORE)
+    relation = _among_all("induction", mask, key_label=key_label, key_value=key_value, rows=rows)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
 
 
@@ -137,8 +139,10 @@ def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]
     """
     start = mask.int().argmax(1)
     pos = torch.arange(ids.shape[1], device=ids.device)
-    key_label = torch.where(pos == start[:, None], 0, NOBODY)
-    relation = _among_all("first_token", mask, key_label=key_label, wants=torch.zeros_like(rows["query"]), rows=rows)
+    key_label = torch.where(pos == start[:, None], 0, IGNORE)
+    relation = _among_all(
+        "first_token", mask, key_label=key_label, key_value=torch.zeros_like(rows["query"]), rows=rows
+    )
     return relation.select(rows["query"] > start[rows["prompt"]])
 
 
@@ -151,7 +155,7 @@ def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Rel
     Raises:
         ValueError: The rows do not share their candidates, so that "also" has no single meaning.
     """
-    among = relation.among.unique()
+    among = relation.candidate_value.unique()
     if len(among) > 1:
         raise ValueError(
             f"the rows of relation {relation.name!r} have {len(among)} sets of candidates: widen each apart"
@@ -165,16 +169,16 @@ def _among_all(
     mask: Bool[Tensor, "prompt pos"],
     *,
     key_label: Int[Tensor, "prompt pos"],
-    wants: Int[Tensor, " row"],
+    key_value: Int[Tensor, " row"],
     rows: dict[str, Tensor],
     keys_before_query: bool = False,
 ) -> Relation:
     """A relation whose candidates are all real tokens."""
-    everybody = torch.where(mask, 0, NOBODY)
+    everybody = torch.where(mask, 0, IGNORE)
     return Relation(
         name,
-        wants=wants,
-        among=torch.zeros_like(wants),
+        key_value=key_value,
+        candidate_value=torch.zeros_like(key_value),
         key_label=key_label,
         candidate_label=everybody,
         keys_before_query=keys_before_query,

@@ -77,22 +77,22 @@ class Found(Protocol):
         ...
 
     @property
-    def named(self) -> Mapping[str, Sequence[Head]]:
+    def heads_by_role(self) -> Mapping[str, Sequence[Head]]:
         """The heads named for each role, best first."""
         ...
 
     @property
-    def effects(self) -> Table:
+    def patching_effects(self) -> Table:
         """What patching each candidate restores, keyed by layer, head, kind and metric."""
         ...
 
     @property
-    def damage(self) -> Table:
+    def ablation_effects(self) -> Table:
         """What ablating each candidate changes, keyed likewise."""
         ...
 
     @property
-    def verdict(self) -> Table:
+    def group_ablations(self) -> Table:
         """Accuracy with heads ablated, as `plots.ablation` draws it."""
         ...
 
@@ -117,7 +117,7 @@ class Found(Protocol):
         ...
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """The verdict."""
         ...
 
@@ -133,7 +133,7 @@ def localize_report(path: str | Path, found: Found) -> Path:
         The path.
     """
     drawn, heads = figures(found), attention_of(found)
-    named = sum(map(len, found.named.values()))
+    named = sum(map(len, found.heads_by_role.values()))
     sections: list[tuple[str, str, Content | Sequence[Content]]] = [
         (
             "The heads",
@@ -181,7 +181,7 @@ def localize_report(path: str | Path, found: Found) -> Path:
         ]
     sections.append(("Methods", "", _methods(found)))
     title = "Which heads align, which look up, and is it causal?"
-    return write_report(path, title=title, verdict=found.sentence, sections=sections, provenance=found.table.provenance)
+    return write_report(path, title=title, verdict=found.summary, sections=sections, provenance=found.table.provenance)
 
 
 def figures(found: Found) -> dict[str, go.Figure]:
@@ -190,7 +190,7 @@ def figures(found: Found) -> dict[str, go.Figure]:
     roles = [role for role in _SAID if role in set(table.frame["role"])]
     scores = table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
-    effects = {"patching": (found.effects, "Patched in"), "damage": (found.damage, "Ablated")}
+    effects = {"patching": (found.patching_effects, "Patched in"), "damage": (found.ablation_effects, "Ablated")}
     maps = {
         name: plots.head_maps(
             part.where(metric="log_prob"),
@@ -204,16 +204,16 @@ def figures(found: Found) -> dict[str, go.Figure]:
         if len(part)
     }
     return {
-        "ablation": plots.ablation(found.verdict),
-        "scores": plots.head_maps(scores, roles, by="role", marked=found.named),
+        "ablation": plots.ablation(found.group_ablations),
+        "scores": plots.head_maps(scores, roles, by="role", marked=found.heads_by_role),
         **maps,
     }
 
 
 def attention_of(found: Found) -> Attention | None:
     """Returns the attention of the named heads on the first prompt, at most `SHOWN_HEADS`; None if there are none."""
-    ranks = range(max(map(len, found.named.values()), default=0))
-    ordered = [heads[rank] for rank in ranks for heads in found.named.values() if rank < len(heads)]
+    ranks = range(max(map(len, found.heads_by_role.values()), default=0))
+    ordered = [heads[rank] for rank in ranks for heads in found.heads_by_role.values() if rank < len(heads)]
     shown = list(dict.fromkeys(head for head in ordered if head in found.examples))[:SHOWN_HEADS]
     return Attention(found.prompts[0], found.rows, {head: found.examples[head] for head in shown}) if shown else None
 
@@ -225,12 +225,12 @@ def named_heads(found: Found) -> Html:
     rows = [
         {"head": describe([head]), "role": role}
         | {said: _said(at.get((*head, role, metric), (np.nan,) * 3), metric) for metric, said in EVIDENCE.items()}
-        for role, heads in found.named.items()
+        for role, heads in found.heads_by_role.items()
         for head in heads
     ]
     if not rows:
         return Html("<p>No head met all thresholds.</p>")
-    meaning = "; ".join(f"<b>{role}</b> {_SAID[role]}" for role, heads in found.named.items() if heads)
+    meaning = "; ".join(f"<b>{role}</b> {_SAID[role]}" for role, heads in found.heads_by_role.items() if heads)
     return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
 
 
@@ -247,7 +247,7 @@ def _said(numbers: Sequence[float], metric: str) -> str:
 def _drawings(found: Found, attention: Attention) -> Iterator[Html]:
     """The first prompt with its gold, then shaded by the best head of each role."""
     yield Html(found.prompts[0].drawing())
-    for role, heads in found.named.items():
+    for role, heads in found.heads_by_role.items():
         relation = attention.prompt.relations.get(role)
         asked = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and asked & set(found.rows):

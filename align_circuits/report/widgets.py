@@ -71,7 +71,7 @@ class Attention:
     def tokens(self) -> list[str]:
         """The tokens that are drawn, as people read them; `EARLIER` first, where some were cropped away."""
         ids = self.prompt.tokens[0, self.start :].tolist()
-        shown = [readable(self.prompt.pieces.get(token, f"<{token}>")) for token in ids]
+        shown = [readable(self.prompt.token_strings.get(token, f"<{token}>")) for token in ids]
         return [EARLIER, *shown] if self.cropped else shown
 
     @property
@@ -146,7 +146,7 @@ class Attention:
         lines: dict[int, list[Mark]] = {}
         for pos in self.prompt.mask[0].nonzero()[:, 0].tolist():
             token = int(self.prompt.tokens[0, pos])
-            text = self.prompt.pieces.get(token, f"<{token}>")
+            text = self.prompt.token_strings.get(token, f"<{token}>")
             mark = Mark(text, strong=pos in keys, weight=weights[pos], asks=pos == query)
             lines.setdefault(max(0, int(self.prompt.example[0, pos])), []).append(mark)
         shown = [line for line in lines.values() if any(mark.strong or mark.asks or mark.seen for mark in line)]

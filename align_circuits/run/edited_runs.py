@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.hooks.edits import Edit, Patch, Running, changes_of
+from align_circuits.hooks.edits import BatchContext, Edit, Patch, changes_of
 from align_circuits.hooks.names import site_of
 from align_circuits.hooks.probes import evaluating
-from align_circuits.hooks.replay import CONE_SITES, HOOKED_SITES, Cone, order_of, starts_from
+from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import (
@@ -60,7 +60,7 @@ def sweep(
             rows come again.
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
         engine: `"fast"` and `"auto"` take the cone where the fast engine applies and every edit is at one of
-            `hooks.cone.CONE_SITES`; else they run the cells one by one, as `forward` does.
+            `hooks.cone.REPLAY_SITES`; else they run the cells one by one, as `forward` does.
         batch_size: Whole prompts a batch, those of all cells together; `"auto"` fits them to the device and halves
             them on out-of-memory. It changes no result.
 
@@ -79,7 +79,7 @@ def sweep(
             f"the other run holds {len(source)} prompts of up to {source.mask.shape[1]} tokens, but the model runs on "
             f"{len(prompts)} of {prompts.mask.shape[1]}: they must match, prompt by prompt and token by token"
         )
-    nothing = Running(prompts, prompt[:0])
+    nothing = BatchContext(prompts, prompt[:0])
     names = [set(changes_of(edits, model, nothing)) for edits in cells]
     job = _Job(model, prompts, cells, names, source, prompt, query, on_logits)
     if choose(model, engine) == "fast" and _in_cone(model, set().union(*names)):
@@ -97,7 +97,7 @@ def _in_cone(model: Any, names: Collection[str]) -> bool:
     """Whether the cone can make edits at these hook points."""
     sites = {name: place[1] for name in names if (place := site_of(name)) is not None}
     hooked = [name for name, site in sites.items() if site in HOOKED_SITES]
-    return len(sites) == len(names) and set(sites.values()) <= set(CONE_SITES) and why_silent(model, hooked) is None
+    return len(sites) == len(names) and set(sites.values()) <= set(REPLAY_SITES) and why_silent(model, hooked) is None
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
     """Runs every cell on some prompts, at most `budget` tokens a batch, but at least one cell."""
     batch = Batch.of(job.prompts, chosen, job.prompt, job.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
-    here = Running(job.prompts, chosen)
+    here = BatchContext(job.prompts, chosen)
     apart = _apart(job, chosen)
     starts = [
         min((max(edit.start(here), apart if _waits(edit) else 0) for edit in edits), default=end + batch.cropped)
         for edits in job.cells
     ]
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
-    cone = Cone(
+    cone = Replay(
         job.model,
         batch.tokens[:, :end],
         batch.mask[:, :end],
@@ -171,7 +171,7 @@ def _all_cells(job: _Job, chosen: Int[Tensor, " prompt"], device: torch.device, 
         at_once = max(1, budget // (len(chosen) * (end - start)))
         span = slice(batch.cropped + start, batch.cropped + end)
         source = {name: values[:, start - cone.start :] for name, values in beside.items()}
-        running = Running(job.prompts, chosen, span, source)
+        running = BatchContext(job.prompts, chosen, span, source)
         for some in (group[first : first + at_once] for first in range(0, len(group), at_once)):
             edited = [changes_of(job.cells[index], job.model, running) for index in some]
             for place, logits in cone.replay(edited, start):

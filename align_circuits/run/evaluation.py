@@ -65,7 +65,7 @@ def evaluate(
     """
     predictions, ran = predict(model, prompts, edits=edits, engine=engine, batch_size=batch_size)
     provenance = Provenance(
-        "evaluate", settings=edits_provenance(edits), model=model_provenance(model), data=prompts.origin, engine=ran
+        "evaluate", settings=edits_provenance(edits), model=model_provenance(model), data=prompts.provenance, engine=ran
     )
     keys, means, weights = predictions.measured()
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
@@ -96,7 +96,7 @@ def predict(
     return predictions, ran
 
 
-def predict_each(
+def predict_with_edits(
     model: Any,
     prompts: Prompts,
     cells: Sequence[Sequence[Edit]],
@@ -152,10 +152,10 @@ class Predictions:
     def by_target(self) -> tuple[ndarray, ndarray]:
         """Whether each target was predicted, as 0 or 1, and its log-probability."""
         predicted, prompts = self.argmax[self.row_of, None], self.prompts
-        if prompts.accepted is None:
+        if prompts.correct is None:
             right = (predicted == prompts.column("token")[:, None]).any(1)
         else:
-            right = ((predicted == prompts.letters) & prompts.accepted).any(1)
+            right = ((predicted == prompts.answer_tokens) & prompts.correct).any(1)
         return right.double().numpy(), self.log_prob[self.row_of].numpy()
 
     def measured(self) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:

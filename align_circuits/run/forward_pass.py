@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from align_circuits.hooks.attention import Probe, Within, raw_attention, why_not_fast
-from align_circuits.hooks.edits import Edit, Running, changes_of, in_order
+from align_circuits.hooks.edits import BatchContext, Edit, changes_of, in_order
 from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
-from align_circuits.hooks.probes import Change, Probes, evaluating, tried
+from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.models.protocol import HookedModel, check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 
@@ -71,7 +71,7 @@ def forward(
     check_fits(model, prompts)
     check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
-    touched = {*reads, *changes_of(edits, model, Running(prompts, prompt[:0]))}
+    touched = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
     ran = choose(model, engine, touched)
     device = device_of(model)
     size = _fitting_size(model, prompts, device, ran) if batch_size == "auto" else batch_size
@@ -83,7 +83,7 @@ def forward(
 
     def run_batch(some: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, some, prompt, query, device)
-        hooked = _hooked(model, edits, reads, Running(prompts, some))
+        hooked = _hooked(model, edits, reads, BatchContext(prompts, some))
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
         within = [hook for hook in hooks if ran == "fast" and _is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
@@ -211,7 +211,7 @@ def why_silent(model: Any, touched: Collection[str], *, by_hooks: bool = False) 
     if not touched:
         return None
     with raw_attention(model):
-        silent = tried(model, touched).silent
+        silent = dry_run(model, touched).silent
     return f"{silent[0]} does not fire under it" if silent else None
 
 
@@ -222,11 +222,11 @@ def _is_inside(name: str) -> bool:
 
 
 def _hooked(
-    model: Any, edits: Sequence[Edit], reads: Mapping[str, OnActivation], running: Running
+    model: Any, edits: Sequence[Edit], reads: Mapping[str, OnActivation], context: BatchContext
 ) -> tuple[Probes, Probes]:
     """The edits, then the readers, which so see what was edited."""
-    changes: dict[str, Change] = {name: partial(read, running.rows) for name, read in reads.items()}
-    return Probes(model, changes_of(edits, model, running)), Probes(model, changes)
+    changes: dict[str, Change] = {name: partial(read, context.rows) for name, read in reads.items()}
+    return Probes(model, changes_of(edits, model, context)), Probes(model, changes)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Direction = Literal["noise", "denoise"]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class CachedPair:
     """Activations of both runs on the same prompts, by hook point, 0 at padding."""
 
     base: Mapping[str, Float[Tensor, "prompt pos ..."]]
@@ -95,11 +95,11 @@ class Pair:
         )
         return replace(self, base=self.base[rows], source=self.source[rows], outcome=outcome)
 
-    def held(self, model: Any, names: Sequence[str], engine: Any, device: torch.device | None = None) -> Held:
+    def held(self, model: Any, names: Sequence[str], engine: Any, device: torch.device | None = None) -> CachedPair:
         """Returns the activations of both runs at some hook points."""
         both = (capture(model, prompts, names, engine=engine) for prompts in (self.base, self.source))
         base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
-        return Held(base, source)
+        return CachedPair(base, source)
 
     def inputs(self, device: torch.device) -> tuple[Int[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]:
         """Returns the tokens of the base run and their mask."""
@@ -126,7 +126,7 @@ class Pair:
                 "corrupted_digest": corrupted.digest,
             },
             model=model_provenance(model),
-            data=clean.origin,
+            data=clean.provenance,
             engine=engine,
         )
 

@@ -133,4 +133,4 @@ def repeated(prompts: Prompts, times: int) -> Prompts:
     if times == 1:
         return prompts
     parts = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "roles", "example")}
-    return replace(prompts, **parts, targets=prompts.targets.iloc[:0], accepted=None, relations={}, latent={})
+    return replace(prompts, **parts, targets=prompts.targets.iloc[:0], correct=None, relations={}, latent={})

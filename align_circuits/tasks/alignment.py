@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 AlignmentKind = Literal["monotonic", "prior", "permutation"]
 PriorForm = Literal["text", "code"]
@@ -32,7 +32,7 @@ def alignment_prior(x_len: int, decay: float, form: PriorForm = "text") -> Float
 
 
 def sample_alignment(
-    streams: Streams, kind: AlignmentKind, x_len: int, decay: float | None = None, form: PriorForm = "text"
+    streams: Rng, kind: AlignmentKind, x_len: int, decay: float | None = None, form: PriorForm = "text"
 ) -> tuple[int, ...]:
     """Draws the input position, counted from 0, that each phrase is aligned with.
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 NONE = -1
 """A letter or next state where a state has no such edge; the state after a letter that is not accepted."""
@@ -30,7 +30,7 @@ class Automata:
     @classmethod
     def sample(
         cls,
-        streams: Streams,
+        streams: Rng,
         n: int,
         x_len: int,
         n_letters: int,

@@ -13,7 +13,7 @@ from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
 from align_circuits.tasks.labels import write
 from align_circuits.tasks.layout import Layout
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 Corruption = Literal["query", "labels", "alignment"]
 
@@ -25,7 +25,7 @@ def corrupt(
     *,
     places: Layout,
     ood: bool,
-    sample_automata: Callable[[Streams, int], Automata],
+    sample_automata: Callable[[Rng, int], Automata],
 ) -> Prompts:
     """Returns the other half of minimal pairs; see `Seq2SeqTask.corrupt`, which calls it.
 
@@ -46,7 +46,7 @@ def corrupt(
     if kind != "query" and prompts.latent["order"].shape[1] == 1:
         raise ValueError(f"no examples whose {kind} could be corrupted: n_examples is 0")
     aligned = list(prompts.task["aligned"])
-    m, streams = len(aligned), Streams(seed, f"corrupt.{kind}")
+    m, streams = len(aligned), Rng(seed, f"corrupt.{kind}")
     order, phrases = prompts.latent["order"].clone(), prompts.latent["phrases"].clone()
     which = order[:, :, aligned]
     if kind == "query":
@@ -75,7 +75,7 @@ def corrupt(
         phrases[:, :-1] = phrases[:, :-1].gather(2, moved[..., None].expand_as(phrases[:, :-1]))
     latent = {**prompts.latent, "order": order, "phrases": phrases}
     fixed, symbols = (torch.tensor(prompts.task[name]) for name in ("fixed", "symbols"))
-    inputs = write(places, latent, which, fixed, symbols, prompts.letters)
+    inputs = write(places, latent, which, fixed, symbols, prompts.answer_tokens)
     return replace(
         prompts, inputs=inputs, latent=latent, task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}}
     )

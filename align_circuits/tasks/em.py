@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 
 def examples_of(prompts: Prompts, prompt: int) -> tuple[Int[Tensor, "example pos"], Int[Tensor, "example token"]]:
@@ -90,7 +90,7 @@ def align_by_em(
     symbols, x = x.unique(return_inverse=True)
     letters, y = y.unique(return_inverse=True)
     entry = x[:, None, :] * len(letters) + y[:, :, None]  # where β(y_j | x_p) stands: [example token pos]
-    noise = Streams(seed, "em").uniform("dictionary", restarts, len(symbols), len(letters)).double()
+    noise = Rng(seed, "em").uniform("dictionary", restarts, len(symbols), len(letters)).double()
     dictionary = _normalised(noise + 0.1)
     probability = torch.full((restarts, n, m), 1 / m, dtype=torch.float64)
     likelihoods = []

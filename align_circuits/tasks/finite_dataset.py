@@ -9,14 +9,14 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.labels import gold, write
 from align_circuits.tasks.layout import layout
 from align_circuits.tasks.references import oracle_accuracy
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 FROM_TEST = ("symbols", "letter", "next")
 """What all examples of a task with fixed automata share."""
 
 
-def sample_pool(task: Seq2SeqTask, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
+def sample_finite_dataset(task: Seq2SeqTask, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
     """Draws `n` examples `x:y`, each a prompt of its own without examples before it.
 
     Raises:
@@ -34,17 +34,17 @@ def in_context(task: Seq2SeqTask, pool: Prompts, test: Prompts | None = None, *,
     """Returns prompts whose k examples are drawn from a pool, without replacement within a prompt.
 
     Args:
-        task: Whose k, with fixed automata; the pool is a `sample_pool` of it.
+        task: Whose k, with fixed automata; the pool is a `sample_finite_dataset` of it.
         pool: The examples.
-        test: The test examples, a `sample_pool` of the same task; by default `n` different ones from the pool, which
-            then are not among their own prompt's examples.
+        test: The test examples, a `sample_finite_dataset` of the same task; by default `n` different ones from the
+            pool, which then are not among their own prompt's examples.
         n: The number of prompts where there is no `test`.
         seed: Which examples.
 
     Raises:
         ValueError: The pool is too small.
     """
-    k, streams = task.n_examples, Streams(seed, "pool")
+    k, streams = task.n_examples, Rng(seed, "pool")
     needed = max(k + 1, n) if test is None else k
     if len(pool) < needed:
         raise ValueError(
@@ -65,11 +65,11 @@ def in_context(task: Seq2SeqTask, pool: Prompts, test: Prompts | None = None, *,
     }  # [prompt example ...]
     fixed, symbols = (torch.tensor(test.task[name]) for name in ("fixed", "symbols"))
     which = latent["order"][:, :, aligned]
-    inputs = write(places, latent, which, fixed, symbols, test.letters)
+    inputs = write(places, latent, which, fixed, symbols, test.answer_tokens)
     targets, relations = gold(places, inputs, latent, aligned)
     references = {name: test.targets[name] for name in ("chance", "memoryless", "history") if name in test.targets}
-    if references and test.accepted is not None:
-        accepted = test.accepted.view(len(test), task.x_len, task.phrase_len, -1)
+    if references and test.correct is not None:
+        accepted = test.correct.view(len(test), task.x_len, task.phrase_len, -1)
         references["oracle"] = oracle_accuracy(which, latent["phrases"], accepted).flatten().numpy()
     return replace(
         test,
@@ -80,6 +80,6 @@ def in_context(task: Seq2SeqTask, pool: Prompts, test: Prompts | None = None, *,
         targets=targets.assign(**references),
         relations=relations,
         latent=latent,
-        pieces={**pool.pieces, **test.pieces},
+        token_strings={**pool.token_strings, **test.token_strings},
         task={**test.task, "pool": {"examples": len(pool), "digest": pool.digest, "k": k, "seed": seed}},
     )

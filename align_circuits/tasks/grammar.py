@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 
 def first_part(x_len: int) -> int:
@@ -12,7 +12,7 @@ def first_part(x_len: int) -> int:
     return (x_len + 1) // 2
 
 
-def sample_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
+def sample_orders(streams: Rng, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
     """Draws inputs of the grammar R -> XY | YX, X -> orders of U1, Y -> orders of U2, all derivations equally likely.
 
     `U1` is the first half of the symbols (rounded up), `U2` the rest, which is empty if there is one symbol.
@@ -33,7 +33,7 @@ def sample_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tenso
     return streams.order("grammar.order", n, count, x_len, late=(second ^ swapped).long())
 
 
-def sample_uniform_orders(streams: Streams, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
+def sample_uniform_orders(streams: Rng, n: int, count: int, x_len: int) -> Int[Tensor, "prompt example pos"]:
     """Draws inputs out of distribution: uniformly random permutations of the symbols."""
     return streams.order("ood.order", n, count, x_len)
 

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import KINDS
-from align_circuits.prompts.relations import NOBODY, Relation, duplicate_token, induction, previous_token
+from align_circuits.prompts.relations import IGNORE, Relation, duplicate_token, induction, previous_token
 from align_circuits.tasks.layout import FIXED, Layout
 
 LATENT = ("symbols", "order", "phrases", "letter", "next")
@@ -88,7 +88,7 @@ def _align(
 ) -> Relation:
     """From the first letter of a phrase to its input position, among the test input."""
     n, test = int(rows["prompt"][-1]) + 1, places.inputs[-1]
-    key = torch.full((len(places.roles),), NOBODY)
+    key = torch.full((len(places.roles),), IGNORE)
     key[test] = torch.arange(len(test))
     first = torch.arange(0, len(phrase), places.outputs.shape[2])
     return Relation(
@@ -96,8 +96,8 @@ def _align(
         target=rows["target"][first],
         prompt=rows["prompt"][first],
         query=rows["query"][first],
-        wants=torch.tensor(aligned)[phrase[first]],
-        among=torch.zeros_like(first),
+        key_value=torch.tensor(aligned)[phrase[first]],
+        candidate_value=torch.zeros_like(first),
         key_label=key.expand(n, -1),
         candidate_label=key.clamp(max=0).expand(n, -1),
     )
@@ -106,19 +106,19 @@ def _align(
 def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
     """From each target to the letters of earlier examples that translate the same symbol."""
     c = places.outputs.shape[2]
-    nobody = torch.full_like(symbol, NOBODY)
+    nobody = torch.full_like(symbol, IGNORE)
     label = torch.cat([symbol[:, :-1], nobody[:, -1:]], dim=1)
-    key = places.write(torch.full((len(FIXED),), NOBODY), nobody, label[..., None].expand(-1, -1, -1, c), nobody)
-    wants = symbol[:, -1]
+    key = places.write(torch.full((len(FIXED),), IGNORE), nobody, label[..., None].expand(-1, -1, -1, c), nobody)
+    key_value = symbol[:, -1]
     relation = Relation(
         "lookup",
         target=rows["target"],
         prompt=rows["prompt"],
         query=rows["query"],
-        wants=wants.repeat_interleave(c, dim=1).flatten(),
-        among=torch.zeros_like(rows["query"]),
+        key_value=key_value.repeat_interleave(c, dim=1).flatten(),
+        candidate_value=torch.zeros_like(rows["query"]),
         key_label=key,
         candidate_label=key[:1].clamp(max=0).expand_as(key),
     )
-    seen = (symbol[:, :-1, :, None] == wants[:, None, None]).any(2).any(1)
+    seen = (symbol[:, :-1, :, None] == key_value[:, None, None]).any(2).any(1)
     return relation if bool(seen.all()) else relation.select(seen.repeat_interleave(c, dim=1).flatten())

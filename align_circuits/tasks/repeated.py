@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from align_circuits.prompts.prompts import Prompts, Role, text_of, vocabulary_fingerprint
+from align_circuits.prompts.prompts import Prompts, Role, text_of, vocabulary_hash
 from align_circuits.prompts.relations import duplicate_token, induction, previous_token
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RepeatedTokensTask:
                 f"length is {self.length}, but there are only {len(ids)} tokens and those of a sequence differ: give a "
                 "shorter length or a larger vocabulary"
             )
-        draws = Streams(seed, "repeated").generator("tokens")
+        draws = Rng(seed, "repeated").generator("tokens")
         rows = np.stack([draws.choice(ids, self.length, replace=False) for _ in range(n)])
         inputs = torch.from_numpy(np.tile(rows, self.repeats))
         bos = None if plain or not self.bos else tokenizer.bos_token_id
@@ -94,7 +94,7 @@ class RepeatedTokensTask:
             example=example,
             targets=targets,
             relations={relation.name: relation for relation in made},
-            pieces={} if plain else text_of(tokenizer, inputs.unique()),
-            fingerprint=None if plain else vocabulary_fingerprint(tokenizer),
+            token_strings={} if plain else text_of(tokenizer, inputs.unique()),
+            tokenizer_hash=None if plain else vocabulary_hash(tokenizer),
             task={"name": "repeated", "config": asdict(self), "seed": seed, "bos": bos is not None},
         )

@@ -8,13 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-class Streams:
+class Rng:
     """A random generator for each name, all from one seed.
 
     Every stream is read row by row with the prompt as the first dimension, so the first prompts of a seed are the same
     however many are drawn, and in whatever chunks.
 
-    >>> short, long = Streams(0).uniform("x", 2, 3), Streams(0).uniform("x", 5, 3)
+    >>> short, long = Rng(0).uniform("x", 2, 3), Rng(0).uniform("x", 5, 3)
     >>> bool((short == long[:2]).all())
     True
     """

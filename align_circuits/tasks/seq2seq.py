@@ -17,7 +17,7 @@ from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
 from align_circuits.tasks.labels import LATENT, gold, write
 from align_circuits.tasks.layout import Style, layout
 from align_circuits.tasks.references import reference_accuracies
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.token_ids import check_text, lexicon
 
 CHUNK = 256
@@ -94,7 +94,7 @@ class Seq2SeqTask:
     @property
     def aligned(self) -> tuple[int, ...]:
         """Ã: the input position, from 0, that each phrase translates."""
-        streams = Streams(self.task_seed, "task")
+        streams = Rng(self.task_seed, "task")
         return sample_alignment(streams, self.alignment, self.x_len, self.decay, self.prior_form)
 
     def sample(self, n: int, tokenizer: Any, seed: int = 0, references: bool = True) -> Prompts:
@@ -121,8 +121,8 @@ class Seq2SeqTask:
         if self.spaced:
             check_text(tokenizer, words, places)
         aligned = self.aligned
-        streams = Streams(seed, "prompts")
-        shared = self._world(Streams(self.task_seed, "task"), 1) if self.automata == "task" else None
+        streams = Rng(seed, "prompts")
+        shared = self._world(Rng(self.task_seed, "task"), 1) if self.automata == "task" else None
         chunks = [
             self._draw(streams, min(CHUNK, n - start), aligned, shared, references) for start in range(0, n, CHUNK)
         ]
@@ -140,10 +140,10 @@ class Seq2SeqTask:
             example=places.example.expand_as(inputs),
             targets=targets,
             relations=relations,
-            letters=letters,
-            accepted=drawn["accepted"].flatten(0, 2),
-            pieces=words.pieces,
-            fingerprint=words.fingerprint,
+            answer_tokens=letters,
+            correct=drawn["accepted"].flatten(0, 2),
+            token_strings=words.token_strings,
+            tokenizer_hash=words.tokenizer_hash,
             task={
                 "name": "seq2seq",
                 "config": _config(self),
@@ -188,7 +188,7 @@ class Seq2SeqTask:
             prompts, kind, seed, places=places, ood=self.ood, sample_automata=lambda s, n: self._world(s, n)[1]
         )
 
-    def _world(self, streams: Streams, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
+    def _world(self, streams: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
         """The symbols, as places in the alphabet, and the automata of `n` prompts."""
         symbols = streams.order("symbols", n, len(self.alphabet))[:, : self.x_len]
         ranges = (self.alphabet_range, self.state_range, self.edge_range)
@@ -196,7 +196,7 @@ class Seq2SeqTask:
 
     def _draw(
         self,
-        streams: Streams,
+        streams: Rng,
         n: int,
         aligned: tuple[int, ...],
         shared: tuple[Int[Tensor, "prompt symbol"], Automata] | None,

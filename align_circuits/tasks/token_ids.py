@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from align_circuits.prompts.prompts import Role, text_of, vocabulary_fingerprint
+from align_circuits.prompts.prompts import Role, text_of, vocabulary_hash
 from align_circuits.tasks.layout import FIXED, Layout
 
 ABSENT = -1
@@ -16,7 +16,7 @@ ABSENT = -1
 
 
 @dataclass(frozen=True)
-class Lexicon:
+class TokenIds:
     """The token ids of a task's symbols, letters and delimiters in one tokenizer."""
 
     symbols: tuple[int, ...]
@@ -25,9 +25,9 @@ class Lexicon:
     """The ids of the letters, in their order."""
     fixed: tuple[int, ...]
     """The ids of `FIXED`; `ABSENT` for a BOS token that the tokenizer lacks and for a marker that is not used."""
-    pieces: dict[int, str]
+    token_strings: dict[int, str]
     """The text of each id."""
-    fingerprint: str
+    tokenizer_hash: str
     """The tokenizer's vocabulary, hashed."""
 
     @property
@@ -42,13 +42,13 @@ class Lexicon:
         return self.letters if role == Role.OUTPUT else self.symbols
 
 
-_LEXICONS: WeakKeyDictionary[Any, dict[tuple, Lexicon]] = WeakKeyDictionary()
+_LEXICONS: WeakKeyDictionary[Any, dict[tuple, TokenIds]] = WeakKeyDictionary()
 """What was looked up before: hashing a vocabulary of 128k tokens takes longer than sampling."""
 
 
 def lexicon(
     tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
-) -> Lexicon:
+) -> TokenIds:
     """Returns the ids of a task's symbols in a Hugging Face tokenizer.
 
     Args:
@@ -72,7 +72,7 @@ def lexicon(
 
 def _look_up(
     tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
-) -> Lexicon:
+) -> TokenIds:
     space = " " if spaced else ""
     texts = [space + symbol for symbol in (*alphabet, *letters, *marker)] + [colon, separator]
     ids: dict[str, int] = {}
@@ -95,12 +95,12 @@ def _look_up(
     bos = tokenizer.bos_token_id
     fixed = (ABSENT if bos is None else int(bos), ids[colon], ids[separator], ids.get(space + marker, ABSENT))
     every = torch.tensor(sorted({*ids.values(), *fixed} - {ABSENT}))
-    return Lexicon(
+    return TokenIds(
         symbols=tuple(ids[space + symbol] for symbol in alphabet),
         letters=tuple(ids[space + letter] for letter in letters),
         fixed=fixed,
-        pieces=text_of(tokenizer, every),
-        fingerprint=vocabulary_fingerprint(tokenizer),
+        token_strings=text_of(tokenizer, every),
+        tokenizer_hash=vocabulary_hash(tokenizer),
     )
 
 
@@ -108,7 +108,7 @@ _CHECKED: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 """The checks that passed before."""
 
 
-def check_text(tokenizer: Any, words: Lexicon, places: Layout) -> None:
+def check_text(tokenizer: Any, words: TokenIds, places: Layout) -> None:
     """Checks that a tokenizer reads the text of prompts as the tokens they were built from.
 
     Every pair of tokens that may stand side by side is read, then one whole prompt.
@@ -135,10 +135,10 @@ def check_text(tokenizer: Any, words: Lexicon, places: Layout) -> None:
     _CHECKED[tokenizer].add(key)
 
 
-def _misread(tokenizer: Any, words: Lexicon, sequences: Iterable[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
+def _misread(tokenizer: Any, words: TokenIds, sequences: Iterable[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
     """The texts of token sequences that are not read as these tokens, and what they are read as."""
     sequences = list(sequences)
-    texts = ["".join(words.pieces[token] for token in sequence) for sequence in sequences]
+    texts = ["".join(words.token_strings[token] for token in sequence) for sequence in sequences]
     read = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [
         (text, tokenizer.convert_ids_to_tokens(found))

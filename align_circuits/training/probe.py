@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from align_circuits.files import replacing
-from align_circuits.heads.score import Tally, resolve
+from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.evaluation import ALL_OFFSETS, Predictions
 from align_circuits.run.forward_pass import forward
@@ -85,7 +85,7 @@ class Watch:
 def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
     metrics = [name for name in WATCHED if len(prompts.relations[name])]
-    tally = Tally(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    tally = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     scored = Predictions(prompts)
     asked = torch.cat([torch.stack([part.prompt, part.query], 1) for part in (tally, scored)])
     rows, place = asked.unique(dim=0, return_inverse=True)

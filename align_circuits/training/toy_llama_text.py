@@ -14,7 +14,7 @@ from torch import Tensor
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.grammar import sample_orders
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 MOST_SYMBOLS = 10
 """Automata drawn for each document; a kind uses the first few."""
@@ -68,7 +68,7 @@ def pre_aligned(source: Source) -> Document:
     rng = source.rng
     m, c = int(rng.integers(2, source.most_symbols + 1)), source.phrase_len()
     n = source.lines(m + 2 + m * (c + 1))
-    order = sample_orders(Streams(int(rng.integers(2**31))), 1, n, m)[0].numpy()
+    order = sample_orders(Rng(int(rng.integers(2**31))), 1, n, m)[0].numpy()
     draw = rng.random()
     if draw < 0.5:
         aligned = np.broadcast_to(np.arange(m), (n, m))
@@ -280,7 +280,7 @@ class Mixture:
         """
         rng = np.random.default_rng(seed)
         automata = Automata.sample(
-            Streams(seed, "pretraining"), n, MOST_SYMBOLS, len(LETTERS), (4, 18), (4, 12), (1, self.most_edges)
+            Rng(seed, "pretraining"), n, MOST_SYMBOLS, len(LETTERS), (4, 18), (4, 12), (1, self.most_edges)
         )
         shares = np.array(list(self.shares.values()), dtype=float)
         kinds = rng.choice(list(self.shares), n, p=shares / shares.sum())

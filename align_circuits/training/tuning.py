@@ -20,7 +20,7 @@ from align_circuits.models.protocol import check_fits, model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
-from align_circuits.tasks.finite_dataset import in_context, sample_pool
+from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.probe import Watch
@@ -271,13 +271,13 @@ class _Data:
             raise ValueError("method='ica' needs in-context examples: n_examples is 0")
         n, pool, probes = config.prompts_per_probe, None, {}
         if config.pool is not None:
-            pool = sample_pool(task, config.pool, tokenizer, POOL_SEED + seed)
+            pool = sample_finite_dataset(task, config.pool, tokenizer, POOL_SEED + seed)
         for ood in (False, True):
             asked = replace(task, ood=ood)
             if pool is None or config.method == "standard":
                 probes[ood] = asked.sample(n, tokenizer, PROBE_SEED + seed)
             else:
-                fresh = sample_pool(asked, n, tokenizer, PROBE_SEED + seed)
+                fresh = sample_finite_dataset(asked, n, tokenizer, PROBE_SEED + seed)
                 probes[ood] = in_context(asked, pool, fresh, seed=PROBE_SEED + seed)
             check_fits(model, probes[ood])
         data = cls(task, config, tokenizer, pool, probes)

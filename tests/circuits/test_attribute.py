@@ -288,7 +288,7 @@ def test_on_padded_prompts_with_both_engines(random_hf_model):
 
 def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(char_tokenizer):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
-    model = ac.planted(task, seed=0, strength=0.5)
+    model = ac.planted_circuit(task, seed=0, strength=0.5)
     places = {kind: f"L{layer}H{head}" for (layer, head), kind in model.kinds.items()}
     shown = task.sample(4, char_tokenizer, seed=1)
     pair: Any = {"clean": shown, "corrupted": task.corrupt(shown, "query", seed=2)}

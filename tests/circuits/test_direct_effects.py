@@ -87,7 +87,7 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
 def test_the_profile_of_planted_heads(char_tokenizer):
     """Lookup heads look, write, and carry no task; nobody here is a function-vector head."""
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
-    model, prompts = ac.planted(task, seed=0), task.sample(6, char_tokenizer, seed=1)
+    model, prompts = ac.planted_circuit(task, seed=0), task.sample(6, char_tokenizer, seed=1)
     found = head_profile(model, prompts, [(prompts, task.corrupt(prompts, "labels", seed=2))])
     grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
     assert list(grid) == ["lookup_attention", "induction_attention", "direct_logit", "function_vector"]
@@ -100,8 +100,8 @@ def test_the_profile_of_planted_heads(char_tokenizer):
 
 def test_lookup_induction_and_function_vector_heads_are_told_apart():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, alphabet_range=(4, 8))
-    model = ac.planted_rivals(task, seed=0)
-    letters = task.sample(1, model.tokenizer, references=False).letters
+    model = ac.planted_competitors(task, seed=0)
+    letters = task.sample(1, model.tokenizer, references=False).answer_tokens
     other_half = torch.arange(model.cfg.d_vocab)
     other_half[letters] = letters.roll(13)
 
@@ -127,7 +127,7 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
 def test_refusals(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     with pytest.raises(ValueError, match="phrases of one letter leave nothing to induction"):
-        ac.planted_rivals(TASK)
+        ac.planted_competitors(TASK)
     with pytest.raises(ValueError, match="no tasks"):
         function_vectors(model, [])
     with pytest.raises(ValueError, match="do not match"):

@@ -11,7 +11,14 @@ import torch
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges
-from align_circuits.circuits.faithful import FRACTIONS, cmd, completeness, cpr, faithfulness, minimality
+from align_circuits.circuits.faithful import (
+    FRACTIONS,
+    circuit_model_distance,
+    circuit_performance_ratio,
+    completeness,
+    faithfulness,
+    minimality,
+)
 from align_circuits.hooks.graph import Graph
 from align_circuits.run.target_metrics import Outcome
 from align_circuits.tables import intervals as stats
@@ -103,7 +110,7 @@ def circuit_by_hand(model: Any, pair: dict[str, ac.Prompts], kept: set[tuple[str
 
 def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     """On prompts that differ in the test input: aligners and lookup heads restore all, and none of them is idle."""
-    model = ac.planted(TASK, seed=0)
+    model = ac.planted_circuit(TASK, seed=0)
     clean = TASK.sample(3, char_tokenizer, seed=0)
     pair: Any = {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
     places = {kind: place for place, kind in model.kinds.items()}
@@ -132,10 +139,10 @@ def curve_of(fractions: list[float], values: list[float]) -> Table:
 
 def test_areas_by_hand():
     curve = curve_of([0.0, 0.1, 0.5, 1.0], [9.0, 0.0, 2.0, 1.0])
-    assert cpr(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)
-    assert cmd(curve) == pytest.approx(0.4 * 1 + 0.5 * 0.5)
+    assert circuit_performance_ratio(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)
+    assert circuit_model_distance(curve) == pytest.approx(0.4 * 1 + 0.5 * 0.5)
     perfect = curve_of([0.01, 1.0], [1.0, 1.0])
-    assert (cpr(perfect), cmd(perfect)) == (pytest.approx(0.99), 0)
+    assert (circuit_performance_ratio(perfect), circuit_model_distance(perfect)) == (pytest.approx(0.99), 0)
 
 
 def test_the_interval_of_a_ratio_is_that_of_means():

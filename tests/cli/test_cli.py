@@ -160,7 +160,7 @@ def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):
 
 def test_rerun_refuses_what_was_saved_from_python(tmp_path, capsys):
     prompts = ac.RepeatedTokensTask(length=4).sample(3, 20)
-    ac.evaluate(ac.planted(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
+    ac.evaluate(ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
     assert main(["rerun", str(tmp_path)]) == 2
     assert "or from Python, which does not tell what repeats it" in capsys.readouterr().err
     assert not (tmp_path / "rerun").exists()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import align_circuits as ac
-from align_circuits.heads.ablate import ablate_heads, reference_of
+from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.prompts.prompts import Prompts
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
@@ -22,7 +22,7 @@ def prompts(char_tokenizer) -> Prompts:
     """Any token may be right, so that a random model is, now and then."""
     prompts = TASK.sample(3, char_tokenizer, seed=0)
     accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, letters=torch.arange(64), accepted=accepted)
+    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -56,8 +56,8 @@ def judged(prompts: Prompts, logits: Tensor) -> dict[tuple[str, int], tuple[floa
         prompts.targets[["prompt", "query_pos", "token", "kind"]].itertuples(index=False)
     ):
         predicted = int(logits[prompt, query].argmax())
-        assert prompts.accepted is not None
-        right = predicted in prompts.letters[prompts.accepted[row]].tolist()
+        assert prompts.correct is not None
+        right = predicted in prompts.answer_tokens[prompts.correct[row]].tolist()
         log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
         found["all", row] = found[kind, row] = (log_prob, float(right))
     return found
@@ -141,7 +141,7 @@ def test_padding_changes_nothing(llama):
 
 def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
-    prompts, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
+    prompts, planted = task.sample(6, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
     aligner = next(place for place, kind in planted.kinds.items() if kind == "align_query")
     idle = next(place for place, kind in planted.kinds.items() if kind == "gold_without_output")
     frame: Any = ablate_heads(planted, prompts, heads=[aligner, idle]).frame
@@ -153,14 +153,14 @@ def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, prompts, engine):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    expected = reference_of(model, prompts, engine=engine).means
+    expected = ablation_baseline(model, prompts, engine=engine).means
 
     def small_memory(_module, args):
         if len(args[0]) > 2:
             raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
 
     model.original_model.lm_head.register_forward_pre_hook(small_memory)
-    found = reference_of(model, prompts, engine=engine).means
+    found = ablation_baseline(model, prompts, engine=engine).means
     assert found.keys() == expected.keys() == {"blocks.0.attn.hook_z", "blocks.1.attn.hook_z"}
     for name, mean in found.items():
         torch.testing.assert_close(mean, expected[name], atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -169,14 +169,14 @@ def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, pr
 def test_refusals(llama, prompts, char_tokenizer):
     padded = Prompts.from_tokens([[1, 2, 3], [4, 5]])
     how, site = cast(Any, ("median", "attn"))
-    refer = inspect.unwrap(reference_of)  # without the checks of annotations
+    refer = inspect.unwrap(ablation_baseline)  # without the checks of annotations
     for run, message in [
         (lambda: ablate_heads(llama, prompts, heads=[(0, 4)]), "no head L0H4"),
         (lambda: refer(llama, prompts, how), "how='median': choose 'mean', 'resample' or 'zero'"),
         (lambda: ablate_heads(llama, prompts[:1], "resample"), "1 prompts of .* resampling takes at least two"),
         (lambda: ablate_heads(llama, padded, "resample"), "2 prompts of 2 to 3 tokens: .* of one length"),
         (lambda: ablate_heads(llama, prompts, "resample", reference=prompts[:2]), "must match, prompt by prompt"),
-        (lambda: reference_of(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a role"),
+        (lambda: ablation_baseline(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a role"),
         (lambda: refer(llama, prompts, site=site), "site='attn': choose one of z, q"),
         (
             lambda: ablate_heads(llama, prompts, reference=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),

@@ -16,7 +16,7 @@ TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
 
 @pytest.fixture(scope="module")
 def circuit():
-    model = ac.planted(TASK, seed=3)
+    model = ac.planted_circuit(TASK, seed=3)
     return model, ac.localize(model, TASK, n=24, seed=1, draws=3)
 
 
@@ -28,14 +28,14 @@ def test_every_planted_role_is_named_and_no_decoy(circuit):
 
 def test_the_verdict_ablates_what_was_found_beside_as_many_others(circuit):
     _, found = circuit
-    first = found.verdict.where(kind="first").frame.set_index("ablated")["value"]
+    first = found.group_ablations.where(kind="first").frame.set_index("ablated")["value"]
     assert first["nothing"] == 1
     assert first["found"] < 0.5
     assert (first["random"] > 0.9).all()
     assert len(first["random"]) == 3
     assert first["rest"] < 1, "the boundary head has no role and is needed"
     assert {"align_query", "align_key", "lookup", "previous"} < set(first.index)
-    assert "with these 5 heads ablated" in found.sentence
+    assert "with these 5 heads ablated" in found.summary
 
 
 def test_the_table_holds_every_head_and_the_tests_of_candidates(circuit):
@@ -78,11 +78,11 @@ def test_what_was_found_is_written_whole(circuit, tmp_path):
     _, found = circuit
     report = found.save(tmp_path / "found")
     assert report == tmp_path / "found" / "report.html"
-    assert found.sentence[:40] in report.read_text(encoding="utf-8")
+    assert found.summary[:40] in report.read_text(encoding="utf-8")
     again = ac.Table.load(tmp_path / "found")
     assert len(again) == len(found.table)
     assert again.provenance.settings["thresholds"]["fdr"] == 0.05
-    assert len(ac.Table.load(tmp_path / "found" / "verdict")) == len(found.verdict)
+    assert len(ac.Table.load(tmp_path / "found" / "group_ablations")) == len(found.group_ablations)
     assert json.loads((tmp_path / "found" / "provenance.json").read_text())["verb"] == "localize"
 
 
@@ -97,19 +97,19 @@ def test_thresholds_decide(circuit):
     model, _ = circuit
     strict = ac.localize(model, TASK, n=16, draws=0, thresholds=ac.Thresholds(effect=100.0))
     assert strict.found == []
-    assert strict.sentence == "No head passes every test."
+    assert strict.summary == "No head passes every test."
     assert len(strict.examples) == 0
 
 
 def test_one_distance_cannot_tell_an_aligner():
     """With one letter a phrase, a monotonic aligner looks a fixed distance back; a permuted one does not."""
     task = replace(TASK, phrase_len=1, n_examples=8)
-    monotonic = ac.localize(ac.planted(task, seed=1), task, n=16, draws=0)
+    monotonic = ac.localize(ac.planted_circuit(task, seed=1), task, n=16, draws=0)
     assert monotonic.heads("align_query") == []
     assert monotonic.heads("lookup")
-    assert "one distance" in monotonic.sentence
+    assert "one distance" in monotonic.summary
     permuted = replace(task, alignment="permutation")
-    model = ac.planted(permuted, seed=1)
+    model = ac.planted_circuit(permuted, seed=1)
     found = ac.localize(model, permuted, n=16, draws=0)
     assert found.heads("align_query") == [head for head, role in model.roles.items() if role == "align_query"]
 
@@ -121,14 +121,14 @@ def test_induction_heads_are_found_on_repeated_tokens():
     scores = ac.score_heads(model, task.sample(16, model.tokenizer, seed=7), ["induction_attention"])
     best = scores.top("induction_attention", 1).frame.iloc[0]
     assert (best["layer"], best["head"]) in found.heads("induction")
-    assert "same places" in found.sentence
+    assert "same places" in found.summary
 
 
 def test_few_symbols_cannot_establish_an_aligner():
     task = replace(TASK, x_len=3)
-    found = ac.localize(ac.planted(task, seed=0), task, n=16, draws=0)
+    found = ac.localize(ac.planted_circuit(task, seed=0), task, n=16, draws=0)
     assert found.heads("align_query") == []
-    assert "3 input symbols have 6 orders" in found.sentence
+    assert "3 input symbols have 6 orders" in found.summary
 
 
 def test_bad_input_is_refused(circuit):

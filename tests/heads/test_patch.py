@@ -26,7 +26,7 @@ def clean(char_tokenizer) -> Prompts:
     """Any token may be right, so that a random model is, now and then."""
     prompts = TASK.sample(4, char_tokenizer, seed=0)
     accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, letters=torch.arange(64), accepted=accepted)
+    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[flo
     found: dict[tuple[str, str], list[float]] = {}
     columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
     for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
-        assert prompts.accepted is not None
-        right = int(logits[prompt, query].argmax()) in prompts.letters[prompts.accepted[row]].tolist()
+        assert prompts.correct is not None
+        right = int(logits[prompt, query].argmax()) in prompts.answer_tokens[prompts.correct[row]].tolist()
         log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
         for which in ("all", kind):
             found.setdefault((which, "log_prob"), []).append(log_prob)
@@ -216,7 +216,7 @@ def test_intervals_and_engines(models, clean, corrupted):
 
 def test_a_planted_aligner_restores_the_answer(char_tokenizer):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5)
-    clean, planted = task.sample(6, char_tokenizer, seed=1), ac.planted(task, seed=0)
+    clean, planted = task.sample(6, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
     places = {kind: place for place, kind in planted.kinds.items()}
     aligner, idle = places["align_query"], places["gold_without_output"]
     signs: dict[Literal["denoise", "noise"], int] = {"denoise": 1, "noise": -1}

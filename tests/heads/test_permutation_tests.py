@@ -271,8 +271,8 @@ class TestRefusals:
 
     def test_alignments_that_differ(self, model, prompts):
         relation = prompts.relations["align_query"]
-        wants = relation.wants.where(relation.prompt != 1, relation.wants.roll(1))
-        mixed = replace(prompts, relations={"align_query": replace(relation, wants=wants)})
+        key_value = relation.key_value.where(relation.prompt != 1, relation.key_value.roll(1))
+        mixed = replace(prompts, relations={"align_query": replace(relation, key_value=key_value)})
         with pytest.raises(ValueError, match="'align_query': the alignment differs between prompts"):
             p_values(model, mixed, ["align_query"])
 

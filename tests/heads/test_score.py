@@ -15,7 +15,7 @@ from align_circuits.heads import score as scoring
 from align_circuits.heads.metrics import TIE
 from align_circuits.heads.score import LAYER_MEAN, score_heads
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.tables.tables import Table
@@ -52,7 +52,7 @@ def models(char_tokenizer):
             initializer_range=SHARP,
         )
         return {
-            "planted": planted(TASK, seed=0),
+            "planted": planted_circuit(TASK, seed=0),
             "gpt2": load(GPT2LMHeadModel(gpt2).eval(), tokenizer=char_tokenizer),
             "llama": load(LlamaForCausalLM(llama).eval(), tokenizer=char_tokenizer),
         }
@@ -84,9 +84,11 @@ def looped(
         left = int((~prompts.mask[index]).sum())
         candidate_label, key_label = relation.candidate_label[index].tolist(), relation.key_label[index].tolist()
         for row in (relation.prompt == index).nonzero()[:, 0].tolist():
-            query, wants, among = (int(part[row]) for part in (relation.query, relation.wants, relation.among))
+            query, key_value, among = (
+                int(part[row]) for part in (relation.query, relation.key_value, relation.candidate_value)
+            )
             candidates = [p for p in range(left, query + 1) if candidate_label[p] == among]
-            keys = [p for p in candidates if key_label[p] == wants]
+            keys = [p for p in candidates if key_label[p] == key_value]
             keys = [p for p in keys if p < query] if relation.keys_before_query else keys
             for layer, pattern in by_layer.items():
                 for head in [*range(len(pattern)), LAYER_MEAN]:

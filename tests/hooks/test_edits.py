@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import align_circuits as ac
-from align_circuits.heads.ablate import reference_of
-from align_circuits.hooks.edits import Edit, Reference
+from align_circuits.heads.ablate import ablation_baseline
+from align_circuits.hooks.edits import AblationBaseline, Edit
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, Role
@@ -212,7 +212,7 @@ class TestBesideHooksByHand:
             return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
-        reference = reference_of(model, others, "mean", site=site, batch_size=3)
+        reference = ablation_baseline(model, others, "mean", site=site, batch_size=3)
         edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", reference=reference)
         assert_edit_is(model, PADDED, edit, expected)
 
@@ -225,7 +225,9 @@ class TestBesideHooksByHand:
         def new(layer, column, index, pos, old):  # noqa: ARG001
             return part(held[layer][[1, 2, 0][index]], site, column, pos)
 
-        edit = ac.Ablate(**place(site), how="resample", reference=reference_of(model, others, "resample", site=site))
+        edit = ac.Ablate(
+            **place(site), how="resample", reference=ablation_baseline(model, others, "resample", site=site)
+        )
         assert_edit_is(model, EQUAL, edit, by_hand(model, EQUAL, site, new))
 
     @pytest.mark.parametrize("relation", ["induction", "previous"])
@@ -248,7 +250,7 @@ class TestBesideHooksByHand:
 
     def test_on_a_planted_model(self, char_tokenizer):
         task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
-        prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted(task, seed=0)
+        prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
         layer, head = next(place for place, kind in model.kinds.items() if kind == "align_query")
 
         def silence(z, hook):  # noqa: ARG001
@@ -281,7 +283,7 @@ class TestTogether:
     @pytest.mark.parametrize("name", NAMES)
     def test_hooks_equal_edits(self, models, name):
         model = models(name)
-        means, values = reference_of(model, PADDED), capture(model, PADDED, ["blocks.1.hook_resid_pre"])
+        means, values = ablation_baseline(model, PADDED), capture(model, PADDED, ["blocks.1.hook_resid_pre"])
         flipped = {name: value.flip(2) for name, value in values.items()}
         for edit in (
             ac.Ablate(HEADS),
@@ -340,7 +342,7 @@ class TestEngines:
         sites = ["z", *LAYER_SITES] if name == "gpt_neox" else ["z", "q", "k", "v", *LAYER_SITES]
         some = torch.randn(32, generator=torch.Generator().manual_seed(1)) / 3
         steer = [ac.Steer(**place(site), vector=some[:8] if site in HEAD_SITES else some) for site in sites]
-        mean = ac.Ablate([(1, 3)], how="mean", reference=reference_of(model, PADDED))
+        mean = ac.Ablate([(1, 3)], how="mean", reference=ablation_baseline(model, PADDED))
         for edits in (steer, [mean]):
             fast, reference = (logits_of(model, PADDED, edits=edits, engine=which) for which in ("fast", "reference"))
             assert (fast[1], reference[1]) == ("fast", "reference")
@@ -406,7 +408,7 @@ class TestEngines:
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         values = capture(model, other, ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"])
         for edits in (
-            [ac.Ablate(HEADS, how="mean", reference=reference_of(model, other, batch_size=1))],
+            [ac.Ablate(HEADS, how="mean", reference=ablation_baseline(model, other, batch_size=1))],
             [ac.Patch(HEADS, values=values, positions=POSITIONS)],
             [ac.Clamp(HEADS, "previous"), ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))],
         ):
@@ -500,7 +502,10 @@ class TestRefusals:
             (ac.Ablate([(0, 2)], site="k"), "share a key head cannot change their k apart: name all of L0H2 L0H3"),
             (ac.Ablate([(1, 1), (1, 2)], site="v"), "name all of L1H0 L1H1 L1H2 L1H3"),
             (ac.Ablate([(0, 0)], how="mean"), r"needs a reference that holds 'blocks.0.attn.hook_z'"),
-            (ac.Ablate([(0, 0)], how="resample"), r"needs a reference .* reference_of\(model, prompts, how='resample'"),
+            (
+                ac.Ablate([(0, 0)], how="resample"),
+                r"needs a reference .* ablation_baseline\(model, prompts, how='resample'",
+            ),
             (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch holds none"),
             (
                 ac.Patch([(1, 0)], values={"blocks.0.attn.hook_z": torch.zeros(3, 9, 4, 8)}),
@@ -531,7 +536,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="a clamp depends on the prompts: give them"):
             ac.Clamp([(0, 0)], "induction").fwd_hooks(model)
         for how in ("mean", "resample"):
-            hooks = ac.Ablate([(0, 0)], how=how, reference=reference_of(model, EQUAL, how)).fwd_hooks(model)
+            hooks = ac.Ablate([(0, 0)], how=how, reference=ablation_baseline(model, EQUAL, how)).fwd_hooks(model)
             with pytest.raises(ValueError, match=f"how='{how}' depends on the prompts: give them"):
                 model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
 
@@ -551,7 +556,7 @@ class TestRefusals:
             values = capture(model, other, [name_of(site, 0)])
             for edit in (
                 ac.Patch([(0, 0)], site=site, values=values),
-                ac.Ablate([(0, 0)], site=site, how="resample", reference=Reference(values=values)),
+                ac.Ablate([(0, 0)], site=site, how="resample", reference=AblationBaseline(values=values)),
                 ac.Ablate([(0, 0)], site=site, positions=other.mask),
             ):
                 with pytest.raises(ValueError, match=message):
@@ -565,7 +570,7 @@ class TestRefusals:
         for edit in (
             ac.Clamp([(0, 0)], "induction"),
             ac.Ablate([(0, 0)], positions=EQUAL.mask),
-            ac.Ablate([(0, 0)], how="mean", reference=reference_of(model, EQUAL)),
+            ac.Ablate([(0, 0)], how="mean", reference=ablation_baseline(model, EQUAL)),
             ac.Patch(layers=[0], site="mlp_out", values=capture(model, EQUAL, ["blocks.0.hook_mlp_out"])),
         ):
             hooks = edit.fwd_hooks(model, EQUAL)
@@ -578,7 +583,7 @@ class TestRefusals:
     def test_a_role_that_the_reference_lacks(self, models):
         model = models("llama")
         lacking = replace(EQUAL, roles=EQUAL.roles.where(EQUAL.roles != Role.COLON, Role.INPUT.value))
-        edit = ac.Ablate([(0, 0)], how="mean", reference=reference_of(model, lacking))
+        edit = ac.Ablate([(0, 0)], how="mean", reference=ablation_baseline(model, lacking))
         with pytest.raises(ValueError, match="tokens of a role that the reference prompts lack"):
             ac.evaluate(model, EQUAL, edits=[edit])
         ac.evaluate(model, lacking, edits=[edit])

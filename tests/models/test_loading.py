@@ -14,7 +14,7 @@ import align_circuits as ac
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
-from align_circuits.prompts.prompts import vocabulary_fingerprint
+from align_circuits.prompts.prompts import vocabulary_hash
 from align_circuits.run.forward_pass import forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -56,7 +56,7 @@ def test_folder(name, folders, random_hf_model, char_tokenizer):
     assert model.cfg.architecture in ARCHITECTURES
     assert (model.cfg.n_layers, model.cfg.n_heads, model.cfg.d_model, model.cfg.d_vocab) == (2, 4, 32, 64)
     assert (model.cfg.d_head, model.cfg.n_ctx, model.cfg.dtype) == (8, 64, torch.float32)
-    assert vocabulary_fingerprint(model.tokenizer) == vocabulary_fingerprint(char_tokenizer)
+    assert vocabulary_hash(model.tokenizer) == vocabulary_hash(char_tokenizer)
     text = " A C B: r i j\n"
     assert model.tokenizer(text)["input_ids"] == char_tokenizer(text)["input_ids"]
     assert model.to_tokens(text).tolist() == [char_tokenizer(text)["input_ids"]]
@@ -78,16 +78,16 @@ def test_model_in_memory_keeps_its_weights_and_finds_its_tokenizer(folders, rand
 
 
 def test_tokenizer_given(folders, random_hf_model, byte_bpe_tokenizer):
-    before = vocabulary_fingerprint(byte_bpe_tokenizer)
+    before = vocabulary_hash(byte_bpe_tokenizer)
     model = load(random_hf_model("gpt2", vocab_size=600), tokenizer=byte_bpe_tokenizer)
-    assert vocabulary_fingerprint(model.tokenizer) == before == vocabulary_fingerprint(byte_bpe_tokenizer)
+    assert vocabulary_hash(model.tokenizer) == before == vocabulary_hash(byte_bpe_tokenizer)
     assert byte_bpe_tokenizer.pad_token is None, "the caller's tokenizer is left alone"
     assert model.to_tokens(["the cat", "the"]).shape[0] == 2
     assert model.to_tokens("the cat").tolist() == [byte_bpe_tokenizer("the cat")["input_ids"]], (
         "no BOS where there is none"
     )
     again = load(folders["gpt2"], tokenizer=folders["llama"])
-    assert vocabulary_fingerprint(again.tokenizer) == vocabulary_fingerprint(load(folders["llama"]).tokenizer)
+    assert vocabulary_hash(again.tokenizer) == vocabulary_hash(load(folders["llama"]).tokenizer)
 
 
 def test_tokenizer_in_memory_only(random_hf_model):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformer_lens import head_detector, patching
 
-from align_circuits.models.planted.model import DECOYS, ROLES, planted
+from align_circuits.models.planted.model import DECOYS, ROLES, planted_circuit
 from align_circuits.models.planted.transformer import HandBuilt
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -26,8 +26,8 @@ def run(model: HandBuilt, prompts: Prompts) -> torch.Tensor:
 
 
 def accuracy(prompts: Prompts, logits: torch.Tensor) -> float:
-    assert prompts.accepted is not None
-    return (prompts.accepted & (prompts.letters == logits.argmax(-1, keepdim=True))).any(1).double().mean().item()
+    assert prompts.correct is not None
+    return (prompts.correct & (prompts.answer_tokens == logits.argmax(-1, keepdim=True))).any(1).double().mean().item()
 
 
 def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
@@ -44,7 +44,7 @@ def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
                 agreement = tuple(a == b for a, b in zip(seen[:offset][::-1], prefix, strict=True))
                 votes.setdefault(agreement, Counter())[seen[offset]] += 1
         best = votes[max(votes)]
-        found.append({int(prompts.letters[i]) for i, count in best.items() if count == max(best.values())})
+        found.append({int(prompts.answer_tokens[i]) for i, count in best.items() if count == max(best.values())})
     return found
 
 
@@ -52,8 +52,8 @@ def assert_is_oracle(task: Seq2SeqTask, prompts: Prompts, logits: torch.Tensor) 
     best, predicted = best_letters(task, prompts), logits.argmax(-1).tolist()
     assert all(letter in letters for letter, letters in zip(predicted, best, strict=True))
     unique = torch.tensor([len(letters) == 1 for letters in best])
-    assert prompts.accepted is not None
-    right = (prompts.accepted & (prompts.letters == logits.argmax(-1, keepdim=True))).any(1).double()
+    assert prompts.correct is not None
+    right = (prompts.correct & (prompts.answer_tokens == logits.argmax(-1, keepdim=True))).any(1).double()
     assert torch.equal(right[unique], prompts.column("oracle")[unique])
 
 
@@ -65,7 +65,7 @@ def prompts(char_tokenizer):
 @pytest.fixture(scope="module", params=SEEDS)
 def cached(request, prompts):
     """A model, its logits at the targets, and its activations."""
-    model = planted(TASK, seed=request.param)
+    model = planted_circuit(TASK, seed=request.param)
     with torch.no_grad():
         logits, cache = model.run_with_cache(prompts.tokens)
     return model, at_targets(prompts, logits), cache
@@ -114,7 +114,7 @@ class TestPredictions:
         for m in range(1, 7):
             task = Seq2SeqTask(x_len=m, phrase_len=phrase_len, n_examples=10)
             prompts = task.sample(24 if phrase_len == 3 else 40, char_tokenizer, seed=m)
-            logits = run(planted(task, seed=m), prompts)
+            logits = run(planted_circuit(task, seed=m), prompts)
             assert_is_oracle(task, prompts, logits)
             if phrase_len == 1:
                 assert accuracy(prompts, logits) == 1
@@ -131,23 +131,23 @@ class TestPredictions:
     )
     def test_are_the_oracles_on_other_tasks(self, char_tokenizer, task):
         prompts = task.sample(20, char_tokenizer, seed=1)
-        assert_is_oracle(task, prompts, run(planted(task, seed=3), prompts))
+        assert_is_oracle(task, prompts, run(planted_circuit(task, seed=3), prompts))
 
     def test_shared_symbols_are_looked_up_too(self, char_tokenizer):
         task = Seq2SeqTask(5, 1, 10, alignment="prior", decay=0.3, task_seed=1)
         assert len(set(task.aligned)) < 5
         prompts = task.sample(20, char_tokenizer, seed=1)
         seen = prompts.column("oracle") == 1  # a symbol that no phrase translated cannot be looked up
-        predicted = run(planted(task), prompts).argmax(-1, keepdim=True)
-        assert prompts.accepted is not None
-        assert (prompts.accepted & (prompts.letters == predicted)).any(1)[seen].all()
+        predicted = run(planted_circuit(task), prompts).argmax(-1, keepdim=True)
+        assert prompts.correct is not None
+        assert (prompts.correct & (prompts.answer_tokens == predicted)).any(1)[seen].all()
 
     def test_do_not_fit_another_style(self, char_tokenizer):
         other = replace(TASK, style="pre-aligned").sample(20, char_tokenizer, seed=1)
-        assert accuracy(other, run(planted(TASK), other)) < 0.6
+        assert accuracy(other, run(planted_circuit(TASK), other)) < 0.6
 
     def test_do_not_depend_on_padding(self, prompts):
-        model = planted(TASK)
+        model = planted_circuit(TASK)
         tokens, mask = prompts.tokens[:4], prompts.mask[:4]
         with torch.no_grad():
             plain = model(tokens)
@@ -158,17 +158,17 @@ class TestPredictions:
                 assert logits.isfinite().all()
 
     def test_do_not_depend_on_decoys(self, prompts):
-        bare = run(planted(TASK, seed=1, decoys=()), prompts)
-        idle = run(planted(TASK, seed=1, decoys=set(DECOYS) - {"diffuse"}), prompts)
+        bare = run(planted_circuit(TASK, seed=1, decoys=()), prompts)
+        idle = run(planted_circuit(TASK, seed=1, decoys=set(DECOYS) - {"diffuse"}), prompts)
         assert torch.allclose(bare, idle, atol=1e-4)
-        assert accuracy(prompts, bare) == accuracy(prompts, run(planted(TASK, seed=1), prompts))
+        assert accuracy(prompts, bare) == accuracy(prompts, run(planted_circuit(TASK, seed=1), prompts))
 
 
 class TestHeads:
     def test_lie_in_order_at_places_that_the_seed_draws(self):
         places = set()
         for seed in range(50):
-            model = planted(Seq2SeqTask(x_len=3, phrase_len=3, n_examples=4), seed=seed)
+            model = planted_circuit(Seq2SeqTask(x_len=3, phrase_len=3, n_examples=4), seed=seed)
             kinds = Counter(model.kinds.values())
             once = {"boundary", "previous", "second_previous", "align_query", "align_key", "lookup"} | set(DECOYS)
             assert all(kinds[kind] == 1 for kind in once - {"random"})
@@ -276,7 +276,7 @@ class TestStrength:
         gold = prompts.column("token")[:, None]
         accuracies, likelihoods = [], []
         for strength in (0.0, 0.33, 0.38, 0.42, 0.46, 1.0):
-            logits = [run(planted(task, seed=seed, strength=strength), prompts) for seed in SEEDS]
+            logits = [run(planted_circuit(task, seed=seed, strength=strength), prompts) for seed in SEEDS]
             accuracies.append(sum(accuracy(prompts, found) for found in logits) / len(SEEDS))
             likelihoods.append(sum(found.log_softmax(-1).gather(1, gold).mean().item() for found in logits))
         assert likelihoods == sorted(likelihoods)
@@ -286,7 +286,7 @@ class TestStrength:
         assert accuracies[-1] == pytest.approx(prompts.targets["oracle"].mean(), abs=0.01)
 
     def test_nothing_is_left_at_zero(self, prompts):
-        model = planted(TASK, strength=0.0)
+        model = planted_circuit(TASK, strength=0.0)
         assert set(model.roles.values()) == {None}
         with torch.no_grad():
             _, cache = model.run_with_cache(prompts.tokens[:2])
@@ -318,7 +318,7 @@ class TestModel:
             assert torch.allclose(residual @ model.W_U, model(tokens[None])[0], atol=1e-3)
 
     def test_hooks_fire_and_leave_nothing_behind(self, prompts):
-        model: Any = planted(TASK)
+        model: Any = planted_circuit(TASK)
         tokens = prompts.tokens[:2]
         with torch.no_grad():
             before = model(tokens)
@@ -335,7 +335,7 @@ class TestModel:
             assert torch.equal(model(tokens), before)
 
     def test_shapes_are_transformer_lens_s(self, prompts):
-        model = planted(TASK)
+        model = planted_circuit(TASK)
         cfg, (n, length) = model.cfg, prompts.tokens[:2].shape
         with torch.no_grad():
             logits, cache = model.run_with_cache(prompts.tokens[:2])
@@ -352,7 +352,7 @@ class TestModel:
         assert model.double().cfg.dtype == torch.float64
 
     def test_transformer_lens_finds_the_previous_token_head(self, prompts):
-        model: Any = planted(TASK, seed=4)
+        model: Any = planted_circuit(TASK, seed=4)
         text = "".join(prompts.token_text[0][1:])
         assert torch.equal(model.to_tokens(text), prompts.tokens[:1])
         scores = head_detector.detect_head(model, text, "previous_token_head")
@@ -361,7 +361,7 @@ class TestModel:
 
     def test_transformer_lens_patches_it(self, char_tokenizer):
         task = Seq2SeqTask(x_len=2, phrase_len=1, n_examples=6)
-        model: Any = planted(task)
+        model: Any = planted_circuit(task)
         clean = task.sample(4, char_tokenizer, seed=0)
         corrupted = task.corrupt(clean, "query", seed=0)
         gold = clean.column("token")[:, None]
@@ -395,13 +395,13 @@ class TestRefuses:
     )
     def test_what_the_circuit_is_not_made_for(self, config, arguments, match):
         with pytest.raises(ValueError, match=match):
-            planted(Seq2SeqTask(**config), **arguments)
+            planted_circuit(Seq2SeqTask(**config), **arguments)
 
     def test_prompts_longer_than_the_context(self, prompts):
-        model = planted(Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2), n_ctx=64)
+        model = planted_circuit(Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2), n_ctx=64)
         with pytest.raises(ValueError, match="context is 64"):
             model(prompts.tokens)
 
     def test_text_without_a_tokenizer(self):
         with pytest.raises(ValueError, match="no tokenizer"):
-            HandBuilt(planted(TASK).cfg).to_tokens("A:b")
+            HandBuilt(planted_circuit(TASK).cfg).to_tokens("A:b")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_fingerprint
-from align_circuits.prompts.relations import NOBODY, Relation
+from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_hash
+from align_circuits.prompts.relations import IGNORE, Relation
 
 IDS = [[5, 7, 9, 5, 7], [3, 3, 8], [4, 6, 4, 6]]
 ids = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=6), min_size=1, max_size=4)
@@ -29,17 +29,17 @@ def with_everything(tokens: list[list[int]]) -> Prompts:
     return replace(
         prompts,
         targets=targets,
-        letters=torch.tensor([3, 4, 5]),
-        accepted=torch.rand(n, 3, generator=generator) < 0.5,
-        pieces={3: "a", 4: "\n"},
-        fingerprint="abc",
+        answer_tokens=torch.tensor([3, 4, 5]),
+        correct=torch.rand(n, 3, generator=generator) < 0.5,
+        token_strings={3: "a", 4: "\n"},
+        tokenizer_hash="abc",
         task={"name": "made", "sizes": [1, 2]},
         latent={"drawn": torch.arange(2 * len(prompts)).view(-1, 2)},
     )
 
 
 def same(left: Prompts, right: Prompts) -> None:
-    for name in ("inputs", "mask", "roles", "example", "letters", "accepted"):
+    for name in ("inputs", "mask", "roles", "example", "answer_tokens", "correct"):
         assert torch.equal(getattr(left, name), getattr(right, name)), name
     pd.testing.assert_frame_equal(left.targets, right.targets, check_dtype=False)
     assert left.relations.keys() == right.relations.keys()
@@ -47,7 +47,7 @@ def same(left: Prompts, right: Prompts) -> None:
         for part, value in vars(relation).items():
             other = getattr(right.relations[name], part)
             assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (name, part)
-    for name in ("pieces", "fingerprint", "task"):
+    for name in ("token_strings", "tokenizer_hash", "task"):
         assert getattr(left, name) == getattr(right, name), name
     assert {name: value.tolist() for name, value in left.latent.items()} == {
         name: value.tolist() for name, value in right.latent.items()
@@ -58,7 +58,7 @@ def gold(prompts: Prompts, index: int) -> list[Any]:
     """All that is known about one prompt, in positions counted from its first token."""
     start = int(prompts.mask[index].int().argmax())
     mine: Any = prompts.targets[prompts.targets["prompt"] == index]
-    assert prompts.accepted is not None
+    assert prompts.correct is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
     known += [
         (
@@ -68,7 +68,7 @@ def gold(prompts: Prompts, index: int) -> list[Any]:
             row.phrase,
             row.kind,
             row.chance,
-            prompts.accepted[row.Index].tolist(),
+            prompts.correct[row.Index].tolist(),
         )
         for row in mine.itertuples()
     ]
@@ -176,7 +176,7 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
     prompts = Prompts.from_tokens([tokens, tokens[:2]], tokenizer=char_tokenizer)
     assert prompts.text[1] == "".join(prompts.token_text[0][:2])
     assert "".join(prompts.token_text[0]).replace(" ", "") == "AB=cd"
-    assert prompts.fingerprint == vocabulary_fingerprint(char_tokenizer) != vocabulary_fingerprint(byte_bpe_tokenizer)
+    assert prompts.tokenizer_hash == vocabulary_hash(char_tokenizer) != vocabulary_hash(byte_bpe_tokenizer)
     assert Prompts.from_tokens(IDS).text[1] == "<3><3><8>"
 
 
@@ -203,8 +203,10 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
     def the_three(ids, mask, **rows):  # noqa: ARG001 - a maker's arguments
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
-        keys = torch.where(ids == 3, 0, NOBODY)
-        return Relation("three", **rows, wants=among, among=among, key_label=keys, candidate_label=pos * 0)
+        keys = torch.where(ids == 3, 0, IGNORE)
+        return Relation(
+            "three", **rows, key_value=among, candidate_value=among, key_label=keys, candidate_label=pos * 0
+        )
 
     with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
         Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
@@ -219,8 +221,8 @@ def test_fields_must_agree(monkeypatch):
         replace(prompts, roles=prompts.roles[:, 1:])
     with pytest.raises(ValueError, match="the targets lack offset, kind"):
         replace(prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
-    with pytest.raises(ValueError, match=r"accepted has shape \(9, 2\); it needs a row for each of the 9 targets"):
-        replace(prompts, letters=prompts.letters, accepted=torch.ones(9, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
+        replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
 
 
 def test_vectors_have_no_tokens():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import NOBODY, Relation
+from align_circuits.prompts.relations import IGNORE, Relation
 
 ids = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, max_size=3)
 """Prompts of few different tokens and different lengths, so that there are repeats and padding. Token 0 is also the
@@ -87,7 +87,7 @@ def test_select_keeps_the_rows_asked_for(tokens):
     assert torch.equal(kept.target, relation.target[keep])
 
 
-def labelled(among: list[int], wants: list[int]) -> Relation:
+def labelled(candidate_value: list[int], key_value: list[int]) -> Relation:
     """Two rows of one prompt at positions 4 and 5, with labels 0 and 1 for keys and two sets of candidates."""
     rows = torch.zeros(2, dtype=torch.long)
     return Relation(
@@ -95,41 +95,41 @@ def labelled(among: list[int], wants: list[int]) -> Relation:
         target=rows,
         prompt=rows,
         query=torch.tensor([4, 5]),
-        wants=torch.tensor(wants),
-        among=torch.tensor(among),
-        key_label=torch.tensor([[0, 1, 0, 1, NOBODY, 1]]),
-        candidate_label=torch.tensor([[0, 0, 1, 1, NOBODY, 0]]),
+        key_value=torch.tensor(key_value),
+        candidate_value=torch.tensor(candidate_value),
+        key_label=torch.tensor([[0, 1, 0, 1, IGNORE, 1]]),
+        candidate_label=torch.tensor([[0, 0, 1, 1, IGNORE, 0]]),
     )
 
 
 def test_labels_by_hand():
-    relation = labelled(among=[0, 1], wants=[1, 0])
+    relation = labelled(candidate_value=[0, 1], key_value=[1, 0])
     keys, candidates = relation.expand()
     assert keys.int().tolist() == [[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
     assert candidates.int().tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
 
 
 def test_more_candidates():
-    relation = labelled(among=[0, 0], wants=[1, 1])
+    relation = labelled(candidate_value=[0, 0], key_value=[1, 1])
     wide = rel.with_candidates(relation, torch.tensor([[False, False, False, True, True, True]]))
     keys, candidates = wide.expand()
     assert candidates.int().tolist() == [[1, 1, 0, 1, 1, 0], [1, 1, 0, 1, 1, 1]]
     assert keys.int().tolist() == [[0, 1, 0, 1, 0, 0], [0, 1, 0, 1, 0, 1]]
     with pytest.raises(ValueError, match="have 2 sets of candidates"):
-        rel.with_candidates(labelled(among=[0, 1], wants=[1, 0]), torch.ones(1, 6, dtype=torch.bool))
+        rel.with_candidates(labelled(candidate_value=[0, 1], key_value=[1, 0]), torch.ones(1, 6, dtype=torch.bool))
 
 
 def test_columns_and_labels_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
     row, labels = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
-    columns: dict[str, Any] = {"target": row, "prompt": row, "query": row, "wants": row}
+    columns: dict[str, Any] = {"target": row, "prompt": row, "query": row, "key_value": row}
     with pytest.raises(ValueError, match=r"relation 'mine': its columns have different lengths \[1, 2\]"):
-        Relation("mine", **columns, among=row[:1], key_label=labels, candidate_label=labels)
+        Relation("mine", **columns, candidate_value=row[:1], key_label=labels, candidate_label=labels)
     with pytest.raises(ValueError, match=r"key labels \(1, 3\) and candidate labels \(1, 2\) differ"):
-        Relation("mine", **columns, among=row, key_label=labels, candidate_label=labels[:, :2])
+        Relation("mine", **columns, candidate_value=row, key_label=labels, candidate_label=labels[:, :2])
 
 
 def test_to_moves_every_tensor():
-    moved = labelled(among=[0, 0], wants=[1, 1]).to("meta")
+    moved = labelled(candidate_value=[0, 0], key_value=[1, 1]).to("meta")
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
     assert repr(moved) == "Relation('mine', rows=2, prompts=1)"

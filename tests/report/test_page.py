@@ -82,7 +82,7 @@ def empty(table: Table) -> Table:
 @pytest.fixture(scope="module")
 def found() -> Any:
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
-    model = ac.planted(task, seed=0)
+    model = ac.planted_circuit(task, seed=0)
     return localized(model, task.sample(8, model.tokenizer, seed=0))
 
 
@@ -111,11 +111,11 @@ def test_the_verdict_stands_on_top_and_every_part_follows(page, found):
     )
     places = [body.index(heading) for heading in headings]
     assert places == sorted(places)
-    assert body.count("underlined token") >= sum(map(bool, found.named.values())), "a drawing for each role"
+    assert body.count("underlined token") >= sum(map(bool, found.heads_by_role.values())), "a drawing for each role"
 
 
 def test_the_named_heads_come_with_their_evidence(found):
-    ((layer, head),) = found.named["align_query"]
+    ((layer, head),) = found.heads_by_role["align_query"]
     score = found.table.where(layer=layer, head=head, role="align_query", metric="score").frame.iloc[0]
     cells = re.findall("<td>(.*?)</td>", named_heads(found))
     start = cells.index("align_query") - 1
@@ -126,7 +126,7 @@ def test_the_named_heads_come_with_their_evidence(found):
 
 def test_a_report_without_any_named_head_says_so(tmp_path, found):
     nothing = {name: empty(getattr(found, name)) for name in ("effects", "damage")}
-    nothing["verdict"] = found.verdict.where(ablated="nothing")
+    nothing["verdict"] = found.group_ablations.where(ablated="nothing")
     nobody: Any = SimpleNamespace(**vars(found) | nothing | {"named": dict.fromkeys(ROLES, ()), "examples": {}})
     assert attention_of(nobody) is None
     text = localize_report(tmp_path / "report.html", nobody).read_text(encoding="utf-8")

@@ -178,7 +178,7 @@ def test_a_report_escapes_what_it_is_given(tmp_path, scores):
 @pytest.fixture(scope="module")
 def circuit():
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
-    model: Any = ac.planted(task, seed=0)
+    model: Any = ac.planted_circuit(task, seed=0)
     (aligner,) = (head for head, role in model.roles.items() if role == "align_query")
     return model, task.sample(2, model.tokenizer, seed=0)[0], aligner
 
@@ -240,7 +240,7 @@ def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
 
 def test_a_token_cannot_end_the_script_it_stands_in(circuit):
     model, prompt, head = circuit
-    spiteful = replace(prompt, pieces=dict.fromkeys(prompt.pieces, "</script><b>"))
+    spiteful = replace(prompt, token_strings=dict.fromkeys(prompt.token_strings, "</script><b>"))
     widget = plots.attention(model, spiteful, [head]).html(script=False)
     assert widget.count("</script>") == 1
     assert "<b>" not in widget

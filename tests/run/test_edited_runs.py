@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import align_circuits as ac
-from align_circuits.heads.ablate import reference_of
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.hooks import replay as cone
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
-from align_circuits.hooks.replay import CONE_SITES
+from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run import edited_runs as module
 from align_circuits.run.edited_runs import sweep
@@ -87,7 +87,7 @@ class Case:
 def cases() -> st.SearchStrategy[Case]:
     edits = st.tuples(
         st.sampled_from(["zero", "mean", "resample", "patch", "steer"]),
-        st.sampled_from(CONE_SITES),
+        st.sampled_from(REPLAY_SITES),
         st.integers(0, 1),
         st.integers(0, 3),
         st.none() | st.integers(0, 11),
@@ -139,7 +139,7 @@ def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | 
         return ac.Patch(**place)
     resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
     how: Any = what if what == "mean" or resamples else "zero"
-    reference = reference_of(model, prompts, how, site=place["site"], engine="reference")
+    reference = ablation_baseline(model, prompts, how, site=place["site"], engine="reference")
     return ac.Ablate(**place, how=how, reference=reference)
 
 
@@ -275,6 +275,6 @@ def test_refusals(models):
 
 
 def test_names_of_sites_can_be_read():
-    assert [site_of(name_of(site, 12)) for site in CONE_SITES] == [(12, site) for site in CONE_SITES]
+    assert [site_of(name_of(site, 12)) for site in REPLAY_SITES] == [(12, site) for site in REPLAY_SITES]
     assert site_of("blocks.0.hook_z") is None and site_of("blocks.0.hook_resid_mid") is None
     assert site_of("hook_embed") is None

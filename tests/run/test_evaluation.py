@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.models.loading import load
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
 from align_circuits.tables.tables import Table
@@ -45,7 +45,7 @@ def prompts(char_tokenizer) -> Prompts:
 def looped(model, prompts: Prompts) -> list[dict]:
     """Each target's group and what the model does there, from its logits on the prompt alone."""
     found = []
-    letters = prompts.letters.tolist()
+    letters = prompts.answer_tokens.tolist()
     left = (~prompts.mask).sum(1).tolist()
     with torch.no_grad():
         logits_of = [
@@ -55,10 +55,10 @@ def looped(model, prompts: Prompts) -> list[dict]:
         index = int(row["prompt"])
         logits = logits_of[index][int(row["query_pos"]) - left[index]]
         predicted = int(logits.argmax())
-        if prompts.accepted is None:
+        if prompts.correct is None:
             right = predicted == row["token"]
         else:
-            right = predicted in letters and bool(prompts.accepted[len(found), letters.index(predicted)])
+            right = predicted in letters and bool(prompts.correct[len(found), letters.index(predicted)])
         log_prob = logits.log_softmax(0)[int(row["token"])].item()
         found.append(row | {"accuracy": float(right), "log_prob": log_prob})
     return found
@@ -78,7 +78,7 @@ def value(table: Table, **keys) -> float:
 @pytest.mark.parametrize("own_token", [False, True])
 def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
     if own_token:
-        prompts = replace(prompts, accepted=None)
+        prompts = replace(prompts, correct=None)
     table = evaluate(llama, prompts, engine=engine)
     rows = looped(llama, prompts)
     assert table.provenance.engine == engine
@@ -99,14 +99,16 @@ def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
 
 def test_some_predictions_of_each_sort_are_there(llama, prompts):
     """The loop above could not tell right from wrong if all predictions were one of them."""
-    biased = replace(prompts, accepted=torch.arange(len(prompts.letters)).expand(len(prompts.targets), -1) % 2 == 0)
+    biased = replace(
+        prompts, correct=torch.arange(len(prompts.answer_tokens)).expand(len(prompts.targets), -1) % 2 == 0
+    )
     assert 0 < value(evaluate(llama, biased), predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS) < 1
 
 
 def test_the_planted_circuit_is_as_good_as_the_oracle(char_tokenizer):
     for phrase_len in (1, 2):
         task = Seq2SeqTask(x_len=3, phrase_len=phrase_len, n_examples=10)
-        table = evaluate(planted(task, seed=0), task.sample(40, char_tokenizer, seed=1))
+        table = evaluate(planted_circuit(task, seed=0), task.sample(40, char_tokenizer, seed=1))
         kinds = table.where(metric="accuracy", offset=ALL_OFFSETS).frame.pivot(
             index="kind", columns="predictor", values="value"
         )
@@ -127,7 +129,7 @@ def test_intervals(llama, prompts):
 
 def test_a_model_that_is_always_right_has_an_interval(char_tokenizer):
     task = Seq2SeqTask(x_len=3, phrase_len=1, n_examples=10)
-    row = evaluate(planted(task, seed=0), task.sample(30, char_tokenizer, seed=0)).frame.iloc[0]
+    row = evaluate(planted_circuit(task, seed=0), task.sample(30, char_tokenizer, seed=0)).frame.iloc[0]
     assert row["value"] == row["high"] == 1
     assert row["low"] == pytest.approx(0.025 ** (1 / 30)), "thirty prompts right do not show that all are"
 
@@ -159,7 +161,7 @@ def test_own_text_has_no_references(llama):
 
 def test_two_models_are_compared_by_prompt(llama, prompts):
     task = prompts
-    better, worse = evaluate(planted(TASK, seed=0), task), evaluate(llama, task)
+    better, worse = evaluate(planted_circuit(TASK, seed=0), task), evaluate(llama, task)
     gain = better - worse
     row = gain.where(predictor="model", metric="accuracy", kind="all", offset=ALL_OFFSETS).frame.iloc[0]
     assert row["low"] > 0
@@ -170,7 +172,7 @@ def test_nothing_to_evaluate(llama, prompts):
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(llama, prompts[:0])
     with pytest.raises(ValueError, match="nothing to evaluate"):
-        evaluate(llama, replace(prompts, targets=prompts.targets[:0], accepted=None, relations={}))
+        evaluate(llama, replace(prompts, targets=prompts.targets[:0], correct=None, relations={}))
 
 
 def test_prompts_of_another_tokenizer(llama, byte_bpe_tokenizer):

@@ -14,7 +14,7 @@ from scipy import stats
 from align_circuits.tasks.alignment import alignment_prior, sample_alignment
 from align_circuits.tasks.automaton import NONE, Automata
 from align_circuits.tasks.grammar import in_support, sample_orders, sample_uniform_orders, shapes
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 
 def uniform_p(counts: Counter, outcomes: int) -> float:
@@ -32,7 +32,7 @@ def language(m: int) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_all_derivations_of_the_grammar_are_equally_likely(m):
-    orders = sample_orders(Streams(0), 4000, 2, m)
+    orders = sample_orders(Rng(0), 4000, 2, m)
     counts = Counter(map(tuple, orders.flatten(0, 1).tolist()))
     assert set(counts) == language(m)
     assert len(counts) == 1 or uniform_p(counts, len(language(m))) > 1e-3
@@ -45,7 +45,7 @@ def test_the_grammar_recognises_its_inputs():
 
 
 def test_inputs_out_of_distribution_are_uniform_permutations():
-    counts = Counter(map(tuple, sample_uniform_orders(Streams(0), 8000, 1, 4)[:, 0].tolist()))
+    counts = Counter(map(tuple, sample_uniform_orders(Rng(0), 8000, 1, 4)[:, 0].tolist()))
     assert uniform_p(counts, 24) > 1e-3
     assert shapes(4, ood=True).all() and shapes(4, ood=True).shape == (1, 4, 4)
 
@@ -66,7 +66,7 @@ def test_the_prior_has_the_published_diagonal(form, published):
 
 
 def test_the_prior_is_sampled_with_replacement_and_phrase_by_phrase():
-    drawn = np.array([sample_alignment(Streams(seed), "prior", 3, 1.0) for seed in range(3000)])
+    drawn = np.array([sample_alignment(Rng(seed), "prior", 3, 1.0) for seed in range(3000)])
     expected = alignment_prior(3, 1.0).numpy()
     for phrase in range(3):
         counts = np.bincount(drawn[:, phrase], minlength=3)
@@ -76,10 +76,10 @@ def test_the_prior_is_sampled_with_replacement_and_phrase_by_phrase():
 
 
 def test_permutations_are_uniform_but_never_the_identity():
-    counts = Counter(sample_alignment(Streams(seed), "permutation", 3) for seed in range(2000))
+    counts = Counter(sample_alignment(Rng(seed), "permutation", 3) for seed in range(2000))
     assert (0, 1, 2) not in counts and uniform_p(counts, 5) > 1e-3
-    assert sample_alignment(Streams(0), "permutation", 1) == (0,)
-    assert sample_alignment(Streams(0), "monotonic", 4) == (0, 1, 2, 3)
+    assert sample_alignment(Rng(0), "permutation", 1) == (0,)
+    assert sample_alignment(Rng(0), "monotonic", 4) == (0, 1, 2, 3)
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,7 +92,7 @@ def test_permutations_are_uniform_but_never_the_identity():
 def test_automata_keep_to_their_ranges_and_rules(alphabet, states, edges, seed):
     edges = (edges[0], min(edges[0] + edges[1], 3))
     ranges = [(low, low + more) for low, more in (alphabet, states)]
-    automata = Automata.sample(Streams(seed), 2, 3, 26, ranges[0], ranges[1], edges)
+    automata = Automata.sample(Rng(seed), 2, 3, 26, ranges[0], ranges[1], edges)
     for prompt, symbol in itertools.product(range(2), range(3)):
         letter, following, n_edges = (
             table[prompt, symbol] for table in (automata.letter, automata.next, automata.n_edges)
@@ -112,7 +112,7 @@ def test_automata_keep_to_their_ranges_and_rules(alphabet, states, edges, seed):
 
 
 def test_sizes_and_edges_are_uniform_over_their_ranges():
-    automata = Automata.sample(Streams(0), 1500, 2, 26, (4, 6), (4, 7), (1, 4))
+    automata = Automata.sample(Rng(0), 1500, 2, 26, (4, 6), (4, 7), (1, 4))
     n_states = (automata.n_edges > 0).sum(-1) - 1
     assert uniform_p(Counter(n_states.flatten().tolist()), 4) > 1e-3
     assert uniform_p(Counter(automata.n_edges[:, :, 0].flatten().tolist()), 4) > 1e-3
@@ -120,13 +120,13 @@ def test_sizes_and_edges_are_uniform_over_their_ranges():
     assert uniform_p(Counter(start[start != NONE].tolist()), 26) > 1e-3
     assert uniform_p(Counter(following[following != NONE].tolist()), 5) > 1e-3
     # from an alphabet of 4, any first letter and any second one are equally likely
-    small = Automata.sample(Streams(1), 3000, 1, 4, (4, 4), (4, 4), (2, 2)).letter[:, 0, 0].tolist()
+    small = Automata.sample(Rng(1), 3000, 1, 4, (4, 4), (4, 4), (2, 2)).letter[:, 0, 0].tolist()
     assert uniform_p(Counter(map(tuple, small)), 12) > 1e-3
 
 
 def test_each_edge_is_taken_equally_often():
-    automata = Automata.sample(Streams(0), 1, 1, 26, (6, 6), (4, 4), (3, 3))
-    uniform = Streams(1).uniform("letters", 1, 6000, 2)
+    automata = Automata.sample(Rng(0), 1, 1, 26, (6, 6), (4, 4), (3, 3))
+    uniform = Rng(1).uniform("letters", 1, 6000, 2)
     letters, states = automata.walk(torch.zeros(1, 6000, dtype=torch.long), uniform)
     assert uniform_p(Counter(letters[0, :, 0].tolist()), 3) > 1e-3
     second = Counter(letters[0, :, 1][states[0, :, 1] == automata.next[0, 0, 0, 1]].tolist())
@@ -134,9 +134,9 @@ def test_each_edge_is_taken_equally_often():
 
 
 def test_following_a_phrase_equals_a_slow_reader():
-    automata = Automata.sample(Streams(3), 2, 3, 26, (4, 6), (4, 5), (1, 4))
+    automata = Automata.sample(Rng(3), 2, 3, 26, (4, 6), (4, 5), (1, 4))
     symbol = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
-    letters, _ = automata.walk(symbol, Streams(4).uniform("letters", 2, 4, 3))
+    letters, _ = automata.walk(symbol, Rng(4).uniform("letters", 2, 4, 3))
     states, probability = automata.follow(letters)
     own = 0
     for prompt, phrase, s in itertools.product(range(2), range(4), range(3)):

@@ -49,13 +49,13 @@ def same_gold(clean: Prompts, corrupted: Prompts) -> bool:
     relations = all(
         torch.equal(getattr(relation, part), getattr(corrupted.relations[name], part))
         for name, relation in clean.relations.items()
-        for part in ("target", "prompt", "query", "wants", "key_label", "candidate_label")
+        for part in ("target", "prompt", "query", "key_value", "key_label", "candidate_label")
     )
-    assert clean.accepted is not None and corrupted.accepted is not None
+    assert clean.correct is not None and corrupted.correct is not None
     return (
         relations
         and clean.targets.equals(corrupted.targets)
-        and torch.equal(clean.accepted, corrupted.accepted)
+        and torch.equal(clean.correct, corrupted.correct)
         and torch.equal(clean.roles, corrupted.roles)
         and torch.equal(clean.example, corrupted.example)
     )

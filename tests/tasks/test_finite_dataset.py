@@ -5,7 +5,7 @@ import torch
 
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import REFERENCES, Role
-from align_circuits.tasks.finite_dataset import in_context, sample_pool
+from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TOKENIZER = char_tokenizer()
@@ -15,7 +15,7 @@ TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, automata="task", alignme
 @pytest.mark.parametrize("style", ["standard", "pre-aligned", "marked"])
 def test_prompts_are_examples_of_the_pool_one_after_another(style):
     task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, automata="task", style=style)
-    pool = sample_pool(task, 6, TOKENIZER, seed=1)
+    pool = sample_finite_dataset(task, 6, TOKENIZER, seed=1)
     known = [text.removeprefix("<bos>") for text in pool.text]
     prompts = in_context(task, pool, n=5, seed=3)
     tests = []
@@ -28,17 +28,17 @@ def test_prompts_are_examples_of_the_pool_one_after_another(style):
 
 
 def test_fresh_test_examples_keep_their_gold():
-    pool, test = sample_pool(TASK, 8, TOKENIZER, seed=1), sample_pool(TASK, 5, TOKENIZER, seed=2)
+    pool, test = sample_finite_dataset(TASK, 8, TOKENIZER, seed=1), sample_finite_dataset(TASK, 5, TOKENIZER, seed=2)
     prompts = in_context(TASK, pool, test, seed=0)
     whole = TASK.sample(5, TOKENIZER, seed=9)
     assert prompts.inputs.shape == whole.inputs.shape and torch.equal(prompts.roles, whole.roles)
     assert list(prompts.targets.columns) == list(whole.targets.columns)
     assert prompts.relations.keys() == whole.relations.keys()
     assert torch.equal(prompts.column("token"), test.column("token"))
-    assert prompts.accepted is test.accepted and prompts.accepted is not None
+    assert prompts.correct is test.correct and prompts.correct is not None
     rows = torch.arange(len(prompts.targets))
-    at = prompts.column("token")[:, None] == prompts.letters
-    assert bool(prompts.accepted[rows, at.int().argmax(1)].all()), "a letter of the test example is not accepted"
+    at = prompts.column("token")[:, None] == prompts.answer_tokens
+    assert bool(prompts.correct[rows, at.int().argmax(1)].all()), "a letter of the test example is not accepted"
     for row in range(len(prompts.relations["lookup"])):
         relation = prompts.relations["lookup"]
         keys, prompt = relation.keys_of(row), int(relation.prompt[row])
@@ -50,10 +50,10 @@ def test_fresh_test_examples_keep_their_gold():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    pool = sample_pool(TASK, 4, TOKENIZER)
+    pool = sample_finite_dataset(TASK, 4, TOKENIZER)
     with pytest.raises(ValueError, match="5 different ones are needed"):
         in_context(TASK, pool)
     with pytest.raises(ValueError, match="3 examples, but 4 different"):
-        in_context(TASK, pool[:3], sample_pool(TASK, 1, TOKENIZER, seed=1))
+        in_context(TASK, pool[:3], sample_finite_dataset(TASK, 1, TOKENIZER, seed=1))
     with pytest.raises(ValueError, match="automata='task'"):
-        sample_pool(Seq2SeqTask(), 4, TOKENIZER)
+        sample_finite_dataset(Seq2SeqTask(), 4, TOKENIZER)

@@ -1,4 +1,4 @@
-"""Reference accuracies beside slow twins and the published values."""
+"""AblationBaseline accuracies beside slow twins and the published values."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ class SlowReader:
         self.aligned = prompts.task["aligned"]
         latent = {name: value[index].tolist() for name, value in prompts.latent.items()}
         self.letter, self.next, self.order, self.phrases = (latent[n] for n in ("letter", "next", "order", "phrases"))
-        self.n_letters = len(prompts.letters)
+        self.n_letters = len(prompts.answer_tokens)
 
     def state(self, symbol, prefix):
         """The state after a prefix and its probability."""

@@ -38,7 +38,7 @@ def test_a_tokenizers_special_tokens_are_left_out_and_bos_is_first(fixture, requ
     assert prompts.task["bos"] == has_bos == bool((prompts.roles[:, 0] == Role.BOS).all())
     random = prompts.tokens[prompts.roles == Role.TEXT]
     assert not set(random.tolist()) & set(tokenizer.all_special_ids)
-    assert prompts.fingerprint is not None and len(prompts.text) == 3
+    assert prompts.tokenizer_hash is not None and len(prompts.text) == 3
     assert (prompts.tokens[prompts.column("prompt"), prompts.column("target_pos")] == prompts.column("token")).all()
 
 

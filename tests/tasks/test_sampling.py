@@ -76,11 +76,11 @@ def test_prompts_say_what_the_automata_write_and_know_where(task, seed):
                 assert letter in choices, "an automaton wrote a letter that it does not accept"
                 if number == k:
                     row = targets.index[phrase * c + offset]
-                    gold = {task.letters[i] for i in prompts.accepted[row].nonzero()[:, 0].tolist()}
+                    gold = {task.letters[i] for i in prompts.correct[row].nonzero()[:, 0].tolist()}
                     assert gold == set(choices)
                     assert (targets["phrase"][row], targets["offset"][row]) == (phrase, offset)
                     assert targets["kind"][row] == ("first" if offset == 0 else "later")
-                    assert prompts.pieces[targets["token"][row]].strip() == letter
+                    assert prompts.token_strings[targets["token"][row]].strip() == letter
                 state = following[automaton][state][choices.index(letter)]
 
 

@@ -351,7 +351,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_written(llama, tmp_p
 
 def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp_path):
     with pytest.raises(ValueError, match="no TransformerBridge"):
-        run(ac.planted(TASK))
+        run(ac.planted_circuit(TASK))
     with pytest.raises(ValueError, match="no q_proj"):
         run(ac.load(random_hf_model("gpt2"), tokenizer=char_tokenizer))
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from align_circuits.models.planted.head_builder import Directions, Head, Match, Move, Units, indicators, subspaces
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.tasks.token_ids import Lexicon
+from align_circuits.tasks.token_ids import TokenIds
 
 MARGIN = 10.0
 """By how many nats the right position beats a wrong one, at full strength."""
@@ -74,7 +74,7 @@ def parts_of(task: Seq2SeqTask, n_ctx: int) -> Parts:
     )
 
 
-def embeddings(task: Seq2SeqTask, parts: Parts, words: Lexicon, d_vocab: int) -> Float[Tensor, "d_vocab d_model"]:
+def embeddings(task: Seq2SeqTask, parts: Parts, words: TokenIds, d_vocab: int) -> Float[Tensor, "d_vocab d_model"]:
     """Returns what each token is."""
     start, colon, separator, _ = words.fixed
     embedding = parts["one"].T.repeat(d_vocab, 1)

@@ -53,7 +53,7 @@ class PlantedModel(HandBuilt):
     """The true role of each head, or None. At strength 0 no head has one."""
 
 
-def planted(
+def planted_circuit(
     task: Seq2SeqTask,
     seed: int = 0,
     strength: float = 1.0,
@@ -109,7 +109,7 @@ def planted(
 
     Source: The Missing Alignment Link, §4.1 and Fig. 8.
 
-    >>> model = planted(Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5), seed=0)
+    >>> model = planted_circuit(Seq2SeqTask(x_len=3, phrase_len=1, n_examples=5), seed=0)
     >>> sorted(head for head, role in model.roles.items() if role == "lookup")
     [(5, 1), (5, 3)]
     """
@@ -158,7 +158,7 @@ def planted(
     return model.eval()
 
 
-def planted_rivals(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
+def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     """Builds a planted circuit with two more heads, to tell three kinds apart that all make the answer more likely.
 
     - `lookup` finds an earlier translation of the same symbol and writes its letter.
@@ -176,7 +176,7 @@ def planted_rivals(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     """
     if task.phrase_len < 2:
         raise ValueError("phrases of one letter leave nothing to induction: give phrase_len=2 or 3")
-    model = planted(task, seed, decoys=())
+    model = planted_circuit(task, seed, decoys=())
     parts = circuit.parts_of(task, model.cfg.n_ctx)
     layer_of = {kind: layer for (layer, _), kind in model.kinds.items()}
     free = [

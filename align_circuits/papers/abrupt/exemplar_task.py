@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.prompts.relations import NOBODY, Relation
+from align_circuits.prompts.relations import IGNORE, Relation
 
 Kind = Literal["train", "iwl", "icl", "swap"]
 """Which sequences: `"train"`, as the task says; `"iwl"`, classes of items and target drawn independently, so that only
@@ -130,26 +130,26 @@ class ExemplarTask:
             "target": each,
             "prompt": each,
             "query": torch.full((n,), last),
-            "among": torch.zeros(n).long(),
+            "candidate_value": torch.zeros(n).long(),
         }
         label_pos = pos[is_label]
         of_labels: dict[str, Any] = {
             "target": each.repeat_interleave(self.n_pairs),
             "prompt": each.repeat_interleave(self.n_pairs),
             "query": label_pos.repeat(n),
-            "wants": label_pos.repeat(n) - 1,
-            "among": torch.zeros(n * self.n_pairs).long(),
+            "key_value": label_pos.repeat(n) - 1,
+            "candidate_value": torch.zeros(n * self.n_pairs).long(),
         }
-        right = torch.full_like(everywhere, NOBODY)
-        right[:, is_label] = torch.where(batch.right[0], 0, NOBODY)
-        labels = torch.where(is_label, 0, NOBODY).expand(n, -1)
+        right = torch.full_like(everywhere, IGNORE)
+        right[:, is_label] = torch.where(batch.right[0], 0, IGNORE)
+        labels = torch.where(is_label, 0, IGNORE).expand(n, -1)
         correct = Relation(
-            "correct_label", wants=torch.zeros(n).long(), key_label=right, candidate_label=everywhere, **at_end
+            "correct_label", key_value=torch.zeros(n).long(), key_label=right, candidate_label=everywhere, **at_end
         )
         relations = [
             Relation("item_of_label", key_label=pos.expand(n, -1), candidate_label=everywhere, **of_labels),
             correct.select(batch.right[0].any(1)),
-            Relation("labels", wants=torch.zeros(n).long(), key_label=labels, candidate_label=everywhere, **at_end),
+            Relation("labels", key_value=torch.zeros(n).long(), key_label=labels, candidate_label=everywhere, **at_end),
         ]
         targets = pd.DataFrame(
             {

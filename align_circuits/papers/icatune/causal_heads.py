@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import torch
 
 from align_circuits.circuits.edge_patching import patch_paths
-from align_circuits.heads.ablate import reference_of
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Clamp, Edit, Patch
@@ -96,7 +96,7 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
         for name, senders in (("", aligners), (", control", _others(after, aligners, generator, below=highest))):
             found = _paths(model, drawn, other, senders, heads["lookup"])
             rows += [{"done": f"{part}: through {side}{name}", "metric": "path", **row} for side, row in found.items()]
-    held = reference_of(after, drawn, "mean")
+    held = ablation_baseline(after, drawn, "mean")
     said = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
     for control in (False, True):
         others = {role: _others(after, some, generator) for role, some in heads.items()}
@@ -203,14 +203,14 @@ def _swapped(prompts: Prompts) -> Prompts:
     order, first = prompts.latent["order"][:, -1], prompts.latent["letter"][:, :, 0].long()
     partner = order[:, [1, 0, 3, 2]] ^ 1  # [prompt phrase]
     letters = first.gather(1, partner[..., None].expand(-1, -1, first.shape[2]))
-    accepted = torch.zeros(*partner.shape, len(prompts.letters) + 1, dtype=torch.bool)
+    accepted = torch.zeros(*partner.shape, len(prompts.answer_tokens) + 1, dtype=torch.bool)
     accepted = accepted.scatter_(2, letters.where(letters != NONE, accepted.shape[2] - 1), True)[..., :-1]
-    assert prompts.accepted is not None
-    whole = prompts.accepted.clone()
+    assert prompts.correct is not None
+    whole = prompts.correct.clone()
     whole[prompts.column("offset") == 0] = accepted.flatten(0, 1)
     gold = prompts.relations["align_query"]
-    relations = {**prompts.relations, "align_query": replace(gold, wants=gold.wants ^ 1)}
-    return replace(prompts, accepted=whole, relations=relations)
+    relations = {**prompts.relations, "align_query": replace(gold, key_value=gold.key_value ^ 1)}
+    return replace(prompts, correct=whole, relations=relations)
 
 
 def _run(config: Causal, *, models: Sequence[str], jobs: int, folder: Path) -> Table:

@@ -13,13 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.papers.accuracy import difference_of, mean_of
 from align_circuits.papers.claims import Check, Experiment, Measured
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.em import align_by_em
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.toy_llama import Recipe, untrained
 
@@ -37,7 +37,7 @@ def draw(n: int, x_len: int, n_examples: int, seed: int) -> dict[str, Int[Tensor
     a uniformly random order of the symbols, and letter j of its output is that of the symbol at Ã(j). Examples are so
     free of noise that little stands between a model and the alignment.
     """
-    streams = Streams(seed, "conjecture")
+    streams = Rng(seed, "conjecture")
     symbols = streams.order("symbols", n, len(SYMBOLS))[:, :x_len]
     letters = streams.order("letters", n, len(LETTERS))[:, :x_len]
     aligned = streams.order("alignment", n, x_len)
@@ -161,8 +161,8 @@ class Conjecture:
 
 
 def _run(config: Conjecture, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
-    cells = [Cell(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
-    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    cells = [Job(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
+    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
     base = {"depth": config.depth, "width": config.width, "x_len": config.x_len}
     settings = {"base": base, "n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
     frame: Any = found.drop(columns=["n_examples", "steps", "prompts"])

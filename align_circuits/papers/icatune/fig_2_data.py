@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.accuracy import extreme_of, mean_of
 from align_circuits.papers.claims import Check, Experiment, Measured
@@ -234,11 +234,11 @@ def em(*, x_len: int, n_examples: int, prompts: int, exhaustive: bool, seed: int
 
 def _em(config: EM, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     cells = [
-        Cell(f"{__name__}:em", {"x_len": m, "n_examples": k, "prompts": config.n, "exhaustive": m <= config.exhaustive})
+        Job(f"{__name__}:em", {"x_len": m, "n_examples": k, "prompts": config.n, "exhaustive": m <= config.exhaustive})
         for m in config.x_lens
         for k in config.n_examples
     ]
-    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
     return Table(found.drop(columns=["prompts", "exhaustive", "seed"]), Provenance("em", {"n": config.n}))
 
 

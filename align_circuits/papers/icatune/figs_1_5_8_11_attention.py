@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.heads.ablate import reference_of
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
-from align_circuits.models.planted.model import planted
+from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.protocol import model_provenance
 from align_circuits.papers.accuracy import difference_of, mean_of
 from align_circuits.papers.claims import Check, Experiment
@@ -47,7 +47,7 @@ def _pairs(config: Pairs, tokenizer: Any, *, known: bool) -> Prompts:
     task = Seq2SeqTask(x_len=config.k + 1, phrase_len=1, n_examples=0)
     drawn = task.sample(config.n, tokenizer, seed=0, references=False)
     symbols = torch.tensor(drawn.task["symbols"])[drawn.latent["symbols"]]
-    labels = drawn.letters[drawn.latent["phrases"][:, 0, :, 0]]
+    labels = drawn.answer_tokens[drawn.latent["phrases"][:, 0, :, 0]]
     pairs = torch.stack([symbols, labels], 2)
     asked = torch.arange(config.n) % config.k
     last = pairs[torch.arange(config.n), asked if known else torch.full_like(asked, config.k)]
@@ -280,9 +280,9 @@ STAGES = {
 def _run_circuit(config: Circuit, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
     frames = []
     small = Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
-    model = planted(small, seed=0)
+    model = planted_circuit(small, seed=0)
     prompt = small.sample(1, model.tokenizer, seed=0)
-    tokens = [readable(prompt.pieces[int(token)]) for token in prompt.tokens[0]]
+    tokens = [readable(prompt.token_strings[int(token)]) for token in prompt.tokens[0]]
     for head, kind in model.kinds.items():
         if kind in STAGES:
             drawn = _map(model, prompt, head).assign(part="map", metric=STAGES[kind], seed=-1, kind="all")
@@ -302,7 +302,7 @@ def _run_circuit(config: Circuit, *, models: Sequence[str], jobs: int, folder: P
 def _measured(config: Circuit, alignment: Any, strength: float, seed: int) -> list[pd.DataFrame]:
     """The scores of the circuit's heads, and accuracy with nothing and with the aligners ablated."""
     task = Seq2SeqTask(**config.task, alignment=alignment, task_seed=seed)
-    model = planted(task, seed=seed, strength=strength)
+    model = planted_circuit(task, seed=seed, strength=strength)
     prompts = task.sample(config.n, model.tokenizer, seed=seed)
     found = []
     scores = score_heads(model, prompts, ["previous", "align_key", "align_query", "lookup"]).heads()
@@ -310,7 +310,7 @@ def _measured(config: Circuit, alignment: Any, strength: float, seed: int) -> li
         layer, head = next(head for head, built in model.kinds.items() if built == kind)
         found.append(scores.where(metric=kind, layer=layer, head=head).frame.assign(kind="all"))
     aligners = [head for head, kind in model.kinds.items() if kind in ("align_query", "align_key")]
-    ablated = Ablate(aligners, how="mean", reference=reference_of(model, prompts, "mean"))
+    ablated = Ablate(aligners, how="mean", reference=ablation_baseline(model, prompts, "mean"))
     for name, edits in (("accuracy", []), ("aligners ablated", [ablated])):
         right: Any = evaluate(model, prompts, edits=edits).where(metric="accuracy", offset=ALL_OFFSETS).frame
         kept = right[right["predictor"].isin(["model", "history", "oracle"] if not edits else ["model"])]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head, describe
-from align_circuits.jobs import Cell, code_version, run_cells
+from align_circuits.jobs import Job, code_version, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
@@ -226,8 +226,8 @@ def measure_tuned(
     about = model_provenance(loaded(model))
     plain = [(arm, json.loads(json.dumps({"task": dict(arm.task), "config": dict(arm.config)}))) for arm in arms]
     common = {"model": model, "weights": about["weights"], "runs": str(folder / "tuned"), **more}
-    cells = [Cell(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds]
-    found = run_cells(cells, folder / "cells", jobs=jobs).whole()
+    cells = [Job(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds]
+    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
     names = {json.dumps(asked, sort_keys=True): arm.name for arm, asked in plain}
     asked = zip(found["task"], found["config"], strict=True)
     arm = [names[json.dumps({"task": task, "config": config}, sort_keys=True)] for task, config in asked]

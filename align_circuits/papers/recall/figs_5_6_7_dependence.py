@@ -137,7 +137,7 @@ def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, 
 
 FIG5 = Experiment(
     name="recall/fig5",
-    title="Held-out accuracy against the subjects finetuned on",
+    title="CachedPair-out accuracy against the subjects finetuned on",
     source=f"{SOURCE}, Fig. 5",
     scales={
         "smoke": Study(SMOKE, ("icl", "icl+grm"), _cells(n_seen=(4, 12))),

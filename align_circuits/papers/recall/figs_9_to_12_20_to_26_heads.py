@@ -15,7 +15,7 @@ from torch import nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.papers.accuracy import over_seeds
 from align_circuits.papers.claims import Check, Experiment, Measured
 from align_circuits.papers.recall.attention_only import AttentionOnly, AttentionOnlyConfig
@@ -132,7 +132,7 @@ def localized(model: AttentionOnly, tasks: Mapping[str, Any], n: int) -> list[di
     """Returns for each role how many heads `localize` names, and 1 for each head that it does."""
     rows: list[dict[str, Any]] = []
     for sequences, task in tasks.items():
-        for role, heads in localize(model, task, max(8, n), draws=0).named.items():
+        for role, heads in localize(model, task, max(8, n), draws=0).heads_by_role.items():
             common = {"sequences": sequences, "what": role}
             rows.append({"metric": "heads named", **common, "value": len(heads)})
             rows += [{"metric": "named", **common, "head": head, "value": 1.0} for _, head in heads]
@@ -223,11 +223,11 @@ KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "qu
 
 def _run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     cells = [
-        Cell(f"{__name__}:heads_cell", {"positions": positions, **asdict(config.size)}, seed)
+        Job(f"{__name__}:heads_cell", {"positions": positions, **asdict(config.size)}, seed)
         for positions in ("relative", "absolute")
         for seed in range(config.seeds)
     ]
-    frame: Any = run_cells(cells, folder, jobs=jobs).whole().reindex(columns=[*KEYS, "value", "n"])
+    frame: Any = run_jobs(cells, folder, jobs=jobs).whole().reindex(columns=[*KEYS, "value", "n"])
     frame["value"] = frame["value"].astype(float).round(4)
     for column in ("head", "query", "key"):
         frame[column] = frame[column].fillna(-1).astype(int)

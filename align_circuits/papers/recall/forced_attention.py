@@ -29,7 +29,7 @@ from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_each
+from align_circuits.run.evaluation import predict_with_edits
 from align_circuits.tables.tables import Provenance, Table
 
 BACK = {"itself": 0, "separator": 1, "subject before": 3}
@@ -54,8 +54,8 @@ def looking_at(prompts: Prompts, name: str, back: int) -> Prompts:
         target=each,
         prompt=each,
         query=torch.full((count,), length - 1),
-        wants=torch.full((count,), length - 1 - back),
-        among=torch.zeros(count, dtype=torch.long),
+        key_value=torch.full((count,), length - 1 - back),
+        candidate_value=torch.zeros(count, dtype=torch.long),
         key_label=places,
         candidate_label=torch.zeros_like(places),
     )
@@ -77,7 +77,7 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
         [Clamp([head for head in heads_of(model.cfg) if head[0] == layer], relation=name)] if layer >= 0 else []
         for layer, name in keys
     ]
-    found, _ = predict_each(model, prompts, cells)
+    found, _ = predict_with_edits(model, prompts, cells)
     asked = prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1]
     facts = torch.from_numpy(world.facts)
     return [

@@ -26,7 +26,7 @@ from align_circuits.papers.recall.tasks import FactsTask
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_each
+from align_circuits.run.evaluation import predict_with_edits
 from align_circuits.run.forward_pass import capture
 from align_circuits.tables.tables import Provenance, Table
 
@@ -66,7 +66,7 @@ def exchanged(receiver: Any, donor: Any, prompts: Prompts) -> list[dict[str, Any
         for head in heads_of(receiver.cfg):
             cells.append([Patch([head], site=site, values=kept)])
             keys.append((site, head))
-    found, _ = predict_each(receiver, prompts, cells)
+    found, _ = predict_with_edits(receiver, prompts, cells)
     return [
         {"site": site, "layer": layer, "head": head, "value": float(predictions.by_target()[0].mean())}
         for (site, (layer, head)), predictions in zip(keys, found, strict=True)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.ablate import change, reference_of
+from align_circuits.heads.ablate import ablation_baseline, change
 from align_circuits.heads.patch import EVERYWHERE, patch_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
@@ -24,7 +24,7 @@ from align_circuits.papers.claims import Check, Experiment
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_each
+from align_circuits.run.evaluation import predict_with_edits
 from align_circuits.tables.tables import Provenance, Table
 
 DIRECTIONS = ("denoise", "noise")
@@ -94,7 +94,7 @@ def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
 
 def _ablated(model: Any, clean: Prompts, places: Mapping[str, Bool[Tensor, "prompt pos"]]) -> pd.DataFrame:
     """What ablating each head at some tokens changes; and how good the model is."""
-    held = reference_of(model, clean)
+    held = ablation_baseline(model, clean)
     heads = heads_of(model.cfg)
     cells: list[list[Edit]] = [[]]
     keys: list[tuple[int, str]] = []
@@ -102,7 +102,7 @@ def _ablated(model: Any, clean: Prompts, places: Mapping[str, Bool[Tensor, "prom
         for name, mask in places.items():
             cells.append([Ablate([head], how="mean", reference=held, positions=mask)])
             keys.append((head[0], name))
-    (intact, *after), _ = predict_each(model, clean, cells)
+    (intact, *after), _ = predict_with_edits(model, clean, cells)
     right, log_prob = intact.by_target()
     rows = [
         {"edit": "none", "site": "none", "layer": -1, "positions": "clean", "metric": metric, "value": value.mean()}

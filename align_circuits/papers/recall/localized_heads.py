@@ -57,12 +57,12 @@ def run(config: Localized, *, models: Sequence[str], jobs: int, folder: Path) ->
             model = load(copy.deepcopy(net))
             for sequences, task in tasks.items():
                 found = localize(model, task, config.n, seed=seed, draws=0)
-                for role in (role for role in ROLES if role in found.named):
+                for role in (role for role in ROLES if role in found.heads_by_role):
                     attention = found.table.where(role=role, metric="attention").grid("attention")
                     for layer, head in heads_of(model.cfg):
                         where = {"stage": stage, "sequences": sequences, "seed": seed, "role": role, "layer": layer}
                         values = {
-                            "named": float((layer, head) in found.named[role]),
+                            "named": float((layer, head) in found.heads_by_role[role]),
                             "attention": attention[layer, head],
                         }
                         rows += [{**where, "head": head, "metric": name, "value": v} for name, v in values.items()]

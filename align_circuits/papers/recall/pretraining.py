@@ -13,7 +13,7 @@ from align_circuits.heads.metrics import recall_matches
 from align_circuits.papers.recall.tasks import IGNORED, DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, TrainRun, train
 
 PRETRAINING = TrainConfig(steps=20_000, lr=1e-4, weight_decay=1e-3, clip=None, log_every=500, checkpoint_every=100)
@@ -51,7 +51,7 @@ class MixedTask:
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
         """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
-        drawn = Streams(seed, "mixture").uniform("kind", 1).item()
+        drawn = Rng(seed, "mixture").uniform("kind", 1).item()
         return (self.demonstrations if drawn < self.share else self.facts).batch(seed, n, predict)
 
 

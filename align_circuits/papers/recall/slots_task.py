@@ -10,8 +10,8 @@ from torch import Tensor
 from align_circuits.papers.recall.tasks import FactsTask
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.prompts.relations import NOBODY, Relation
-from align_circuits.tasks.rng import Streams
+from align_circuits.prompts.relations import IGNORE, Relation
+from align_circuits.tasks.rng import Rng
 
 PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
 """What comes next in a pretraining sequence: the subject; a slot, while there was no relation token yet, the last of
@@ -94,7 +94,7 @@ class SlotsTask:
         world, whole = self.world, self._facts.batch(seed, n)[0]
         allowed, _ = allowed_after(world, whole, self.grammar_len)
         period = self.grammar_len + 3
-        cut = Streams(seed, "recall slots").below("cut", torch.full((n,), self.grammar_len)).long()
+        cut = Rng(seed, "recall slots").below("cut", torch.full((n,), self.grammar_len)).long()
         length = (self.n_facts - 1) * period + cut + 1
         each, longest = torch.arange(n), int(length.max())
         pos = torch.arange(longest) - (longest - length)[:, None]
@@ -128,10 +128,10 @@ class SlotsTask:
             target=each,
             prompt=each,
             query=torch.full((n,), longest - 1),
-            wants=nearest,
-            among=torch.zeros(n, dtype=torch.long),
-            key_label=torch.arange(longest).expand(n, -1).where(mask, NOBODY),
-            candidate_label=torch.where(mask, 0, NOBODY),
+            key_value=nearest,
+            candidate_value=torch.zeros(n, dtype=torch.long),
+            key_label=torch.arange(longest).expand(n, -1).where(mask, IGNORE),
+            candidate_label=torch.where(mask, 0, IGNORE),
         )
         return Prompts(
             inputs=inputs,
@@ -140,9 +140,9 @@ class SlotsTask:
             example=torch.where(mask, pos // period, -1),
             targets=targets,
             relations={"mark": mark},
-            letters=torch.arange(world.d_vocab),
-            accepted=allowed[each, length - 1],
-            pieces=world.pieces,
+            answer_tokens=torch.arange(world.d_vocab),
+            correct=allowed[each, length - 1],
+            token_strings=world.token_strings,
             task={"name": "slots", "config": asdict(self), "seed": seed},
             latent={"cut": cut},
         )

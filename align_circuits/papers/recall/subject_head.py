@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.papers.accuracy import over_seeds, share_of
 from align_circuits.papers.claims import Check, Experiment
 from align_circuits.papers.recall import figs_9_to_12_20_to_26_heads as heads
@@ -30,8 +30,8 @@ _SAID: dict[Strategy, str] = {"suppress": "taken from others' values", "boost": 
 def run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
     """Trains models with relative positions as `recall/heads` does, over more seeds; its table, without maps."""
     size = {"positions": "relative", **asdict(config.size)}
-    cells = [Cell(f"{heads.__name__}:heads_cell", size, seed) for seed in range(config.seeds)]
-    frame: Any = run_cells(cells, folder, jobs=jobs).whole()
+    cells = [Job(f"{heads.__name__}:heads_cell", size, seed) for seed in range(config.seeds)]
+    frame: Any = run_jobs(cells, folder, jobs=jobs).whole()
     frame = frame[frame["metric"].isin(KEPT)].reindex(columns=[*KEYS[:7], "value", "n"])
     frame = frame.assign(value=frame["value"].astype(float).round(4), head=frame["head"].fillna(-1).astype(int))
     return Table(frame.assign(low=np.nan, high=np.nan), Provenance("strategies", asdict(config)))

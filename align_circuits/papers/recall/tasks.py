@@ -12,8 +12,8 @@ from torch import Tensor
 
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.prompts.relations import NOBODY, Relation
-from align_circuits.tasks.rng import Streams
+from align_circuits.prompts.relations import IGNORE, Relation
+from align_circuits.tasks.rng import Rng
 
 IGNORED = -100
 """The label of what is not predicted; PyTorch's cross-entropy leaves it out."""
@@ -75,7 +75,7 @@ class FactsTask:
             n: How many. The first prompts of a seed are the same however many are drawn.
             seed: Which prompts.
         """
-        drawn = self._draw(n, Streams(_seed(n, seed), "facts"))
+        drawn = self._draw(n, Rng(_seed(n, seed), "facts"))
         return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
 
     def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
@@ -98,9 +98,9 @@ class FactsTask:
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
         """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
-        return _batch(self.world, self._draw(n, Streams(_seed(n, seed), "training"), ends=predict == "last"), predict)
+        return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last"), predict)
 
-    def _draw(self, n: int, streams: Streams, ends: bool = True) -> "_Drawn":
+    def _draw(self, n: int, streams: Rng, ends: bool = True) -> "_Drawn":
         world, shape = self.world, (n, self.n_facts)
         subject = np.repeat(_below(streams, "subject", (n, 1), world.n_subjects), self.n_facts, 1)
         type_ = _below(streams, "type", shape, world.n_types)
@@ -165,7 +165,7 @@ class DemonstrationsTask:
             n: How many. The first prompts of a seed are the same however many are drawn.
             seed: Which prompts.
         """
-        drawn = self._draw(n, Streams(_seed(n, seed), "demonstrations"))
+        drawn = self._draw(n, Rng(_seed(n, seed), "demonstrations"))
         return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
 
     def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
@@ -188,9 +188,9 @@ class DemonstrationsTask:
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
         """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
-        return _batch(self.world, self._draw(n, Streams(_seed(n, seed), "training")), predict)
+        return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training")), predict)
 
-    def _draw(self, n: int, streams: Streams) -> "_Drawn":
+    def _draw(self, n: int, streams: Rng) -> "_Drawn":
         world, parts = self.world, self.n_demos + 1
         everybody = np.array(world.subject_ids)
         around = everybody if self.subjects is None else np.array(self.subjects)
@@ -229,7 +229,7 @@ class _Drawn:
 
 def _grammar(
     world: RecallWorld,
-    streams: Streams,
+    streams: Rng,
     chain: Int[ndarray, "prompt part"],
     steps: int,
     lens: Int[ndarray, " prompt"] | int,
@@ -302,7 +302,7 @@ def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, 
     if kind not in get_args(Corruption):
         raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
     subject, type_, tells, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
-    streams, n = Streams(seed, f"corrupt {kind}"), len(prompts)
+    streams, n = Rng(seed, f"corrupt {kind}"), len(prompts)
     where = slice(None) if one_subject == (kind == "subject") else slice(-1, None)
     if kind == "subject":
         value = world.facts[type_[:, -1]]
@@ -381,7 +381,7 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
         example=torch.from_numpy(np.where(mask, part, -1)),
         targets=targets,
         relations={relation.name: relation for relation in made if len(relation)},
-        pieces=world.pieces,
+        token_strings=world.token_strings,
         task=task,
         latent={
             "subject": torch.from_numpy(drawn.subject),
@@ -401,15 +401,15 @@ def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "
         target=each,
         prompt=each,
         query=nothing + length - 1,
-        wants=nothing,
-        among=nothing,
-        key_label=torch.where(keys, 0, NOBODY),
-        candidate_label=torch.where(mask, 0, NOBODY),
+        key_value=nothing,
+        candidate_value=nothing,
+        key_label=torch.where(keys, 0, IGNORE),
+        candidate_label=torch.where(mask, 0, IGNORE),
     )
     return relation.select(keys.any(1))
 
 
-def _below(streams: Streams, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarray, "*shape"]:
+def _below(streams: Rng, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarray, "*shape"]:
     """Integers from 0 up to but without `limit`, uniform."""
     return streams.below(name, torch.full(shape, limit)).numpy()
 

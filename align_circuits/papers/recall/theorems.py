@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.papers.claims import Check, Experiment, Measured
 from align_circuits.papers.recall.attention_only import AttentionOnly
 from align_circuits.papers.recall.constructions import Correction
@@ -169,7 +169,7 @@ def _right(model: AttentionOnly, tokens: Tensor, answers: Tensor) -> Float[ndarr
 
 
 def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    cells = [Cell(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.cells]
+    cells = [Job(f"{__name__}:theorem_cell", asdict(cell)) for cell in config.cells]
     kept = [
         "name",
         "n_seen",
@@ -189,7 +189,7 @@ def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: 
         "high",
         "n",
     ]
-    frame: Any = run_cells(cells, folder, jobs=jobs).whole().reindex(columns=kept)
+    frame: Any = run_jobs(cells, folder, jobs=jobs).whole().reindex(columns=kept)
     for column in (*FORMS, "value", "low", "high"):
         frame[column] = [float(f"{value:.6g}") for value in frame[column].astype(float)]
     return Table(frame, Provenance("theorem", asdict(config)))

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.jobs import Cell, run_cells
+from align_circuits.jobs import Job, run_jobs
 from align_circuits.papers.accuracy import over_seeds
 from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.small_gpt2 import small_gpt2
@@ -190,7 +190,7 @@ class Study:
         if len(set(told)) < len(told):
             raise ValueError(f"cells that only pairs tell apart: {self.cells}; a table tells them by single numbers")
 
-    def chains(self, folder: Path) -> list[Cell]:
+    def chains(self, folder: Path) -> list[Job]:
         """Returns one cell for each pretraining, with all that is finetuned from it, as `train_chain` takes them.
 
         So no two processes ask for the same training.
@@ -202,7 +202,7 @@ class Study:
                 chain = chains.setdefault((_pretraining_of(size, seed, folder), seed), [])
                 chain += [(asdict(size), stage) for stage in self.stages]
         return [
-            Cell(f"{__name__}:train_chain", {"trainings": trainings, "folder": str(folder)}, seed)
+            Job(f"{__name__}:train_chain", {"trainings": trainings, "folder": str(folder)}, seed)
             for (_, seed), trainings in chains.items()
         ]
 
@@ -243,7 +243,7 @@ def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: P
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     if jobs > 1:
-        run_cells(config.chains(folder), folder / "cells", jobs=jobs).whole()
+        run_jobs(config.chains(folder), folder / "cells", jobs=jobs).whole()
     frames = []
     for cell in config.cells:
         size = config.size.changed(**cell)

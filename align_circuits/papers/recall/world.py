@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from align_circuits.tasks.rng import Streams
+from align_circuits.tasks.rng import Rng
 
 DIV_TOLERANCE = 0.02
 """How far the diversity of the chains that were found may lie from the one asked for."""
@@ -155,7 +155,7 @@ class RecallWorld:
         return types
 
     @cached_property
-    def pieces(self) -> dict[int, str]:
+    def token_strings(self) -> dict[int, str]:
         """The text of every id: `s3`, `a1.2` (value 2 of type 1), `g5`, `r1` and `[sep]`, each with a space behind."""
         texts = [f"s{j}" for j in self.subject_ids]
         texts += [f"a{type_}.{place}" for type_, count in enumerate(self.n_values) for place in range(count)]
@@ -202,14 +202,14 @@ class RecallWorld:
         """
         if not 1 <= n_seen <= self.n_subjects:
             raise ValueError(f"n_seen is {n_seen}: give 1 to {self.n_subjects}, the number of subjects")
-        draws = Streams(seed, "recall split")
+        draws = Rng(seed, "recall split")
         order = draws.order("subjects", self.n_subjects).numpy()
         if n_values is not None:
             order = self._with_values(order, n_seen, n_values, draws)
         return tuple(sorted(order[:n_seen].tolist())), tuple(sorted(order[n_seen:].tolist()))
 
     def _with_values(
-        self, order: Int[ndarray, " subject"], n_seen: int, n_values: int, draws: Streams
+        self, order: Int[ndarray, " subject"], n_seen: int, n_values: int, draws: Rng
     ) -> Int[ndarray, " subject"]:
         """Swaps seen and held-out subjects at random while that brings the number of values nearer."""
         counts = np.bincount(self.facts[:, order[:n_seen]].ravel(), minlength=self.d_vocab)
@@ -238,8 +238,8 @@ class RecallWorld:
         return range(len(self.relation_ids))
 
     @property
-    def _streams(self) -> Streams:
-        return Streams(self.world_seed, "recall world")
+    def _streams(self) -> Rng:
+        return Rng(self.world_seed, "recall world")
 
     @cached_property
     def _found(self) -> tuple[float, Float[ndarray, "chain from to"]]:

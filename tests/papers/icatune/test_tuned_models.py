@@ -79,7 +79,7 @@ def test_mean_attention_equals_a_loop(folder):
 
 def test_planted_attention_lies_on_gold():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4, alignment="permutation")
-    model = ac.planted(task, seed=0)
+    model = ac.planted_circuit(task, seed=0)
     prompts = task.sample(8, model.tokenizer, seed=0)
     head = {kind: head for head, kind in model.kinds.items()}
     lookup: Any = tuned._mean_attention(model, prompts, head["lookup"], "lookup")
@@ -142,22 +142,22 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
 def test_the_other_alignment_of_four_symbols_agrees_within_the_grammar_and_not_beyond(char_tokenizer):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
     inside = task.sample(8, char_tokenizer, seed=0)
-    assert inside.accepted is not None
+    assert inside.correct is not None
     first = inside.column("offset") == 0
     swapped = icatune_causal._swapped(inside)
-    assert swapped.accepted is not None and torch.equal(swapped.accepted, inside.accepted)
+    assert swapped.correct is not None and torch.equal(swapped.correct, inside.correct)
     outside = replace(task, ood=True).sample(64, char_tokenizer, seed=0)
     outside = outside[~icatune_causal.in_support(outside.latent["order"][:, -1])]
     swapped = icatune_causal._swapped(outside)
-    assert swapped.accepted is not None and outside.accepted is not None
+    assert swapped.correct is not None and outside.correct is not None
     first = outside.column("offset") == 0
-    assert (swapped.accepted != outside.accepted)[first].any(1).float().mean() > 0.9
-    assert torch.equal(swapped.accepted[~first], outside.accepted[~first])
+    assert (swapped.correct != outside.correct)[first].any(1).float().mean() > 0.9
+    assert torch.equal(swapped.correct[~first], outside.correct[~first])
     order, letter = outside.latent["order"][0, -1].tolist(), outside.latent["letter"][0, :, 0]
     for phrase, neighbour in enumerate((1, 0, 3, 2)):
         partner = {0: 1, 1: 0, 2: 3, 3: 2}[order[neighbour]]
         letters = {int(edge) for edge in letter[partner] if edge >= 0}
-        assert set(swapped.accepted[2 * phrase].nonzero()[:, 0].tolist()) == letters
+        assert set(swapped.correct[2 * phrase].nonzero()[:, 0].tolist()) == letters
     keys = [swapped.relations["align_query"].keys_of(row)[0] for row in range(4)]
     gold = [outside.relations["align_query"].keys_of(row)[0] for row in range(4)]
     assert keys == [gold[1], gold[0], gold[3], gold[2]]

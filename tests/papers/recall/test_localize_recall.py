@@ -31,10 +31,10 @@ def test_the_heads_of_the_constructions_are_named(model, task, roles, needed, tm
     for role, head in roles.items():
         assert found.heads(role) == [HEAD[head]], role
     assert set(found.found) == {HEAD[head] for head in roles.values()}
-    assert "The answer is right in 1.00" in found.sentence
-    right = found.verdict.where(kind="all").frame.set_index("ablated")["value"]
+    assert "The answer is right in 1.00" in found.summary
+    right = found.group_ablations.where(kind="all").frame.set_index("ablated")["value"]
     assert right["nothing"] > right["found"] + needed
-    assert found.sentence[:30] in found.save(tmp_path).read_text(encoding="utf-8")
+    assert found.summary[:30] in found.save(tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_head_that_attends_and_writes_nothing_is_not_named():
@@ -47,7 +47,7 @@ def test_a_head_that_attends_and_writes_nothing_is_not_named():
 
 def test_it_is_said_where_places_would_do():
     found = ac.localize(AFTER, CONTEXT, n=16, draws=0)
-    assert "query_subject and same_type should look at in the same places" in found.sentence
+    assert "query_subject and same_type should look at in the same places" in found.summary
 
 
 def test_gold_in_one_place_is_redrawn_among_places():
@@ -66,12 +66,12 @@ def test_gold_in_one_place_is_redrawn_among_places():
 
 def test_slots_know_what_may_come():
     prompts = SlotsTask(WORLD, 2, 4).sample(40, seed=3)
-    assert prompts.accepted is not None
+    assert prompts.correct is not None
     for row, (tokens, mask) in enumerate(zip(prompts.tokens.tolist(), prompts.mask.tolist(), strict=True)):
         real = [token for token, is_real in zip(tokens, mask, strict=True) if is_real]
         own = real[7:]
         has_relation = any(token in WORLD.relation_ids for token in own)
-        accepted = set(prompts.accepted[row].nonzero()[:, 0].tolist())
+        accepted = set(prompts.correct[row].nonzero()[:, 0].tolist())
         grammar, relations = set(WORLD.grammar_ids), set(WORLD.relation_ids)
         last = len(own) == 4
         assert accepted == (grammar if has_relation else relations if last else grammar | relations)

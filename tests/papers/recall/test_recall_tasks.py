@@ -40,8 +40,8 @@ def test_values_are_dealt_evenly_and_ids_fill_the_vocabulary(world):
         assert counts.max() - counts.min() <= 1
         assert (world.type_of[list(ids)] == type_).all()
     named = [*world.subject_ids, *(i for ids in world.value_ids for i in ids), *world.grammar_ids, *world.relation_ids]
-    assert [*named, world.separator] == list(range(world.d_vocab)) == list(world.pieces)
-    assert world.pieces[world.separator] == "[sep] "
+    assert [*named, world.separator] == list(range(world.d_vocab)) == list(world.token_strings)
+    assert world.token_strings[world.separator] == "[sep] "
 
 
 @pytest.mark.parametrize("div", [0.1, 0.3, 0.5])
