@@ -1,0 +1,27 @@
+"""How a model is run, whatever is measured."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["auto", "fast", "reference"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a model is run on prompts. It changes time and memory; results agree up to rounding.
+
+    Raises:
+        ValueError: An unknown engine, or a batch size below 1.
+    """
+
+    engine: Engine = "auto"
+    """`"fast"` is Hugging Face's own attention on the same weights, `"reference"` is TransformerLens's hooks; `"auto"`
+    takes the fast one wherever it applies and every hook fires."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Prompts at a time; `"auto"` fits it to the device and halves it when memory runs out."""
+
+    def __post_init__(self):
+        if self.engine not in ("auto", "fast", "reference"):
+            raise ValueError(f"engine={self.engine!r}: choose 'auto', 'fast' or 'reference'")
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: give a positive number of prompts, or 'auto'")
