@@ -55,8 +55,7 @@ def attribute_heads(
     metric: Metric = "log_prob",
     kind: str = "all",
     direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns for every head an estimate of what `patch_heads` would measure, without patching any.
 
@@ -85,8 +84,7 @@ def attribute_heads(
         metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         direction: `"noise"` scores corrupted heads in clean runs, `"denoise"` clean heads in corrupted runs.
-        engine: As for `evaluate`.
-        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `site`, layer, head and `metric`, with intervals over prompts. Heads that share a key head have
@@ -158,8 +156,7 @@ def attribute_edges(
     metric: Metric = "log_prob",
     kind: str = "all",
     direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns for every edge an estimate of what `patch_edges` would measure, without patching any.
 
@@ -192,8 +189,7 @@ def attribute_edges(
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         direction: `"noise"` scores corrupted edges in clean runs, `"denoise"` clean edges in corrupted runs (then read
             "corrupted" for "clean" above, and the reverse).
-        engine: As for `evaluate`.
-        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender` and `receiver` (names as in `Graph`) and `metric`, with intervals over prompts.

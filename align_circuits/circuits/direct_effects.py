@@ -33,8 +33,7 @@ def direct_logits(
     prompts: Prompts,
     *,
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what every part of a model adds directly to the gold token's logit, above the mean logit.
 
@@ -49,8 +48,7 @@ def direct_logits(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         prompts: Prompts with targets.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender` (names as in `Graph`, and `"rest"`), layer, head (-1 where there is none) and metric
@@ -91,8 +89,7 @@ def function_vectors(
     heads: Sequence[Head] | None = None,
     kind: str = "all",
     metric: Metric = "prob",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
 
@@ -112,8 +109,7 @@ def function_vectors(
         heads: Which heads; all by default.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         metric: `"prob"` of the gold token (as published), `"log_prob"` or `"logit"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by layer, head and metric `"function_vector"`; with two tasks or more the intervals are over
@@ -158,8 +154,7 @@ def head_profile(
     pairs: Sequence[tuple[Prompts, Prompts]],
     *,
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns lookup, induction and function-vector heads told apart: four numbers a head in one table.
 
@@ -175,8 +170,7 @@ def head_profile(
         prompts: For attention and logits.
         pairs: As for `function_vectors`.
         kind: Which targets count for the logits and the function vectors.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by layer, head and metric.

@@ -28,8 +28,7 @@ def patch_edges(
     metric: Metric = "log_prob",
     kind: str = "all",
     direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what patching each edge alone does: the change of what the model says of the gold tokens.
 
@@ -49,8 +48,7 @@ def patch_edges(
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         direction: `"noise"` puts corrupted edges into clean runs (below zero, the edge is needed), `"denoise"` clean
             ones into corrupted runs (above zero, it brings some of the answer back).
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts.
@@ -89,8 +87,7 @@ def patch_paths(
     metric: Metric = "log_prob",
     kind: str = "all",
     direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what each sender alone does through each receiver alone, by all paths between them that meet no head.
 
@@ -111,8 +108,7 @@ def patch_paths(
         metric: As for `patch_edges`.
         kind: As for `patch_edges`.
         direction: As for `patch_edges`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts; pairs in which the receiver

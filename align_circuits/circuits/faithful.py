@@ -44,8 +44,7 @@ def faithfulness(
     heads: Mapping[str, Sequence[Head]] | None = None,
     metric: Metric = "log_prob",
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
 
@@ -70,8 +69,7 @@ def faithfulness(
             among them, the embedding, the MLPs and the logits (`Graph.among`).
         metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `circuit` (`"edges"`, or a name of `heads`), `fraction` (share of edges kept), `edges` (their
@@ -137,8 +135,7 @@ def completeness(
     seed: int = 0,
     metric: Metric = "log_prob",
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what the circuit of some heads and the model say when both lose the same heads.
 
@@ -155,8 +152,7 @@ def completeness(
         seed: Of the sets.
         metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
         kind: Which targets count.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `without` (K, as people write heads), `of` (`"circuit"`, `"model"`, or their `"difference"`)
@@ -192,8 +188,7 @@ def minimality(
     seed: int = 0,
     metric: Metric = "log_prob",
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what each head of a circuit is needed for: F(C - K - head) - F(C - K), for the K that shows it most.
 

@@ -41,8 +41,7 @@ def sweep(
     query: Int[Tensor, " row"],
     on_logits: OnLogits,
     source: Prompts | None = None,
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> str:
     """Runs a model once for each cell, a set of edits, and hands over the logits of chosen positions.
 
@@ -212,7 +211,7 @@ def _filled(
     held: dict[str, Tensor] = {}
     for index, edits in enumerate(job.cells):
         if not set(job.names[index]) <= held.keys():
-            held = capture(job.model, job.source, _next_names(job, index), engine=engine, batch_size=batch_size)
+            held = capture(job.model, job.source, _next_names(job, index), options=options)
         yield (index, [replace(edit, values=held) if _waits(edit) else edit for edit in edits])
 
 

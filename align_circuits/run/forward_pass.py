@@ -36,8 +36,7 @@ def forward(
     on_logits: OnLogits | None = None,
     on_activation: Mapping[str, OnActivation] | None = None,
     edits: Sequence[Edit] = (),
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> str:
     """Runs a model and hands over the attention and the logits of chosen positions, keeping nothing.
 
@@ -138,8 +137,7 @@ def capture(
     names: Sequence[str],
     *,
     edits: Sequence[Edit] = (),
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
     """Returns the activations at some hook points, after the edits, on the CPU; 0 at padding.
 
@@ -167,8 +165,7 @@ def capture(
         query=last,
         on_activation={name: partial(keep, name) for name in names},
         edits=edits,
-        engine=engine,
-        batch_size=batch_size,
+        options=options,
     )
     return kept
 
