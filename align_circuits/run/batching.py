@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 
 CPU_TOKENS = 2048
@@ -43,7 +44,7 @@ def in_batches(
             prompts = prompts[len(batch) :]
 
 
-def fitting_prompts(model: Any, prompts: Prompts, device: torch.device, engine: str) -> int:
+def fitting_prompts(model: HookedModel, prompts: Prompts, device: torch.device, engine: str) -> int:
     """Returns how many prompts keep the device busy in one forward pass without filling its memory."""
     length, config = prompts.mask.shape[1], model.cfg
     if device.type != "cuda":
@@ -53,8 +54,8 @@ def fitting_prompts(model: Any, prompts: Prompts, device: torch.device, engine: 
     return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
-def fitting_tokens(model: Any, prompts: Prompts, device: torch.device) -> int:
-    """Returns how many tokens of edited runs, replayed side by side, keep the device busy without filling its memory."""
+def fitting_tokens(model: HookedModel, prompts: Prompts, device: torch.device) -> int:
+    """Returns how many tokens of edited runs side by side keep the device busy without filling its memory."""
     if device.type != "cuda":
         return CPU_TOKENS
     length, config = prompts.mask.shape[1], model.cfg

@@ -19,11 +19,7 @@ ALL_OFFSETS = None
 
 
 def evaluate(
-    model: HookedModel,
-    prompts: Prompts,
-    *,
-    edits: Sequence[Edit] = (),
-    options: RunOptions = RunOptions(),
+    model: HookedModel, prompts: Prompts, *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
 ) -> Table:
     """Returns the model's accuracy and log-probability on the targets, beside the references of the task.
 
@@ -44,7 +40,8 @@ def evaluate(
         - `metric`: `"accuracy"` in [0, 1], a reference's being its expected one; for the model also `"log_prob"`, the
           mean log-probability of the target's own token, in nats;
         - `kind`: `"all"`, `"first"` (tokens that need alignment) or `"later"`; only kinds that occur;
-        - `offset`: the target's place in its phrase, with kind `"all"`; missing (`offset=None` in `Table.where`) for every place.
+        - `offset`: the target's place in its phrase, with kind `"all"`; missing for every place
+      (`table.where(offset=None)`).
 
         Intervals are 95% bootstrap intervals over prompts.
 
@@ -60,7 +57,11 @@ def evaluate(
     metrics = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values, engine = metrics.measure(model, edits, options=options)
     provenance = Provenance(
-        "evaluate", settings=edits_provenance(edits), model=model_provenance(model), data=prompts.provenance, engine=engine
+        "evaluate",
+        settings=edits_provenance(edits),
+        model=model_provenance(model),
+        data=prompts.provenance,
+        engine=engine,
     )
     keys, means, weights = evaluation(prompts, values[:, 0])
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())

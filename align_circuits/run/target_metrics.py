@@ -108,10 +108,8 @@ class TargetMetrics:
         """By how much each prompt counts: the number of its targets."""
         return np.bincount(self.prompt.numpy(), minlength=len(self.prompts)).astype(float)
 
-    def numbers(
-        self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]
-    ) -> Float[Tensor, "metric row"]:
-        """Returns each metric of some targets from the logits where they are predicted; gradients flow but for accuracy."""
+    def numbers(self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]) -> Float[Tensor, "metric row"]:
+        """Returns the metrics of some targets from the logits where they are predicted."""
         return torch.stack([self._number(metric, logits, rows) for metric in self.metrics])
 
     def _number(self, metric: str, logits: Tensor, rows: Tensor) -> Tensor:
@@ -161,7 +159,7 @@ class TargetMetrics:
         source: Prompts | None = None,
         options: RunOptions = RunOptions(),
     ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
-        """Runs a model once for each set of edits and returns the metrics, and what ran. Arguments as for `run_edited`."""
+        """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does."""
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
@@ -180,7 +178,11 @@ class TargetMetrics:
         return values.swapaxes(0, 1), engine
 
     def _keep(
-        self, values: Float[ndarray, "metric row"], columns: Int[Tensor, " row"], rows: Int[Tensor, " row"], logits: Tensor
+        self,
+        values: Float[ndarray, "metric row"],
+        columns: Int[Tensor, " row"],
+        rows: Int[Tensor, " row"],
+        logits: Tensor,
     ) -> None:
         """Assigns the metrics of some rows, a part at a time, since a softmax doubles the logits."""
         step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
