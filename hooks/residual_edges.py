@@ -173,9 +173,9 @@ class PatchEdges(_ByCopy):
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
         """A change where a patched edge ends, and a reader at the output of each sender.
 
-        A receiver's input is this run's residual stream plus the difference that the patched senders make, which is known
-        by then since senders come first. Its output is computed anew from that input by the model's own weights, with a
-        column for each receiver of the site, and replaces the one of this run.
+        A receiver's input is this run's residual stream plus the difference that the patched senders make, which is
+        known by then since senders come first. Its output is computed anew from that input by the model's own weights,
+        with a column for each receiver of the site, and replaces the one of this run.
         """
         graph, residual_edges = self.residual_edges.graph, self.residual_edges
         copy, prompt = self._copies(context, len(self.source[EMBEDDED]))
