@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -100,7 +100,7 @@ class PromptVerb(Verb):
         write_results(self.out, replace(table, provenance=provenance), **report)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], out: Path) -> Self:
+    def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from the settings that `finish` wrote."""
         values: dict[str, Any] = {}
         for option in fields(cls):
