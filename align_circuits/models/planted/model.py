@@ -12,9 +12,9 @@ from align_circuits.models.planted import circuit
 from align_circuits.models.planted.head_builder import Head, Units
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.tasks.layout import layout
+from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.seq2seq import MARKER, Seq2SeqTask
-from align_circuits.tasks.token_ids import lexicon
+from align_circuits.tasks.token_ids import look_up
 
 Decoy = Literal["random", "gold_without_output", "off_by_one", "positional_lookup", "backup", "diffuse"]
 DECOYS: tuple[Decoy, ...] = get_args(Decoy)
@@ -114,7 +114,7 @@ def planted_circuit(
     [(5, 1), (5, 3)]
     """
     tokenizer = char_tokenizer()
-    words = lexicon(tokenizer, task.alphabet, task.letters, task.colon, task.separator, MARKER, task.spaced)
+    words = look_up(tokenizer, task.alphabet, task.letters, task.colon, task.separator, MARKER, task.spaced)
     bos = task.bos and words.bos is not None
     _check(task, bos, strength, decoys, n_layers, n_heads, n_ctx)
     generator = torch.Generator().manual_seed(seed)
@@ -268,7 +268,7 @@ def _check(
         raise ValueError(f"style is {task.style!r}: a circuit is planted for the standard style only")
     if task.phrase_len > 3:
         raise ValueError(f"phrase_len is {task.phrase_len}: the circuit remembers two letters, so give 1 to 3")
-    length = len(layout("standard", task.x_len, task.phrase_len, task.n_examples, bos).roles)
+    length = len(layout_of("standard", task.x_len, task.phrase_len, task.n_examples, bos).roles)
     if length > n_ctx:
         raise ValueError(
             f"prompts of this task have {length} tokens, but n_ctx is {n_ctx}: give n_ctx={length}, or a smaller "

@@ -1,17 +1,19 @@
 """What comes next anywhere in the text of a recall world with relation tokens, beside the attribute."""
 
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.papers.recall.tasks import FactsTask
+from align_circuits.papers.recall.tasks import HEAD_ROLES, FactsTask
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.task import Task
 
 PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
 """What comes next in a pretraining sequence: the subject; a slot, while there was no relation token yet, the last of
@@ -52,7 +54,7 @@ def allowed_after(
 
 
 @dataclass(frozen=True)
-class SlotsTask:
+class SlotsTask(Task):
     """Text about one subject that breaks off among the grammar of its last fact: what may come next?
 
     The relation is `mark`: from the last token to the nearest subject or relation token, which tells whether a relation
@@ -69,6 +71,9 @@ class SlotsTask:
     (['s4 g0 r1 '], [2])
     """
 
+    roles: ClassVar = {"mark": HEAD_ROLES["mark"]}
+    target_name: ClassVar = "The answer"
+
     world: RecallWorld
     n_facts: int = 5
     """N_tr, the subsequences."""
@@ -84,11 +89,12 @@ class SlotsTask:
     def _facts(self) -> FactsTask:
         return FactsTask(self.world, self.n_facts, self.grammar_len, p_grammar=0.0)
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
         """Draws prompts, padded on the left.
 
         Args:
             n: How many.
+            tokenizer: Unused, since a world has token ids of its own.
             seed: Which prompts.
         """
         world, whole = self.world, self._facts.batch(seed, n)[0]

@@ -1,7 +1,7 @@
 """What is told of a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,17 @@ from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.task import Task, exchanged
 
+HEAD_ROLES = {
+    "subject": "attends to the subject, wherever it stands",
+    "query_subject": "attends to the last mention of the subject",
+    "relation": "attends to the token that announces the requested type",
+    "same_type": "attends to attributes of the requested type",
+    "grammar": "attends to the grammar tokens of the requested fact",
+    "mark": "attends to the nearest subject or relation token",
+}
+"""The relations that a head can be named for on these tasks, each with what such a head does."""
 IGNORED = -100
 """The label of what is not predicted; PyTorch's cross-entropy leaves it out."""
 
@@ -29,7 +39,7 @@ Predicted = Literal["all", "last"]
 
 
 @dataclass(frozen=True)
-class FactsTask:
+class FactsTask(Task):
     """PT: subsequences about one subject, each of a type of its own: subject, S grammar tokens, attribute.
 
     `s g ... g a [sep] s g ... g a ...`, N_tr subsequences and no separator at the end; in a world with relation tokens
@@ -45,6 +55,10 @@ class FactsTask:
     >>> task.sample(1, seed=0).text
     ['s2 g1 g3 g5 a0.0 [sep] s2 g2 g0 g2 ']
     """
+
+    roles: ClassVar = HEAD_ROLES
+    references: ClassVar = ("chance",)
+    target_name: ClassVar = "The answer"
 
     world: RecallWorld
     n_facts: int = 5
@@ -68,17 +82,18 @@ class FactsTask:
         """The tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_len]), self.n_facts).item()
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
         """Draws prompts that end where the last attribute is due; see `RELATIONS`.
 
         Args:
             n: How many. The first prompts of a seed are the same however many are drawn.
+            tokenizer: Unused, since a world has token ids of its own.
             seed: Which prompts.
         """
         drawn = self._draw(n, Rng(_seed(n, seed), "facts"))
         return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
 
-    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
         """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
         - `"subject"`: the subject becomes another whose answer differs, wherever it stands, and its attributes with it.
@@ -93,6 +108,10 @@ class FactsTask:
             ValueError: An unknown kind, or no other answer.
         """
         return _corrupt(self.world, prompts, kind, seed, one_subject=True)
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:  # noqa: ARG002 - nothing is drawn
+        """Returns prompts and others of the same length: the whole prompt is exchanged, not its subject alone."""
+        return exchanged(prompts)
 
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
@@ -113,7 +132,7 @@ class FactsTask:
 
 
 @dataclass(frozen=True)
-class DemonstrationsTask:
+class DemonstrationsTask(Task):
     """ICL and ICL+Grm: facts of one type about several subjects, the last of which asks for its own.
 
     `s a [sep] s a [sep] ... s` (in a world with relation tokens `s [sep] a s [sep] a ... s [sep]`); with grammar,
@@ -131,6 +150,10 @@ class DemonstrationsTask:
     >>> prompts.text, prompts.relations["same_type"].keys_of(0)
     (['s7 a1.2 [sep] s10 a1.1 [sep] s0 '], [1, 4])
     """
+
+    roles: ClassVar = HEAD_ROLES
+    references: ClassVar = ("chance",)
+    target_name: ClassVar = "The answer"
 
     world: RecallWorld
     n_demos: int = 16
@@ -158,17 +181,18 @@ class DemonstrationsTask:
         """The most tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_lens[1]]), self.n_demos + 1).item()
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
         """Draws prompts that end where the last attribute is due; see `RELATIONS`.
 
         Args:
             n: How many. The first prompts of a seed are the same however many are drawn.
+            tokenizer: Unused, since a world has token ids of its own.
             seed: Which prompts.
         """
         drawn = self._draw(n, Rng(_seed(n, seed), "demonstrations"))
         return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
 
-    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
         """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
         - `"subject"`: the subject that is asked about becomes another whose answer differs, where it stands last.
@@ -183,6 +207,10 @@ class DemonstrationsTask:
             ValueError: An unknown kind, or no other answer.
         """
         return _corrupt(self.world, prompts, kind, seed, one_subject=False)
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:  # noqa: ARG002 - nothing is drawn
+        """Returns prompts and others of the same length: the whole prompt is exchanged, not its subject alone."""
+        return exchanged(prompts)
 
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
