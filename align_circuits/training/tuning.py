@@ -73,13 +73,11 @@ class TuneConfig:
     checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept: less memory, more time."""
     probe_every: int = 10
-    """A probe at step 0, every so many steps, and at the end."""
+    """A probe at step 0, every so many steps, and at the end; with each, a checkpoint."""
     probe_prompts: int | None = None
     """Prompts in a probe, so many in distribution and so many out of it; by default as many as an update has, at most
     10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). A run with an
     update of one prompt is better seen with 10, at four tenths of its time."""
-    checkpoint_every: int = 1
-    """A checkpoint is written every so many steps, and with every probe."""
 
     def __post_init__(self):
         for name, allowed in (("method", ("ica", "standard")), ("loss_on", ("last", "all"))):
@@ -126,7 +124,6 @@ class TuneConfig:
             clip=self.clip,
             precision=self.precision,
             log_every=self.probe_every,
-            checkpoint_every=self.checkpoint_every,
         )
 
 

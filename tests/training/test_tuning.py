@@ -104,7 +104,7 @@ def test_only_the_asked_for_matrices_are_tuned(llama, tmp_path, config, expected
     assert tuned == expected
     assert all(4 in value.shape for value in adapter.values())
     assert any(bool(value.any()) for name, value in adapter.items() if "lora_B" in name)
-    checkpoint = load_file(tmp_path / "training" / "checkpoint-0.safetensors")
+    checkpoint = load_file(tmp_path / "training" / "checkpoint.safetensors")
     assert all("lora" in name for name in checkpoint if name.startswith(("model.", "optimizer.")))
 
 
@@ -236,13 +236,13 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
     rest = run(llama, config=config, out=tmp_path / "killed")
-    assert len(steps) == 3, "finished steps were executed again"
+    assert len(steps) == 4, "it did not go on from the probe at step 2"
     pd.testing.assert_frame_equal(whole.log, rest.log)
     pd.testing.assert_frame_equal(whole.table.frame, rest.table.frame)
     one, other = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "killed"))
     assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
     again = run(llama, config=config, out=tmp_path / "killed")
-    assert len(steps) == 3 and again.table.frame.equals(whole.table.frame)
+    assert len(steps) == 4 and again.table.frame.equals(whole.table.frame)
     with pytest.raises(ValueError, match="holds another run"):
         run(llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
 
