@@ -15,7 +15,7 @@ from align_circuits.hooks.probes import Change, Probes, evaluating
 
 
 def gradients_at(
-    model: HookedModel,
+    model: Any,
     tokens: Int[Tensor, "prompt pos"],
     mask: Bool[Tensor, "prompt pos"],
     names: Collection[str],
