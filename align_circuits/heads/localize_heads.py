@@ -20,8 +20,9 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.evaluation import ALL_OFFSETS, predict_with_edits
 from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.task import Task
@@ -180,16 +181,16 @@ def localize(
     discovery, tested = prompts[: n // 2], prompts[n // 2 :]
     roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
     metrics = [*roles, *(f"{role}_attention" for role in roles)]
-    candidates = _candidates(score_heads(model, discovery, metrics, **vars(options)), roles, thresholds)
+    candidates = _candidates(score_heads(model, discovery, metrics, options=options), roles, thresholds)
 
-    scores = score_heads(model, tested, metrics, **vars(options))
+    scores = score_heads(model, tested, metrics, options=options)
     other = task.control()
-    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, **vars(options))
-    p = p_values(model, tested, roles, seed=seed, **vars(options))
+    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
+    p = p_values(model, tested, roles, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
     clean, corrupted = task.pairs(tested, seed)
-    ablation_effects = ablate_heads(model, tested, "mean", heads=heads, **vars(options))
-    patching_effects = patch_heads(model, clean=clean, corrupted=corrupted, heads=heads, **vars(options))
+    ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
+    patching_effects = patch_heads(model, Pair(clean, corrupted), heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = Provenance(
         "localize",
@@ -328,20 +329,18 @@ def _group_ablations(
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(named, others, generator)) for draw in range(draws) if others]
         sets += [("rest", None, others)] if others else []
-    baseline = ablation_baseline(model, prompts, "mean", **vars(options))
+    baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
-    predictions, engine = predict_with_edits(model, prompts, edit_sets, **vars(options))
-    parts = []
-    for (name, draw, _), predicted in zip(sets, predictions, strict=True):
-        keys, means, weights = predicted.measured()
-        rows = (keys["predictor"] == "model") & (keys["metric"] == "accuracy") & (keys["offset"] == ALL_OFFSETS)
-        keys = keys.loc[rows, ["kind", "metric"]]
-        keys.insert(0, "ablated", name)
-        keys.insert(1, "draw", pd.array([draw] * len(keys), dtype="Int64"))
-        parts.append((keys, means[rows], weights[rows]))
-    keys, means, weights = zip(*parts, strict=True)
+    values, engine = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, edit_sets, options=options)
+    kinds = by_kind(prompts)
+    keys = pd.DataFrame(
+        [(name, draw, kind, "accuracy") for name, draw, _ in sets for kind in kinds],
+        columns=["ablated", "draw", "kind", "metric"],
+    ).astype({"draw": "Int64"})
+    prompt = prompts.targets["prompt"].to_numpy()
+    means, weights = means_by_prompt(prompts, prompt, values[0], list(kinds.values()))
     provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
-    return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)
+    return Table.from_prompts(keys, means, weights, provenance)
 
 
 def _as_many(named: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:

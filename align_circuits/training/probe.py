@@ -20,8 +20,10 @@ from align_circuits.files import replacing
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.evaluation import ALL_OFFSETS, Predictions
+from align_circuits.run.evaluation import ALL_OFFSETS, evaluation
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
 PROBED_METRICS = ("align_query", "align_key", "lookup")
@@ -71,22 +73,24 @@ class Probe:
 
     def _read(self, step: int) -> tuple[pd.DataFrame, dict[str, ndarray]]:
         with safe_open(self._path(step), "np") as file:
-            return pd.DataFrame(json.loads(file.metadata()["keys"])), {name: file.get_tensor(name) for name in COLUMNS}
+            keys = pd.DataFrame(json.loads(file.metadata()["keys"]))
+            return keys, {name: file.get_tensor(name) for name in COLUMNS}
 
 
 def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
     metrics = [name for name in PROBED_METRICS if len(prompts.relations[name])]
     scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
-    predictions = Predictions(prompts)
+    targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
+    values = np.full((2, len(targets.token)), np.nan)
 
     # One pass reads every position that either of the two needs, once. `index` says where each of these rows stands
-    # among those of the scores (0) and of the predictions (1); -1: it is not among them.
-    needed = torch.cat([torch.stack([reader.prompt, reader.query], 1) for reader in (scores, predictions)])
+    # among those of the scores (0) and of the targets (1); -1: it is not among them.
+    needed = torch.cat([torch.stack([reader.prompt, reader.query], 1) for reader in (scores, targets)])
     rows, inverse = needed.unique(dim=0, return_inverse=True)
     index = torch.full((2, len(rows)), -1)
     index[0, inverse[: len(scores.prompt)]] = torch.arange(len(scores.prompt))
-    index[1, inverse[len(scores.prompt) :]] = torch.arange(len(predictions.prompt))
+    index[1, inverse[len(scores.prompt) :]] = torch.arange(len(targets.prompt))
 
     def rows_of(reader: int, row: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         own = index[reader, row]
@@ -103,12 +107,11 @@ def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[s
         prompt=prompt,
         query=query,
         on_pattern=add_pattern,
-        on_logits=lambda row, logits: predictions.add(*rows_of(1, row, logits)),
-        engine="fast",
+        on_logits=lambda row, logits: targets.assign(values, *rows_of(1, row, logits)),
+        options=RunOptions(engine="fast"),
     )
     heads, value, weight, count = scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
-    whole: Any
     model_keys, means, counts = evaluation(prompts, values)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
     model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
