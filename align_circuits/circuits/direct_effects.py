@@ -72,7 +72,7 @@ def direct_logits(
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
         same("the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0))
-    places = [(s.name, *(None if place < 0 else place for place in (s.layer, s.head))) for s in graph.senders]
+    places = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric="direct_logit")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())

@@ -109,7 +109,7 @@ def patch_paths(
     """
     check_fits(model, pair.clean)
     graph, targets = Graph.of(model.cfg), pair.target_metrics
-    heads = [sender.name for sender in graph.senders if sender.head >= 0]
+    heads = [sender.name for sender in graph.senders if sender.head is not None]
     reads, writes = (
         torch.tensor([place(name) for name in names])
         for place, names in ((graph.receiver, receivers), (graph.sender, heads if senders is None else senders))
@@ -139,11 +139,11 @@ def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit
     """Edits that give every head its output of the base run, and the sender its output of the source run."""
     outputs = {name: value for name, value in cached.base.items() if name.endswith("hook_z")}
     edits: list[Edit] = []
-    if sender.head >= 0:
+    if sender.head is not None and sender.layer is not None:
         name = name_of("z", sender.layer)
         outputs[name] = outputs[name].clone()
         outputs[name][:, :, sender.head] = cached.source[name][:, :, sender.head]
-    elif sender.layer >= 0:
+    elif sender.layer is not None:
         edits = [Patch(site="mlp_out", layers=[sender.layer], values=cached.source)]
     else:
         edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: cached.source[EMBEDDED]})]

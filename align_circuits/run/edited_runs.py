@@ -145,7 +145,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         for edits in runs.edit_sets
     ]
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
-    replay = Replay(
+    replay = Replay.run(
         runs.model,
         batch.tokens[:, :end],
         batch.mask[:, :end],
@@ -172,7 +172,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
             for index in group:
                 hand_over(index, replay.logits)
             continue
-        group.sort(key=lambda index: order_of(dict.fromkeys(runs.names[index], lambda _: None)))
+        group.sort(key=lambda index: order_of(runs.names[index]))
         at_once = max(1, budget // (len(selected) * (end - start)))
         span = slice(batch.cropped + start, batch.cropped + end)
         source = {name: values[:, start - replay.start :] for name, values in source_run.items()}

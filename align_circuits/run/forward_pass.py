@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from align_circuits.hooks.attention import Probe, Within, raw_attention, why_not_fast
+from align_circuits.hooks import compat
+from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Edit, changes_of, in_order
 from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
@@ -241,12 +241,15 @@ def _run_fast(
     named: dict[str, list[Change]] = {}
     for name, change in within:
         named.setdefault(name, []).append(change)
-    parts = Within({name: in_order(changes) for name, changes in named.items()}) if within else None
-    probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
-    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_within=parts))
-    if probe is not None and probe.seen != model.cfg.n_layers:
+    parts = AttentionParts({name: in_order(changes) for name, changes in named.items()}) if within else None
+    probe = (
+        None if on_pattern is None else PatternProbe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
+    )
+    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_parts=parts))
+    if probe is not None and probe.layers_read != model.cfg.n_layers:
         raise ValueError(
-            f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use RunOptions(engine='reference')"
+            f"the fast engine read {probe.layers_read} of {model.cfg.n_layers} layers: use "
+            "RunOptions(engine='reference')"
         )
     return logits
 
@@ -261,7 +264,7 @@ def _run_reference(
     layers = range(model.cfg.n_layers) if on_pattern is not None else ()
     probes = Probes(model, {name_of("pattern", layer): partial(rows_of, layer) for layer in layers})
     run = partial(model.run_with_hooks, fwd_hooks=probes.fwd_hooks)
-    if isinstance(getattr(model, "original_model", None), PreTrainedModel):
+    if compat.is_bridge(model):
         logits = _bridge_logits(batch, keep_logits, run)
     else:
         logits = run(batch.tokens, **batch.inputs)[batch.prompt, batch.query]
