@@ -15,6 +15,7 @@ from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.heads import heads_of, layers_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.residual_edges import (
@@ -29,7 +30,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.run.forward_pass import capture, choose_engine, forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair

@@ -14,9 +14,10 @@ from align_circuits.circuits.decomposition import residual_edges_of, same
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.protocol import HookedModel, check_fits, device_of, model_provenance
+from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions

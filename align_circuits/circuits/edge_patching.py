@@ -9,6 +9,7 @@ import torch
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
@@ -19,7 +20,7 @@ from align_circuits.hooks.residual_edges import (
     sent_from,
     sites_of,
 )
-from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair

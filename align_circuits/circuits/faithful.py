@@ -15,8 +15,9 @@ from torch import Tensor
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
-from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair

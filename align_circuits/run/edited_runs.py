@@ -9,10 +9,11 @@ from torch import Tensor
 
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, changes_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import site_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_tokens, in_batches
 from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, why_silent

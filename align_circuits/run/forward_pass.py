@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Edit, changes_of, in_order
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches
 from align_circuits.run.options import RunOptions

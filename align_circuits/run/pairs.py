@@ -13,7 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.graph import Graph
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture

@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.edits import Edit
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import KINDS, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
