@@ -177,7 +177,7 @@ class _Activation:
 
 @dataclass(frozen=True, eq=False)
 class _AtSite(Edit):
-    """An edit of one kind of activation, at some heads or layers and at some positions."""
+    """An edit of one kind of activation, at given heads or layers and positions."""
 
     heads: Sequence[Head] = ()
     """Which heads, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share

@@ -47,7 +47,7 @@ def shared_at(cfg: Any, site: str) -> int:
 
 
 def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
-    """Returns the columns of a site's activation that belong to some heads, by layer; None for a site of layers.
+    """Returns the columns of a site's activation that belong to the given heads, by layer; None for a site of layers.
 
     Raises:
         ValueError: An unknown site, a head or layer that the model does not have, heads at a site of layers or layers

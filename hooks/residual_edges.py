@@ -156,10 +156,10 @@ class _ByCopy(Edit):
 
 @dataclass(frozen=True, eq=False)
 class PatchEdges(_ByCopy):
-    """Patches edges: some receivers read what senders wrote in another run, all others what they write in this one.
+    """Patches edges: chosen receivers read what senders wrote in another run, all others what they write now.
 
-    A receiver reads the residual stream of this run, in which what some senders wrote is replaced by what they wrote in
-    the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
+    A receiver reads the residual stream of this run, in which the outputs of the patched senders are replaced by those
+    of the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
 
     Source: Wang et al. (2022), "Interpretability in the Wild", §3.1 (path patching); Conmy et al. (2023), "Towards
     Automated Circuit Discovery", for circuits as sets of edges.

@@ -159,8 +159,8 @@ def attribute_edges(
       Patching Outperforms Automated Circuit Discovery", Eq. 2.
     - `"eap_ig_inputs"`: in the mean over runs whose embeddings lie between the two, k/m of the way to the clean ones,
       k = 1, ..., m. Source: Hanna et al. (2024), "Have Faith in Faithfulness", Eq. 3.
-    - `"eap_ig_activations"`: in the mean over clean runs in which what the sender's layer says (its heads, or its MLP,
-      or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
+    - `"eap_ig_activations"`: in the mean over clean runs in which the output of the sender's layer (its heads, or its
+      MLP, or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
     - `"eap_ig_all_activations"`: in the mean over those runs of all senders, for every edge, as the code released with
       Hanna et al. (2024) has it: in each of them only one layer's output is moved.
     - `"atp_star"`: in the clean run, but for edges into queries and keys attention is computed anew from what the

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.circuits.decomposition import residual_edges_of, same
+from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, heads_of
@@ -72,7 +72,9 @@ def direct_logits(
         rest = at_targets[last] - parts.sum(1)
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
-        same("the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0))
+        check_same(
+            "the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0)
+        )
     places = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric="direct_logit")
@@ -91,10 +93,10 @@ def function_vectors(
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
 
-    For each task, what the head says on average where clean prompts predict (z, over prompts and targets) is put where
+    For each task, the mean output of the head where clean prompts predict (z, over prompts and targets) is put where
     prompts with uninformative examples predict. The effect is by how much the gold token becomes more likely: a head
     that carries which task it is, whatever the prompt, restores the answer; one that carries an answer does not, since
-    its mean over prompts says nothing. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
+    its mean over prompts carries none. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
     to 5.
 
     Misleads with one task, where the mean may hold a favourite answer. The control is the score on tasks whose answers
@@ -154,7 +156,7 @@ def head_profile(
     kind: str = "all",
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns lookup, induction and function-vector heads told apart: four numbers a head in one table.
+    """Returns four numbers a head that distinguish lookup, induction and function-vector heads, in one table.
 
     - `"lookup_attention"` and `"induction_attention"`: where the head looks, where the model predicts;
     - `"direct_logit"`: what it adds to the gold token's logit itself;

@@ -47,8 +47,8 @@ def faithfulness(
     """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
 
     In a circuit's run the edges that it keeps carry what really arrives, and all others what they carry on the
-    corrupted prompts. M is the mean over prompts of what the model then says of the gold tokens; with all edges it is
-    the model's on clean prompts, with none its on corrupted ones: f is 1 and 0 there, exactly. It may leave [0, 1].
+    corrupted prompts. M is the mean over prompts of the metric of such a run; with all edges it is the model's on clean
+    prompts, with none that on corrupted ones: f is 1 and 0 for these two, exactly. It may leave [0, 1].
 
     Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3; Wang et al. (2022); Hanna et al.
     (2024). Edges are kept by score alone; those that lead nowhere change nothing. Misleads as a sign that a circuit is
@@ -129,7 +129,7 @@ def completeness(
     seed: int = 0,
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what the circuit of some heads and the model say when both lose the same heads.
+    """Returns the metric of a circuit of heads and that of the model when both lose the same heads.
 
     F(C - K) beside F(M - K), for sets K of the circuit's heads: none of them, each alone, all of them, and random
     ones. A circuit that does what the model does, in the same way, loses what the model loses; where the model holds

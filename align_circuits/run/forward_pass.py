@@ -105,7 +105,7 @@ def capture(
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
-    """Returns the activations at some hook points, after the edits, on the CPU; 0 at padding.
+    """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
     """
@@ -141,9 +141,8 @@ def choose_engine(
 ) -> Literal["fast", "reference"]:
     """Returns the engine that the options mean for this model, if the hook points `names` are to be read or edited.
 
-    Whether they fire is found out here for `"auto"` alone: `"fast"` is taken at its word, and `forward` raises if one
-    does not. With `by_hooks` the attention function serves no hook point, as where gradients are read, and `"fast"` is
-    refused here.
+    Whether they fire is checked here for `"auto"` alone: with `"fast"`, `forward` raises if one does not. With
+    `by_hooks` the attention function serves no hook point, as where gradients are read, and `"fast"` is checked too.
 
     Raises:
         ValueError: `"fast"` does not apply to this model.
@@ -164,7 +163,7 @@ def not_fast(reason: str) -> ValueError:
 
 
 def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = False) -> str | None:
-    """Returns why a hook point does not fire under the fast engine, found out on two tokens; None if all do.
+    """Returns why a hook point does not fire under the fast engine, by a run of two tokens; None if all do.
 
     Without `by_hooks`, those inside its attention function do.
     """
