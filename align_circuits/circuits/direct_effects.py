@@ -21,8 +21,8 @@ from align_circuits.models.protocol import check_fits, device_of, model_provenan
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
-from align_circuits.run.pairs import check_pair
-from align_circuits.run.target_metrics import Metric, TargetMetrics
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -84,11 +84,9 @@ def direct_logits(
 
 def function_vectors(
     model: HookedModel,
-    pairs: Sequence[tuple[Prompts, Prompts]],
+    pairs: Sequence[Pair],
     *,
     heads: Sequence[Head] | None = None,
-    kind: str = "all",
-    metric: Metric = "prob",
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
@@ -105,10 +103,9 @@ def function_vectors(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pairs: For each task, clean prompts and the same with examples that do not show the task, such as
-            `(prompts, task.corrupt(prompts, "labels"))`.
-        heads: Which heads; all by default.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        metric: `"prob"` of the gold token (as published), `"log_prob"` or `"logit"`.
+            `Pair(prompts, task.corrupt(prompts, "labels"))`; the metric is the probability of all targets (as
+            published) unless a pair has another.
+        heads: The heads to score; all by default.
         options: Engine and batch size.
 
     Returns:
@@ -116,10 +113,12 @@ def function_vectors(
         tasks, and `n` is their number; with one they are over its prompts.
 
     Raises:
-        ValueError: No tasks, prompts that do not match, or a head that the model does not have.
+        ValueError: No tasks, pairs of direction `"noise"`, or a head that the model does not have.
     """
     if not pairs:
-        raise ValueError("no tasks: give clean and corrupted prompts for each")
+        raise ValueError("no tasks: give a Pair of clean and corrupted prompts for each")
+    if any(pair.direction != "denoise" for pair in pairs):
+        raise ValueError("direction='noise': function vectors of clean prompts go into corrupted runs, 'denoise'")
     selected = heads_of(model.cfg, heads)
     if not selected:
         raise ValueError("no heads: name at least one")
@@ -127,20 +126,19 @@ def function_vectors(
     names = [name_of("z", layer) for layer in layers]
     options = replace(options, engine=choose_engine(model, options, names))
     effects, engine = [], ""
-    for clean, corrupted in pairs:
-        check_fits(model, clean)
-        check_pair(clean, corrupted)
-        targets = TargetMetrics.of(corrupted, (metric,), kind)
-        cached = capture(model, clean, names, options=options)
-        queries = torch.zeros_like(clean.mask)
+    for pair in pairs:
+        check_fits(model, pair.clean)
+        targets = TargetMetrics.of(pair.corrupted, (pair.metric or "prob",), pair.kind or "all")
+        cached = capture(model, pair.clean, names, options=options)
+        queries = torch.zeros_like(pair.clean.mask)
         queries[targets.prompt, targets.query] = True
         means = {name: value[targets.prompt, targets.query].mean(0).expand_as(value) for name, value in cached.items()}
         edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
         effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
-    tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
-    provenance = _provenance("function_vectors", model, pairs[0][0], tasks, engine)
+    tasks = [{**pair.clean.task, "metric": pair.metric or "prob", "kind": pair.kind or "all"} for pair in pairs]
+    provenance = _provenance("function_vectors", model, pairs[0].clean, {"tasks": tasks}, engine)
     if len(pairs) == 1:
         values, weights = effects[0]
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
@@ -151,25 +149,26 @@ def function_vectors(
 def head_profile(
     model: HookedModel,
     prompts: Prompts,
-    pairs: Sequence[tuple[Prompts, Prompts]],
+    pairs: Sequence[Pair],
     *,
     kind: str = "all",
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns four numbers a head that distinguish lookup, induction and function-vector heads, in one table.
 
-    - `"lookup_attention"` and `"induction_attention"`: where the head looks, where the model predicts;
-    - `"direct_logit"`: what it adds to the gold token's logit itself;
-    - `"function_vector"`: what its mean word on a task restores where examples do not show the task.
+    - `"lookup_attention"` and `"induction_attention"`: the head's attention where the model predicts;
+    - `"direct_logit"`: what it adds to the target's logit directly;
+    - `"function_vector"`: what its mean output on a task restores where examples do not show the task.
 
-    A lookup head looks at earlier translations and writes the answer, and its mean restores nothing; an induction head
-    does the same with what followed the same token; a function-vector head writes little itself, and its mean restores.
+    A lookup head attends to earlier translations and writes the answer, and its mean output restores nothing; an
+    induction head does the same with what followed the same token; a function-vector head writes little directly, but
+    its mean output restores the answer.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         prompts: For attention and logits.
         pairs: As for `function_vectors`.
-        kind: Which targets count for the logits and the function vectors.
+        kind: Which targets count for the logits: `"all"`, `"first"` or `"later"`.
         options: Engine and batch size.
 
     Returns:
@@ -182,11 +181,11 @@ def head_profile(
     tables = [
         score_heads(model, prompts, list(PROFILE), options=options),
         direct_logits(model, prompts, kind=kind, options=options).heads(),
-        function_vectors(model, pairs, kind=kind, options=options),
+        function_vectors(model, pairs, options=options),
     ]
     columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
-    settings = {"kind": kind, "tasks": [dict(clean.task) for clean, _ in pairs]}
+    settings = {"kind": kind, "tasks": [dict(pair.clean.task) for pair in pairs]}
     return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))
 
 
