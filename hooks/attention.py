@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change
 
@@ -160,7 +161,7 @@ def pattern_of(
     return scores.masked_fill(~mask, least).softmax(-1, dtype=wide).to(query.dtype)
 
 
-def why_not_fast(model: Any) -> str | None:
+def why_not_fast(model: HookedModel) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
     if not compat.is_bridge(model):

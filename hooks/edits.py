@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.hooks.heads import Head, layers_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
@@ -58,7 +59,9 @@ class BatchContext:
 class Edit(ABC):
     """A change of activations; a value that serves any number of models and runs."""
 
-    def fwd_hooks(self, model: Any, prompts: Prompts | None = None) -> list[tuple[str, Callable[..., Tensor | None]]]:
+    def fwd_hooks(
+        self, model: HookedModel, prompts: Prompts | None = None
+    ) -> list[tuple[str, Callable[..., Tensor | None]]]:
         """Returns the edit as hooks for `model.hooks(fwd_hooks=...)` or `model.run_with_hooks(..., fwd_hooks=...)`.
 
         The hooks first run on two tokens: one that would never fire raises here instead of changing nothing.
@@ -85,7 +88,7 @@ class Edit(ABC):
         return 0
 
 
-def changes_of(edits: Sequence[Edit], model: Any, context: BatchContext | None) -> dict[str, Change]:
+def changes_of(edits: Sequence[Edit], model: HookedModel, context: BatchContext | None) -> dict[str, Change]:
     """Returns the changes of several edits; at the same hook point they apply in order."""
     changes_at: dict[str, list[Change]] = {}
     for edit in edits:
