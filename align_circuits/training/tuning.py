@@ -137,7 +137,7 @@ class TuneRun:
     table: Table
     """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset, layer and
     head. Metrics of the model (accuracy, log_prob, and the references) have layer = head = -1; head metrics
-    (`PROBED_METRICS`) have kind "all" and offset -1, and head = -1 for a layer's mean attention."""
+    (`PROBED`) have kind "all" and offset -1, and head = -1 for a layer's mean attention."""
     log: pd.DataFrame
     """A row for each probe: step, loss (the mean since the row before), lr, grad_norm, and a summary of the probe."""
     config: TuneConfig

@@ -18,7 +18,7 @@ import align_circuits as ac
 from align_circuits.models.protocol import parameters_of
 from align_circuits.prompts.prompts import Role
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.training.probe import PROBED_METRICS, WHOLE_MODEL
+from align_circuits.training.probe import PROBED, WHOLE_MODEL
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -185,8 +185,8 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
             probe = tuned.table.where(step=step, ood=ood)
-            heads: Any = ac.score_heads(model, prompts, list(PROBED_METRICS)).frame
-            mine: Any = probe.where(metric=list(PROBED_METRICS)).frame
+            heads: Any = ac.score_heads(model, prompts, list(PROBED)).frame
+            mine: Any = probe.where(metric=list(PROBED)).frame
             pd.testing.assert_frame_equal(mine[["layer", "head", "metric"]], heads[["layer", "head", "metric"]])
             np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
             right = ac.evaluate(model, prompts)
