@@ -74,7 +74,7 @@ def measure(
         for model, about in loaded.items()
         for task in tasks
     ]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", processes=jobs).all_rows()
     arguments = pd.DataFrame(list(found["task"]))
     frame = pd.concat([arguments, found.drop(columns=["task", "seed", "weights"])], axis=1)
     settings = {"function": function, "models": list(models), "prompts": n, "seed": seed}

@@ -144,7 +144,7 @@ def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
         for kind, sharpness, count in kinds
         for seed in range(config.first_seed, config.first_seed + count)
     ]
-    frame: Any = run_jobs(cells, folder / "cells", jobs=jobs).whole()
+    frame: Any = run_jobs(cells, folder / "cells", processes=jobs).all_rows()
     frame["models"] = [
         f"planted, strength {sharpness:g}" if kind == "planted" else f"random Llama, spread {sharpness:g}"
         for kind, sharpness in zip(frame["models"], frame["sharpness"], strict=True)

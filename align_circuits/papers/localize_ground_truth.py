@@ -121,8 +121,8 @@ def _run(config: GroundTruth, *, models: Sequence[str], jobs: int, folder: Path)
         for seed in range(config.random)
     ]
     rows: list[dict[str, Any]] = []
-    known: Any = run_jobs(circuits, folder / "cells", jobs=jobs).whole()
-    unknown: Any = run_jobs(networks, folder / "cells", jobs=jobs).whole()
+    known: Any = run_jobs(circuits, folder / "cells", processes=jobs).all_rows()
+    unknown: Any = run_jobs(networks, folder / "cells", processes=jobs).all_rows()
     for (strength, role), some in known.groupby(["strength", "role"]):
         sums = some[["true", "named", "both"]].sum()
         about = {"models": "planted", "role": role, "at": strength}

@@ -162,7 +162,7 @@ class Conjecture:
 
 def _run(config: Conjecture, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
     cells = [Job(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", processes=jobs).all_rows()
     base = {"depth": config.depth, "width": config.width, "x_len": config.x_len}
     settings = {"base": base, "n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
     frame: Any = found.drop(columns=["n_examples", "steps", "prompts"])

@@ -238,7 +238,7 @@ def _em(config: EM, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
         for m in config.x_lens
         for k in config.n_examples
     ]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", processes=jobs).all_rows()
     return Table(found.drop(columns=["prompts", "exhaustive", "seed"]), Provenance("em", {"n": config.n}))
 
 

@@ -25,7 +25,7 @@ from align_circuits.run.forward_pass import forward
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.training.probe import PROBED_METRICS
+from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
@@ -134,7 +134,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             drawn = asked.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right: Any = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
-            heads = score_heads(model, drawn, [*PROBED_METRICS, *ATTENDED]).heads().frame
+            heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame
             heads = heads.assign(kind="all", predictor="model")
             whole = right.assign(level="model", layer=-1, head=-1)
             frames += [frame.assign(part=part, condition=condition) for frame in (whole, heads)]
@@ -227,7 +227,7 @@ def measure_tuned(
     plain = [(arm, json.loads(json.dumps({"task": dict(arm.task), "config": dict(arm.config)}))) for arm in arms]
     common = {"model": model, "weights": about["weights"], "runs": str(folder / "tuned"), **more}
     cells = [Job(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
+    found = run_jobs(cells, folder / "cells", processes=jobs).all_rows()
     names = {json.dumps(asked, sort_keys=True): arm.name for arm, asked in plain}
     asked = zip(found["task"], found["config"], strict=True)
     arm = [names[json.dumps({"task": task, "config": config}, sort_keys=True)] for task, config in asked]
@@ -262,7 +262,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
 
     Returns:
         Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `PROBED_METRICS`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
+        `PROBED`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
         `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
@@ -272,7 +272,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
     heads = frame[(frame["level"] == "head") & frame["value"].notna()]
     best: Any = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
     best, mean = (
-        rows[~rows["ood"]] for rows in (best, frame[(frame["level"] == "layer") & frame["metric"].isin(PROBED_METRICS)])
+        rows[~rows["ood"]] for rows in (best, frame[(frame["level"] == "layer") & frame["metric"].isin(PROBED)])
     )
     parts = {
         "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])].fillna({"layer": -1}),
@@ -310,7 +310,7 @@ def emerged(frame: Any) -> pd.DataFrame:
     rows = []
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
-        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED_METRICS)):
+        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED)):
             if metric in set(run["metric"]):
                 when = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
                 step = when.where(measure="step").frame["value"].iloc[0]

@@ -227,7 +227,7 @@ def _run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) -
         for positions in ("relative", "absolute")
         for seed in range(config.seeds)
     ]
-    frame: Any = run_jobs(cells, folder, jobs=jobs).whole().reindex(columns=[*KEYS, "value", "n"])
+    frame: Any = run_jobs(cells, folder, processes=jobs).all_rows().reindex(columns=[*KEYS, "value", "n"])
     frame["value"] = frame["value"].astype(float).round(4)
     for column in ("head", "query", "key"):
         frame[column] = frame[column].fillna(-1).astype(int)

@@ -31,7 +31,7 @@ def run(config: Trainings, *, models: Sequence[str], jobs: int, folder: Path) ->
     """Trains models with relative positions as `recall/heads` does, over more seeds; its table, without maps."""
     size = {"positions": "relative", **asdict(config.size)}
     cells = [Job(f"{heads.__name__}:heads_cell", size, seed) for seed in range(config.seeds)]
-    frame: Any = run_jobs(cells, folder, jobs=jobs).whole()
+    frame: Any = run_jobs(cells, folder, processes=jobs).all_rows()
     frame = frame[frame["metric"].isin(KEPT)].reindex(columns=[*KEYS[:7], "value", "n"])
     frame = frame.assign(value=frame["value"].astype(float).round(4), head=frame["head"].fillna(-1).astype(int))
     return Table(frame.assign(low=np.nan, high=np.nan), Provenance("strategies", asdict(config)))

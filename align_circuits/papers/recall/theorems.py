@@ -189,7 +189,7 @@ def _run_theorem(config: Settings, *, models: Sequence[str], jobs: int, folder: 
         "high",
         "n",
     ]
-    frame: Any = run_jobs(cells, folder, jobs=jobs).whole().reindex(columns=kept)
+    frame: Any = run_jobs(cells, folder, processes=jobs).all_rows().reindex(columns=kept)
     for column in (*FORMS, "value", "low", "high"):
         frame[column] = [float(f"{value:.6g}") for value in frame[column].astype(float)]
     return Table(frame, Provenance("theorem", asdict(config)))

@@ -243,7 +243,7 @@ def study(config: Study, *, models: Sequence[str] = (), jobs: int = 1, folder: P
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
     if jobs > 1:
-        run_jobs(config.chains(folder), folder / "cells", jobs=jobs).whole()
+        run_jobs(config.chains(folder), folder / "cells", processes=jobs).all_rows()
     frames = []
     for cell in config.cells:
         size = config.size.changed(**cell)
