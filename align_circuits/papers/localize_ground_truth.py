@@ -106,8 +106,8 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
     full = known[known["strength"] == 1]
     shares: list[dict[str, Any]] = []
 
-    def add(models: str, role: str, at: float, metric: str, part: Any, whole: Any) -> None:
-        shares.append({"models": models, "role": role, "at": at, "metric": metric, **_share(part, whole)})
+    def add(models: str, role: str, at: float, metric: str, part: Any, total: Any) -> None:
+        shares.append({"models": models, "role": role, "at": at, "metric": metric, **_share(part, total)})
 
     for (strength, role), group in known.groupby(["strength", "role"]):
         sums = group[["true", "named", "both"]].sum()
@@ -126,10 +126,10 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _share(part: Any, whole: Any) -> dict[str, float]:
+def _share(part: Any, total: Any) -> dict[str, float]:
     """A share with its exact binomial interval."""
-    low, high = binomial_interval(int(part), int(whole))
-    return {"value": part / whole if whole else np.nan, "low": low, "high": high, "n": int(whole)}
+    low, high = binomial_interval(int(part), int(total))
+    return {"value": part / total if total else np.nan, "low": low, "high": high, "n": int(total)}
 
 
 def _check(table: Table) -> list[Check]:

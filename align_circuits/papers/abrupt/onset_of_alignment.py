@@ -15,7 +15,9 @@ from align_circuits.papers.abrupt.figs_1_3_4_network import SOURCE
 from align_circuits.papers.abrupt.nested_logits import AlignedLogits
 from align_circuits.papers.abrupt.onset_theory import MEASURES, Onset, course, forecast
 from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
-from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, measure_tuned
+from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, loaded, of_tuned
+from align_circuits.papers.icatune.tuned_models import course as tuning_course
+from align_circuits.papers.study import Study
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table
@@ -82,7 +84,11 @@ def as_table(went: pd.DataFrame) -> Table:
 
 
 def _run(config: Forecast, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    frame, about = measure_tuned("course", models[0], [config.arm], jobs=jobs, folder=folder)
+    study = Study(
+        "abrupt/onset", {}, lambda _, inputs: of_tuned(tuning_course, [config.arm], inputs), models="one", load=loaded
+    )
+    courses = study.run(config, models=models, jobs=jobs, folder=folder)
+    frame, about = courses.frame, courses.provenance.model
     tuned = [Table(rows.drop(columns=["arm", "seed"]), Provenance("tune")) for _, rows in frame.groupby("seed")]
     plain: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.arm.config.items()

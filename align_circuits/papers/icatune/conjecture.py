@@ -118,10 +118,9 @@ def learned(
 
 def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
     """Whether EM, given all examples but the last, predicts each letter of the last."""
-    found = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    of = torch.searchsorted(found.symbols, x[-1])
-    likely = found.probability @ found.dictionary[of]
-    return found.letters[likely.argmax(1)] == y[-1]
+    em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
+    likely = em.probability @ em.dictionary[torch.searchsorted(em.symbols, x[-1])]
+    return em.letters[likely.argmax(1)] == y[-1]
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
