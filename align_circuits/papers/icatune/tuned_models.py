@@ -206,13 +206,12 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
     by = ["arm", "condition", "step", "metric", "kind"]
-    single = frame["head"] >= 0
-    heads, means = frame[single & frame["value"].notna()], frame[~single & frame["metric"].isin(WATCHED)]
-    best = heads.loc[heads.groupby([*by, "layer", "seed"])["value"].idxmax()]
+    heads, means = (frame[(frame["level"] == level) & ~frame["ood"]] for level in ("head", "layer"))
+    best = heads.loc[heads[heads["value"].notna()].groupby([*by, "layer", "seed"])["value"].idxmax()]
     parts = {
         "model": (frame[frame["metric"].isin(["accuracy", "history", "oracle"])], by),
-        "best head": (best[~best["ood"]], [*by, "layer"]),
-        "layer mean": (means[~means["ood"]], [*by, "layer"]),
+        "best head": (best, [*by, "layer"]),
+        "layer mean": (means, [*by, "layer"]),
     }
     grouped = [grouped_over_seeds(rows, keys).assign(of=of) for of, (rows, keys) in parts.items() if len(rows)]
     return pd.concat(grouped, ignore_index=True).assign(part="course")
