@@ -146,20 +146,10 @@ class Study:
             for each, returned in zip(measurements, sweep.rows, strict=True):
                 plain = [{**each.keys, **each.job.seeded, **row} for row in returned]
                 rows.setdefault(each.function.__name__, []).extend(plain)
-        frame = self.summarize(config, {name: _frame(parts) for name, parts in rows.items()})
+        frame = self.summarize(config, {name: pd.DataFrame(parts) for name, parts in rows.items()})
         settings = {"study": self.name, "config": json.loads(json.dumps(asdict(config), default=str))}
         about = next(iter(inputs.models.values())) if len(inputs.models) == 1 else inputs.models
         return Table(frame.reset_index(drop=True), Provenance("measure", settings, model=about))
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The frame of rows; integers stay integers where some are missing."""
-    frame = pd.DataFrame(rows)
-    for name in frame.columns:
-        kinds = {type(row.get(name)) for row in rows}
-        if kinds == {int, type(None)}:
-            frame[name] = pd.array([row.get(name) for row in rows], dtype="Int64")
-    return frame
 
 
 def _no_figures(_: Table) -> Mapping[str, go.Figure]:

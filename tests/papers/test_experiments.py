@@ -191,8 +191,6 @@ def test_missing_keys_stay_missing_and_whole(tmp_path):
     study = Study("test/missing", {}, lambda *_: [Measurement(missing, {"n": n}, None) for n in (1, 2)])
     with pytest.raises(ValueError, match="columns value, low, high, n"):
         study.run(Numbers(), folder=tmp_path)
-    (frame,) = [study_module._frame([{"layer": 1}, {"layer": None}])]
-    assert frame["layer"].dtype == "Int64" and frame["layer"].isna().tolist() == [False, True]
     one = Study("test/missing", {}, study.jobs, lambda _, rows: rows["missing"].assign(low=0.0, high=1.0, n=1))
     layers = one.run(Numbers(), folder=tmp_path).frame["layer"]
     assert layers.dtype == "Int64" and layers.dropna().tolist() == [1, 2] and layers.isna().sum() == 2

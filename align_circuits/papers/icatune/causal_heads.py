@@ -1,7 +1,7 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,17 @@ from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of, over_seeds, share_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
-from align_circuits.papers.icatune.tuned_models import FRESH, Arm, loaded, of_tuned, task_of, trainings, tuned
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.icatune.tuned_models import (
+    FRESH,
+    Arm,
+    Tunings,
+    loaded,
+    of_tuned,
+    task_of,
+    tuned,
+    tuned_study,
+)
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
@@ -37,21 +46,6 @@ FEWEST = 8
 
 DECIDED = 0.5
 """By how much one of two alignments must be more accurate than the other."""
-
-
-@dataclass(frozen=True)
-class Causal:
-    """Which tunings are taken apart."""
-
-    arm: Arm = ICA
-    twofold: Arm = field(default_factory=lambda: replace(ICA, name="m = 4", task={**ICA.task, "x_len": 4}))
-    """Tunings on inputs of length 4, where two alignments explain the examples equally well."""
-    n: int = 64
-
-    @property
-    def arms(self) -> tuple[Arm, Arm]:
-        """Both."""
-        return self.arm, self.twofold
 
 
 def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
@@ -216,14 +210,16 @@ def _swapped(prompts: Prompts) -> Prompts:
     return replace(prompts, correct=correct, relations=relations)
 
 
-def _jobs(config: Causal, inputs: Inputs) -> list[Measurement]:
+def _jobs(config: Tunings, inputs: Inputs) -> list[Measurement]:
+    """The first arm is taken apart; in the second two alignments explain the examples equally well."""
     return [
-        *of_tuned(causes, [config.arm], inputs, prompts=config.n),
-        *of_tuned(twofold, [config.twofold], inputs, prompts=config.n),
+        each
+        for function, arm in zip((causes, twofold), config.arms, strict=True)
+        for each in of_tuned(function, [arm], inputs, prompts=config.n)
     ]
 
 
-def _summarize(_: Causal, rows: Rows) -> pd.DataFrame:
+def _summarize(_: Tunings, rows: Rows) -> pd.DataFrame:
     two = rows["twofold"]
     two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
     return pd.concat([rows["causes"], two])[["arm", "seed", "done", "metric", "heads", *VALUES]]
@@ -320,26 +316,21 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     }
 
 
+def _with_twofold(arm: Arm, **size: int) -> Tunings:
+    return Tunings((arm, replace(arm, name="m = 4", task={**arm.task, "x_len": 4})), **size)
+
+
 CAUSAL = Experiment(
     "icatune/causal",
     "Are the heads that tuning makes the cause of what it does?",
     "beyond Agarwal and Sarawagi (2025)",
-    Study(
+    tuned_study(
         "icatune/causal",
-        {
-            "smoke": Causal(
-                replace(SMOKE_ICA, seeds=(0,)),
-                replace(SMOKE_ICA, name="m = 4", task={**SMOKE_ICA.task, "x_len": 4}, seeds=(0,)),
-                n=8,
-            ),
-            "cpu": Causal(),
-            "paper": Causal(PAPER_ICA, replace(PAPER_ICA, name="m = 4", task={**PAPER_ICA.task, "x_len": 4})),
-        },
-        _jobs,
-        _summarize,
-        trainings,
-        models="one",
-        load=loaded,
+        smoke=_with_twofold(replace(SMOKE_ICA, seeds=(0,)), n=8),
+        cpu=_with_twofold(ICA),
+        paper=_with_twofold(PAPER_ICA),
+        jobs=_jobs,
+        summarize=_summarize,
     ),
     _draw,
     _check,

@@ -1,7 +1,7 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): what tuning in context does, step by step."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,16 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOKE,
     SMOKE_TASK,
     Arm,
+    Tunings,
     as_rows,
     courses,
     emerged,
     ended,
     ends,
-    loaded,
     of_tuned,
-    trainings,
+    tuned_study,
 )
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -39,31 +39,10 @@ SHOWN = ("in distribution", "OOD")
 """The conditions that figures show."""
 
 
-@dataclass(frozen=True)
-class Courses:
-    """Which tunings, and how they are measured."""
-
-    arms: tuple[Arm, ...] = (ICA,)
-    n: int = 64
-    """Fresh prompts under each condition, before and after."""
-    every: int = 2
-    """The table keeps one probe in so many."""
-
-
-def _jobs(config: Courses, inputs: Inputs) -> list[Measurement]:
-    return of_tuned(ends, config.arms, inputs, prompts=config.n) if config.n else []
-
-
-def _summarize(config: Courses, rows: Rows) -> pd.DataFrame:
-    """Courses, steps of emergence, and, unless n is 0, what holds before and after."""
-    after = [ended(rows["ends"])] if config.n else []
+def summarize_courses(config: Tunings, rows: Rows) -> pd.DataFrame:
+    """Returns courses, steps of emergence, and what holds before and after, where that was measured."""
+    after = [ended(rows["ends"])] if "ends" in rows else []
     return as_rows([courses(rows["course"], config.every), emerged(rows["course"]), *after])
-
-
-def study_of_courses(name: str, smoke: Courses, cpu: Courses, paper: Courses) -> Study:
-    """Returns the study of what tuning does step by step."""
-    scales = {"smoke": smoke, "cpu": cpu, "paper": paper}
-    return Study(name, scales, _jobs, _summarize, trainings, models="one", load=loaded)
 
 
 def first_token(table: Table, part: str, condition: str = "in distribution", metric: str = "accuracy") -> Table:
@@ -201,7 +180,14 @@ FIG4 = Experiment(
     "icatune/fig4",
     "How accuracy, alignment and lookup come about in context",
     "Agarwal and Sarawagi (2025), Fig. 4",
-    study_of_courses("icatune/fig4", Courses((SMOKE_ICA,), n=4, every=1), Courses(), Courses((PAPER_ICA,))),
+    tuned_study(
+        "icatune/fig4",
+        smoke=Tunings((SMOKE_ICA,), n=4, every=1),
+        cpu=Tunings((ICA,)),
+        paper=Tunings((PAPER_ICA,)),
+        jobs=lambda config, inputs: of_tuned(ends, config.arms, inputs, prompts=config.n),
+        summarize=summarize_courses,
+    ),
     _draw_emergence,
     _check_emergence,
     "Llama 3 8B: accuracy jumps most at the first token of a phrase; alignment accuracy rises abruptly near step "

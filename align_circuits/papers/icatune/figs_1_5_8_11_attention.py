@@ -19,7 +19,17 @@ from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.papers.icatune.figs_6_7_10_variants import FIG10, Layers, best_arm
-from align_circuits.papers.icatune.tuned_models import FRESH, Arm, ends, loaded, of_tuned, task_of, trainings, tuned
+from align_circuits.papers.icatune.tuned_models import (
+    FRESH,
+    Arm,
+    Tunings,
+    ends,
+    loaded,
+    of_tuned,
+    task_of,
+    tuned,
+    tuned_study,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.token_html import readable
@@ -60,8 +70,7 @@ def _attention_map(model: Any, prompts: Prompts, head: Head) -> pd.DataFrame:
 
 def _map_rows(frames: Sequence[pd.DataFrame], keys: Sequence[str]) -> pd.DataFrame:
     """Frames as one, with `keys` and `VALUES`; rows that are no map have no query and no key."""
-    frame = pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in frames], ignore_index=True)
-    return frame.astype({"query": "Int64", "key": "Int64"})
+    return pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in frames])
 
 
 def _grid(rows: Any, names: Sequence[str], keys: Sequence[str]) -> pd.DataFrame:
@@ -164,12 +173,13 @@ FIG1 = Experiment(
     "icatune/fig1",
     "In-context learning of labels by induction heads",
     "Agarwal and Sarawagi (2025), Fig. 1",
-    Study(
+    tuned_study(
         "icatune/fig1",
-        {"smoke": Pairs(n=6), "cpu": Pairs(), "paper": Pairs()},
-        lambda config, inputs: [Measurement(pairs, {**inputs.model, **asdict(config)}, None)],
-        models="one",
-        load=loaded,
+        smoke=Pairs(n=6),
+        cpu=Pairs(),
+        paper=Pairs(),
+        train=lambda *_: [],
+        jobs=lambda config, inputs: [Measurement(pairs, {**inputs.model, **asdict(config)}, None)],
     ),
     _draw_pairs,
     _check_pairs,
@@ -177,20 +187,6 @@ FIG1 = Experiment(
 
 
 # Figures 5 and 11
-
-
-@dataclass(frozen=True)
-class Heatmaps:
-    """Attention before and after a tuning."""
-
-    arm: Arm = ICA
-    n: int = 64
-    """Prompts that attention is averaged over."""
-
-    @property
-    def arms(self) -> tuple[Arm]:
-        """What is tuned."""
-        return (self.arm,)
 
 
 def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
@@ -286,18 +282,13 @@ FIG5 = Experiment(
     "icatune/fig5",
     "Attention of the best aligner and the best lookup head, before and after tuning",
     "Agarwal and Sarawagi (2025), Fig. 5",
-    Study(
+    tuned_study(
         "icatune/fig5",
-        {
-            "smoke": Heatmaps(SMOKE_ICA, n=4),
-            "cpu": Heatmaps(),
-            "paper": Heatmaps(replace(PAPER_ICA, task={"x_len": 3, "phrase_len": 2, "n_examples": 15})),
-        },
-        lambda config, inputs: of_tuned(attention, config.arms, inputs, prompts=config.n),
-        lambda config, rows: _maps(config.arm, rows["attention"]),
-        trainings,
-        models="one",
-        load=loaded,
+        smoke=Tunings((SMOKE_ICA,), n=4),
+        cpu=Tunings((ICA,)),
+        paper=Tunings((replace(PAPER_ICA, task={"x_len": 3, "phrase_len": 2, "n_examples": 15}),)),
+        jobs=lambda config, inputs: of_tuned(attention, config.arms, inputs, prompts=config.n),
+        summarize=lambda config, rows: _maps(config.arms[0], rows["attention"]),
     ),
     _draw_maps,
     _check_maps,
@@ -406,8 +397,7 @@ def _circuit_jobs(config: Circuit, _: Inputs) -> list[Measurement]:
 
 
 def _summarize_circuit(_: Circuit, rows: Rows) -> pd.DataFrame:
-    frame = _map_rows(list(rows.values()), ["part", "seed", "metric", "kind", "query", "key", "token"])
-    return frame.astype({"seed": "Int64"})
+    return _map_rows(list(rows.values()), ["part", "seed", "metric", "kind", "query", "key", "token"])
 
 
 def _check_circuit(table: Table) -> list[Check]:

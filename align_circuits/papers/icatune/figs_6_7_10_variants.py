@@ -13,11 +13,10 @@ from align_circuits.papers.icatune.fig_4_tuning import (
     PAPER_ICA,
     SHOWN,
     SMOKE_ICA,
-    Courses,
     draw_layers,
     first_token,
     order_checks,
-    study_of_courses,
+    summarize_courses,
 )
 from align_circuits.papers.icatune.tuned_models import (
     PAPER,
@@ -26,6 +25,7 @@ from align_circuits.papers.icatune.tuned_models import (
     TASK,
     TOY,
     Arm,
+    Tunings,
     as_rows,
     course,
     courses,
@@ -33,11 +33,10 @@ from align_circuits.papers.icatune.tuned_models import (
     ended,
     ends,
     grouped_over_seeds,
-    loaded,
     of_tuned,
-    trainings,
+    tuned_study,
 )
-from align_circuits.papers.study import Experiment, Inputs, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -150,15 +149,15 @@ FIG6 = Experiment(
     "icatune/fig6",
     "ICA-Tune beside standard fine-tuning, from equally many examples",
     "Agarwal and Sarawagi (2025), Fig. 6",
-    study_of_courses(
+    tuned_study(
         "icatune/fig6",
-        smoke=Courses(_sizes(**_compared(SMOKE_TASK, SMOKE, 4, (0,)), sizes=(5,)), n=0, every=1),
-        cpu=Courses(_sizes(**_compared(TASK, _SLOW, 88, (0, 1)), sizes=SIZES), n=0, every=1),
-        paper=Courses(
+        smoke=Tunings(_sizes(**_compared(SMOKE_TASK, SMOKE, 4, (0,)), sizes=(5,)), every=1),
+        cpu=Tunings(_sizes(**_compared(TASK, _SLOW, 88, (0, 1)), sizes=SIZES), every=1),
+        paper=Tunings(
             _sizes(**_compared(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2)), sizes=SIZES),
-            n=0,
             every=5,
         ),
+        summarize=summarize_courses,
     ),
     _draw_methods,
     _check_methods,
@@ -170,27 +169,18 @@ FIG6 = Experiment(
 # Figure 7
 
 
-@dataclass(frozen=True)
-class Decays:
-    """Alignments drawn from the prior in its released form, another one for each seed."""
-
-    arm: Arm = field(default_factory=lambda: replace(ICA, seeds=(0, 1, 2)))
-    decays: tuple[float, ...] = (1.0, 4.0, 16.0)
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        """One for each λ."""
-        prior = {"alignment": "prior", "prior_form": "code"}
-        return tuple(
-            replace(self.arm, name=f"λ = {decay:g}", task={**self.arm.task, **prior, "decay": decay})
-            for decay in self.decays
-        )
+def _decays(arm: Arm, *decays: int) -> Tunings:
+    """Alignments drawn from the prior in its released form at each λ, another one for each seed."""
+    prior = {"alignment": "prior", "prior_form": "code"}
+    return Tunings(
+        tuple(replace(arm, name=f"λ = {decay}", task={**arm.task, **prior, "decay": float(decay)}) for decay in decays)
+    )
 
 
-def _summarize_decays(_: Decays, rows: Rows) -> pd.DataFrame:
+def _summarize_decays(config: Tunings, rows: Rows) -> pd.DataFrame:
     """The courses of accuracy, and its mean over steps."""
     probes = rows["course"]
-    course = courses(probes, 2)
+    course = courses(probes, config.every)
     first = probes[(probes["metric"] == "accuracy") & (probes["kind"] == "first") & ~probes["ood"]]
     runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
     mean = grouped_over_seeds(runs.mean().reset_index().assign(n=1), ["arm"])
@@ -234,17 +224,14 @@ FIG7 = Experiment(
     "icatune/fig7",
     "Alignments that are less and less monotonic take longer to learn (prior as released)",
     "Agarwal and Sarawagi (2025), Fig. 7",
-    Study(
+    tuned_study(
         "icatune/fig7",
-        {
-            "smoke": Decays(replace(SMOKE_ICA, seeds=(0,)), (1.0, 16.0)),
-            "cpu": Decays(),
-            "paper": Decays(replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2))),
-        },
+        smoke=_decays(replace(SMOKE_ICA, seeds=(0,)), 1, 16),
+        cpu=_decays(replace(ICA, seeds=(0, 1, 2)), 1, 4, 16),
+        paper=_decays(
+            replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2)), 1, 4, 16
+        ),
         summarize=_summarize_decays,
-        train=trainings,
-        models="one",
-        load=loaded,
     ),
     _draw_decays,
     _check_decays,
@@ -327,21 +314,16 @@ FIG10 = Experiment(
     "icatune/fig10",
     "Tuning a single layer",
     "Agarwal and Sarawagi (2025), Fig. 10 and App. E.2",
-    Study(
+    tuned_study(
         "icatune/fig10",
-        {
-            "smoke": Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
-            "cpu": Layers(),
-            "paper": Layers(
-                replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)),
-                (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31),
-            ),
-        },
-        lambda config, inputs: of_tuned(ends, config.arms(inputs), inputs, prompts=config.n),
-        _summarize_layers,
-        lambda config, inputs: of_tuned(course, config.arms(inputs), inputs),
-        models="one",
-        load=loaded,
+        smoke=Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
+        cpu=Layers(),
+        paper=Layers(
+            replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
+        ),
+        train=lambda config, inputs: of_tuned(course, config.arms(inputs), inputs),
+        jobs=lambda config, inputs: of_tuned(ends, config.arms(inputs), inputs, prompts=config.n),
+        summarize=_summarize_layers,
     ),
     _draw_layers,
     _check_layers,

@@ -12,7 +12,7 @@ import torch
 from align_circuits.heads.score import score_heads
 from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.study import Inputs, Measurement, training_folder
+from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
@@ -80,6 +80,23 @@ class Arm:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
+@dataclass(frozen=True)
+class Tunings:
+    """What most figures of tuned models rest on."""
+
+    arms: tuple[Arm, ...]
+    n: int = 64
+    """Fresh prompts for what is measured before and after."""
+    every: int = 2
+    """The table keeps one probe in so many."""
+
+
+def tuned_study(name: str, smoke: Any, cpu: Any, paper: Any, **study: Any) -> Study:
+    """Returns the study of a model that is tuned; `Tunings.arms` are, unless told otherwise."""
+    scales = {"smoke": smoke, "cpu": cpu, "paper": paper}
+    return Study(name, scales, **{"train": trainings, "models": "one", "load": loaded, **study})
+
+
 def tuned(
     *, model: str, weights: str, task: Mapping[str, Any], config: Mapping[str, Any], runs: str, seed: int
 ) -> TuneRun:
@@ -136,7 +153,7 @@ def course(**run: Any) -> pd.DataFrame:
     return tuned(**run).table.frame
 
 
-def trainings(config: Any, inputs: Inputs) -> list[Measurement]:
+def trainings(config: Tunings, inputs: Inputs) -> list[Measurement]:
     """Returns the tunings of a config's `arms`: `Study.train`."""
     return of_tuned(course, config.arms, inputs)
 
@@ -160,7 +177,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
-    return pd.concat(frames, ignore_index=True)[columns].astype({"layer": "Int64", "head": "Int64"})
+    return pd.concat(frames, ignore_index=True)[columns]
 
 
 KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")
@@ -169,8 +186,7 @@ KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "
 
 def as_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Returns parts of a table as one frame with the columns `KEYS` and `VALUES`."""
-    frame = pd.concat([part.reindex(columns=[*KEYS, *VALUES]) for part in parts], ignore_index=True)
-    return frame.astype({"seed": "Int64", "step": "Int64", "layer": "Int64"})
+    return pd.concat([part.reindex(columns=[*KEYS, *VALUES]) for part in parts])
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
