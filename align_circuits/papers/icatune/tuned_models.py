@@ -12,6 +12,7 @@ import torch
 from align_circuits.heads.score import score_heads
 from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
+from align_circuits.papers.claims import Scale
 from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
 from align_circuits.tables.emergence import emergence
@@ -93,7 +94,7 @@ class Tunings:
 
 def tuned_study(name: str, smoke: Any, cpu: Any, paper: Any, **study: Any) -> Study:
     """Returns the study of a model that is tuned; `Tunings.arms` are, unless told otherwise."""
-    scales = {"smoke": smoke, "cpu": cpu, "paper": paper}
+    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
     return Study(name, scales, **{"train": trainings, "models": "one", "load": loaded, **study})
 
 
