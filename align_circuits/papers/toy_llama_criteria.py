@@ -13,7 +13,6 @@ from align_circuits.papers.claims import Check, Claim, Measured, difference_of, 
 from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -70,7 +69,7 @@ def _summarize(_: Criteria, rows: Rows) -> pd.DataFrame:
 
 
 def _right(table: Table, **where: Any) -> Table:
-    return table.where(metric="accuracy", offset=ALL_OFFSETS, **where)
+    return table.where(metric="accuracy", offset=None, **where)
 
 
 def _check(table: Table) -> list[Check]:

@@ -32,8 +32,9 @@ from align_circuits.papers.icatune.tuned_models import (
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import evaluate
 from align_circuits.run.forward_pass import capture
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.automaton import NONE
 from align_circuits.tasks.grammar import in_support
@@ -133,9 +134,7 @@ def _paths(
         if any(layer > lower for layer, _ in receivers for lower, _ in senders):
             table = patch_paths(
                 model,
-                clean=prompts,
-                corrupted=replace(other, targets=prompts.targets),
-                kind="first",
+                Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise"),
                 senders=[describe([head]) for head in senders],
                 receivers=names,
             )
@@ -147,7 +146,7 @@ def _paths(
 
 def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: str = "model") -> dict[str, float]:
     """First-token accuracy, with its interval."""
-    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=ALL_OFFSETS)
+    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=None)
     row = table.where(predictor=predictor).frame.iloc[0]
     return {name: float(row[name]) for name in VALUES}
 
