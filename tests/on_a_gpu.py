@@ -28,10 +28,10 @@ from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarN
 from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
 from align_circuits.papers.abrupt.overrides import clamped_to_label, clamped_to_previous
 from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
-from align_circuits.papers.recall.pretraining import Stage, train_stage
-from align_circuits.papers.recall.small_gpt2 import small_gpt2
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.run.forward_pass import capture
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.tuning import TuneConfig, tune

@@ -21,8 +21,8 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import model_provenance
-from align_circuits.papers.recall.slots_task import SlotsTask
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.localize_report import localize_report
 from align_circuits.run.evaluation import evaluation
