@@ -38,8 +38,8 @@ class Job:
     DataFrame or a list of mappings from column to number, text or None."""
     config: Mapping[str, Any]
     """Its keyword arguments, as JSON."""
-    seed: int = 0
-    """Fixes whatever the function draws."""
+    seed: int | None = 0
+    """Fixes whatever the function draws; None if it draws nothing: it is called without, and its rows have none."""
 
     def __post_init__(self):
         module, _, name = self.function.partition(":")
@@ -53,6 +53,11 @@ class Job:
             raise ValueError(
                 f"config={self.config!r} is not JSON ({error}): give names, numbers, texts, lists, mappings"
             ) from error
+
+    @property
+    def seeded(self) -> dict[str, int]:
+        """The seed as an argument, if there is one."""
+        return {} if self.seed is None else {"seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Sweep:
     stand in for a config entry of the same name."""
     failures: tuple[Failure, ...]
     """The cells without rows; the next `run_jobs` tries them again."""
+    rows: tuple[list[dict[str, Any]], ...]
+    """What each cell returned, without its config, in the order of the cells; nothing where it failed."""
 
     def whole(self) -> pd.DataFrame:
         """Returns the rows of all cells.
@@ -124,13 +131,10 @@ def run_jobs(cells: Sequence[Job], folder: str | Path, *, jobs: int = 1, progres
                 _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
-    rows = [
-        {**cell.config, "seed": cell.seed, **row}
-        for path, cell in paths.items()
-        if path.exists()
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
-    ]
-    return Sweep(pd.DataFrame(rows), tuple(failures))
+    rows = {path: json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [] for path in paths}
+    whole = [{**cell.config, **cell.seeded, **row} for path, cell in paths.items() for row in rows[path]]
+    each = tuple(rows[_path(folder, cell, versions[cell.function])] for cell in cells)
+    return Sweep(pd.DataFrame(whole), tuple(failures), each)
 
 
 def code_version(function: str) -> str:
@@ -265,7 +269,7 @@ def _attempt(path: Path, cell: Job) -> str | None:
     for abandoned in path.parent.glob(f".{path.name}.*.partial"):
         abandoned.unlink()
     try:
-        frame = pd.DataFrame(_find(cell.function)(**cell.config, seed=cell.seed))
+        frame = pd.DataFrame(_find(cell.function)(**cell.config, **cell.seeded))
         _write(path, json.dumps({**asdict(cell), "rows": frame.to_dict("records")}, indent=1) + "\n")
     except Exception:  # whatever it is, it is this cell's, and is reported with it
         return traceback.format_exc()

@@ -28,7 +28,7 @@ from align_circuits.papers.abrupt.ensembles import train_ensemble
 from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
 from align_circuits.papers.abrupt.exemplar_task import Worlds
 from align_circuits.papers.abrupt.overrides import clamped_to_previous
-from align_circuits.papers.accuracy import over_seeds
+from align_circuits.papers.claims import over_seeds
 from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower

@@ -14,8 +14,7 @@ from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.accuracy import value_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, value_of
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Provenance, Table

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of, measure
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.accuracy import measure
+from align_circuits.papers.claims import Check, Experiment, difference_of, extreme_of, mean_of
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table

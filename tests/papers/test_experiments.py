@@ -10,8 +10,8 @@ import pytest
 
 from align_circuits.cli import main
 from align_circuits.papers import accuracy as accuracy_module
-from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of, measure, share_of, value_of
-from align_circuits.papers.claims import SCALES, Check, Measured
+from align_circuits.papers.accuracy import measure
+from align_circuits.papers.claims import SCALES, Check, Measured, difference_of, extreme_of, mean_of, share_of, value_of
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.tables.tables import Provenance, Table
 

@@ -23,8 +23,7 @@ from align_circuits.papers.abrupt.ensemble_runs import (
     mean_curves,
 )
 from align_circuits.papers.abrupt.figs_1_3_4_network import BOTH, SOURCE, on
-from align_circuits.papers.accuracy import controlled, measured
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

@@ -11,8 +11,7 @@ from numpy import ndarray
 
 from align_circuits.papers.abrupt.ensemble_runs import CPU, PAPER, SMOKE, Size, Sweep, at_end, cells_of, curves_only
 from align_circuits.papers.abrupt.figs_1_3_4_network import SOURCE, on
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

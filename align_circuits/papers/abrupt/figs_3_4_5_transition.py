@@ -33,8 +33,7 @@ from align_circuits.papers.abrupt.ensemble_runs import (
 from align_circuits.papers.abrupt.ensembles import train_ensemble
 from align_circuits.papers.abrupt.exemplar_task import Worlds
 from align_circuits.papers.abrupt.progress_measures import PROGRESS
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

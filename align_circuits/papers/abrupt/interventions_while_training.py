@@ -39,8 +39,7 @@ from align_circuits.papers.abrupt.overrides import (
     clamped_to_label,
     clamped_to_previous,
 )
-from align_circuits.papers.accuracy import controlled, measured, over_seeds, share_of
-from align_circuits.papers.claims import Check, Experiment, Measured, Scale
+from align_circuits.papers.claims import Check, Experiment, Measured, Scale, controlled, measured, over_seeds, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 

@@ -14,8 +14,7 @@ from numpy import ndarray
 from align_circuits.papers.abrupt.figs_1_3_4_network import SOURCE
 from align_circuits.papers.abrupt.nested_logits import AlignedLogits
 from align_circuits.papers.abrupt.onset_theory import MEASURES, Onset, course, forecast
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, measure_tuned
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS

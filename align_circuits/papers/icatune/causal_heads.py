@@ -18,8 +18,7 @@ from align_circuits.hooks.edits import Ablate, Clamp, Edit, Patch
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.accuracy import difference_of, mean_of, over_seeds, share_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, mean_of, over_seeds, share_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.papers.icatune.tuned_models import FRESH, Arm, loaded, measure_tuned, task_of, tuned
 from align_circuits.prompts.prompts import Prompts

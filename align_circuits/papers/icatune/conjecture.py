@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.jobs import Job, run_jobs
-from align_circuits.papers.accuracy import difference_of, mean_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, mean_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.em import align_by_em

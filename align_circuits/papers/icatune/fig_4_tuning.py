@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.accuracy import difference_of, extreme_of, over_seeds, share_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, extreme_of, over_seeds, share_of
 from align_circuits.papers.icatune.tuned_models import (
     ALL_SEEDS,
     ATTENDED,

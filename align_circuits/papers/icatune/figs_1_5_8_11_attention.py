@@ -18,8 +18,7 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.protocol import model_provenance
-from align_circuits.papers.accuracy import difference_of, mean_of
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, difference_of, mean_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.papers.icatune.figs_6_7_10_variants import FIG10, Layers, tuned_layers
 from align_circuits.papers.icatune.tuned_models import Arm, loaded, measure_tuned

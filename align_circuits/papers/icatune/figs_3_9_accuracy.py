@@ -9,8 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.accuracy import difference_of, mean_of, measure
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.accuracy import measure
+from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, mean_of
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table

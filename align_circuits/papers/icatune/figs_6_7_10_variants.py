@@ -8,8 +8,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.fig_4_tuning import (
     ICA,
     PAPER_ICA,

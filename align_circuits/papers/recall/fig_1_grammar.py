@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.recall.posterior import type_ceiling
 from align_circuits.papers.recall.trainings import SOURCE
 from align_circuits.papers.recall.world import RecallWorld

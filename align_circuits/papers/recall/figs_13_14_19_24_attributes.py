@@ -15,8 +15,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.metrics import MATCHES
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.recall.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import Training, measure
 from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, train_stage

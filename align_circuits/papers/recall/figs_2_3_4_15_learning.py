@@ -7,8 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from align_circuits.heads.metrics import MATCHES
-from align_circuits.papers.accuracy import controlled, measured
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured
 from align_circuits.papers.recall.trainings import (
     CPU,
     PAPER,

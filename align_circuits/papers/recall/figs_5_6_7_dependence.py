@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Study, at_end, best, study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table

@@ -16,8 +16,7 @@ from numpy import ndarray
 from align_circuits.heads.metrics import group_cosines, silhouette
 from align_circuits.heads.task_vectors import UNSTEERED, representations, steer, task_vectors
 from align_circuits.models.loading import load
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.recall.tasks import DemonstrationsTask
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.prompts.prompts import Prompts

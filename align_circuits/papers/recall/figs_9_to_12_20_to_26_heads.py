@@ -16,8 +16,7 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
 from align_circuits.jobs import Job, run_jobs
-from align_circuits.papers.accuracy import over_seeds
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Experiment, Measured, over_seeds
 from align_circuits.papers.recall.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.papers.recall.constructions import Directions
 from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, probe, train_stage

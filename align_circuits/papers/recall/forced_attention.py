@@ -22,8 +22,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.accuracy import controlled, measured
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.papers.recall.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts

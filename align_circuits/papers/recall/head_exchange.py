@@ -18,8 +18,7 @@ from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.models.loading import load
-from align_circuits.papers.accuracy import controlled, measured
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured
 from align_circuits.papers.recall import figs_13_14_19_24_attributes as attributes
 from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import Training
 from align_circuits.papers.recall.tasks import FactsTask

@@ -19,8 +19,7 @@ from align_circuits.heads.patch import EVERYWHERE, patch_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.accuracy import controlled, measured, over_seeds
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured, over_seeds
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots

@@ -15,8 +15,7 @@ from numpy import ndarray
 from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.accuracy import share_of
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, share_of
 from align_circuits.papers.recall.small_gpt2 import small_gpt2
 from align_circuits.papers.recall.trainings import CPU, PAPER, SMOKE, SOURCE, Finetuned, Size, finetuned, pretrained
 from align_circuits.report import plots

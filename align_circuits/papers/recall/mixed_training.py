@@ -8,8 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from align_circuits.papers.accuracy import controlled, measured
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, controlled, measured
 from align_circuits.papers.recall.pretraining import MixedTask, Stage, train_stage
 from align_circuits.papers.recall.small_gpt2 import small_gpt2
 from align_circuits.papers.recall.trainings import (

@@ -12,8 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.jobs import Job, run_jobs
-from align_circuits.papers.accuracy import over_seeds, share_of
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Experiment, over_seeds, share_of
 from align_circuits.papers.recall import figs_9_to_12_20_to_26_heads as heads
 from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import KEYS, SOURCE, Training, Trainings, named
 from align_circuits.report import plots

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.jobs import Job, run_jobs
-from align_circuits.papers.accuracy import over_seeds
+from align_circuits.papers.claims import over_seeds
 from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.small_gpt2 import small_gpt2
 from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask

@@ -14,7 +14,7 @@ from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarN
 from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, crossing_step, measure, progress
 from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
-from align_circuits.papers.accuracy import over_seeds
+from align_circuits.papers.claims import over_seeds
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
 
