@@ -67,7 +67,9 @@ def transitions(
     """Returns the step at which each seed's curve crosses `level`; NaN where it never does."""
     curves = by_seed(table, measure, **where)
     steps, levels = curves.index.to_numpy(float), np.broadcast_to(level, curves.shape[1])
-    return np.array([crossing_step(steps, curves[seed].to_numpy(), at) for seed, at in zip(curves, levels, strict=True)])
+    return np.array(
+        [crossing_step(steps, curves[seed].to_numpy(), at) for seed, at in zip(curves, levels, strict=True)]
+    )
 
 
 def half_rises(table: Table, measure: str, **where: Any) -> Float[ndarray, " seed"]:

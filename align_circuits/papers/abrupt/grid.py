@@ -18,7 +18,7 @@ from align_circuits.papers.abrupt.interventions import INTERVENTIONS, Interventi
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
 from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
-from align_circuits.papers.study import Inputs, Measurement, on_one_thread, training_folder
+from align_circuits.papers.study import Inputs, Measurement, Study, on_one_thread, training_folder
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
 
@@ -30,6 +30,16 @@ FIXED = {"three": (), "two": ("beta_2",), "none": ("alpha", "beta_1", "beta_2")}
 
 NETWORK = {"model": "network", "intervention": "nothing"}
 """What a condition may change beside the task, with its default."""
+
+
+SOURCE = "Reddy (2024)"
+LEARNED = 0.9
+"""The accuracy from which on something counts as learned."""
+
+BOTH = {"icl": "in context", "iwl": "in weights"}
+ACCURACIES = BOTH | {"swap": "swapped labels"}
+NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
+"""What figures call the measures."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,11 @@ class Grid:
         """A condition's values in the key columns."""
         base = asdict(self.size.task) | NETWORK | dict(condition)
         return {column: base[column] for column in self.columns}
+
+
+def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid) -> Study:
+    """Returns the study that trains a grid and keeps its curves."""
+    return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, train=training_jobs)
 
 
 def training_jobs(grid: Grid, inputs: Inputs) -> list[Measurement]:

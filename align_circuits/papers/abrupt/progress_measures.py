@@ -34,7 +34,7 @@ def progress(
 
     With p1 and p2 the attention of the layers, T = 2N + 1 tokens counted from 1, and π the predicted probabilities:
 
-    - `ila1`, item-label association: 1/(T-1) Σ_{i=2..T} p1_{i,i-1}, a token's attention to the one before it. At uniform
+    - `ila1`, item-label association: 1/(T-1) Σ_{i=2..T} p1_{i,i-1}, a token's attention to the one before. At uniform
       attention it is (1/(T-1)) Σ_{i=2..T} 1/i.
     - `tila2`, target-item-label association: Σ p2_{T,j} over the labels j that follow an item of the target's class.
     - `tla2`, target-labels association: Σ_{k=1..N} p2_{T,2k}, the target's attention to all labels.
