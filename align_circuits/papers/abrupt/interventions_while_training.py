@@ -94,7 +94,7 @@ STUDY = _study("abrupt/interventions", tuple(INTERVENTIONS), replace(CPU, seeds=
 def _draw_given(table: Table) -> dict[str, go.Figure]:
     families = {
         "given while training": ("previous", "previous, labels", "previous, items", "target's label"),
-        "held while training": ("TLA2 fixed", "CLA fixed"),
+        "fixed while training": ("TLA2 fixed", "CLA fixed"),
     }
     return _draw(table, ("icl", "tila2", "tla2"), families)
 
@@ -121,7 +121,7 @@ def _check_given(table: Table) -> list[Check]:
 
 CLAMPED = Experiment(
     name="abrupt/clamped",
-    title="Operations and their suspected causes given or held while the network trains",
+    title="Operations given, and their suspected causes fixed, while the network trains",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
     study=STUDY,
     draw=_draw_given,
@@ -135,7 +135,7 @@ CLAMPED = Experiment(
 
 def _draw_removed(table: Table) -> dict[str, go.Figure]:
     families = {
-        "taken away while training": tuple(f"no {operation}" for operation in OPERATIONS),
+        "removed while training": tuple(f"no {operation}" for operation in OPERATIONS),
         "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATIONS),
     }
     return _draw(table, ("icl", "tila2", "tla2"), families)
@@ -161,7 +161,7 @@ def _check_removed(table: Table) -> list[Check]:
 
 WITHOUT = Experiment(
     name="abrupt/without",
-    title="Each operation taken away while the network trains",
+    title="Each operation removed while the network trains",
     source=f"beyond {SOURCE}: Fig. 5 by intervention",
     study=STUDY,
     draw=_draw_removed,
@@ -193,12 +193,12 @@ def _check_confirmed(table: Table) -> list[Check]:
 
 
 def _draw_confirmed(table: Table) -> dict[str, go.Figure]:
-    return _draw(table, ("icl", "ila1", "tila2", "tla2", "cla"), {"held from the start": _CONFIRMED})
+    return _draw(table, ("icl", "ila1", "tila2", "tla2", "cla"), {"fixed from the start": _CONFIRMED})
 
 
 CONFIRMED = Experiment(
     name="abrupt/confirmed",
-    title="TLA2 and CLA held, on fresh seeds and by a criterion fixed beforehand",
+    title="TLA2 and CLA fixed, on fresh seeds and by a criterion set beforehand",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
     study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), CPU, first_seed=6),
     draw=_draw_confirmed,
