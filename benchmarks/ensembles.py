@@ -2,7 +2,7 @@
 
 The plain loop is what one writes by hand: `nn.Linear`, both layers at all positions, `torch.optim.SGD`; no checkpoint,
 no log. Both sides read the same sequences from the same sampler, whose time counts on both, and end with the same
-weights but for rounding. Ours is `train_on_exemplars` with a checkpoint every 500 steps. Times are of the process (of the
+weights but for rounding. Ours is `train_on_exemplars`, a checkpoint every 500 steps. Times are of the process (of the
 clock on a GPU); a round runs both, in alternating order; ratios are medians over rounds.
 
 Then the share of a training's time that goes to accuracies and progress measures, at the spacing and with the number of
