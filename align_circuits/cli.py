@@ -308,7 +308,7 @@ class Reproduce:
             "scale": self.scale,
             "models": list(models),
             "config": _as_json(config),
-            "measured": {"verb": table.provenance.verb, "settings": dict(table.provenance.settings)},
+            **table.provenance.settings,
         }
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         _write(

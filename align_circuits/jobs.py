@@ -270,11 +270,18 @@ def _attempt(path: Path, cell: Job) -> str | None:
         abandoned.unlink()
     try:
         frame = pd.DataFrame(_find(cell.function)(**cell.config, **cell.seeded))
-        _write(path, json.dumps({**asdict(cell), "rows": frame.to_dict("records")}, indent=1) + "\n")
+        rows = frame.to_dict("records")
+        _write(path, json.dumps({**asdict(cell), "rows": rows}, indent=1, default=_null) + "\n")
     except Exception:  # whatever it is, it is this cell's, and is reported with it
         return traceback.format_exc()
     path.with_suffix(".error").unlink(missing_ok=True)
     return None
+
+
+def _null(value: Any) -> None:
+    """A missing key of a table, as JSON."""
+    if value is not pd.NA:
+        raise TypeError(f"{value!r} is no number, text or None")
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.circuits.decomposition import residual_edges_of
-from align_circuits.heads.ablate import NO_HEAD
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients
 from align_circuits.hooks.graph import Graph, Reading
@@ -34,7 +33,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose, forward
 from align_circuits.run.pairs import CachedPair, Direction, Pair
 from align_circuits.run.target_metrics import Metric, repeated
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Table, with_level
 
 HeadMethod = Literal["atp", "atp_star", "ig_inputs"]
 """How the score of a head is made."""
@@ -138,12 +137,11 @@ def attribute_heads(
         return scores
 
     scores = pair.in_batches(scored, batch_size)
-    heads = {site: [NO_HEAD] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
+    heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
-    values = [scores[index, max(head, 0)].numpy() for index, head in keys]
-    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"]).assign(
-        metric=metric
-    )
+    values = [scores[index, head or 0].numpy() for index, head in keys]
+    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
+    frame = with_level(frame).assign(metric=metric)
     settings = {"method": method, "graddrop": graddrop, "steps": steps, "kind": kind}
     return pair.outcome.table(frame, np.stack(values), pair.provenance("attribute_heads", model, settings, ran))
 

@@ -13,7 +13,6 @@ from align_circuits.circuits.decomposition import residual_edges_of, same
 from align_circuits.heads.patch import check_pair
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.graph import Sender
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
@@ -22,7 +21,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose
 from align_circuits.run.target_metrics import Metric, Outcome
 from align_circuits.tables.intervals import weighted_mean
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table, with_level
 
 PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
@@ -53,7 +52,7 @@ def direct_logits(
         batch_size: As for `evaluate`.
 
     Returns:
-        A table keyed by `sender` (names as in `Graph`, and `"rest"`), layer, head (-1 where there is none) and metric
+        A table keyed by `sender` (names as in `Graph`, and `"rest"`), level, layer, head and metric
         `"direct_logit"`, with intervals over prompts.
 
     Raises:
@@ -75,11 +74,9 @@ def direct_logits(
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
         same("the logit of the gold tokens", direct.sum(0), torch.from_numpy(total[0]).to(direct), direct.abs().sum(0))
-    senders: list[Sender | None] = [*graph.senders, None]
-    keys = pd.DataFrame(
-        [(sender.name, sender.layer, sender.head) if sender else ("rest", -1, -1) for sender in senders],
-        columns=["sender", "layer", "head"],
-    ).assign(metric="direct_logit")
+    places = [(s.name, *(None if place < 0 else place for place in (s.layer, s.head))) for s in graph.senders]
+    keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
+    keys = with_level(keys).assign(metric="direct_logit")
     values, _ = outcome.by_prompt(direct.cpu().double().numpy())
     return outcome.table(keys, values, _provenance("direct_logits", model, prompts, {"kind": kind}, ran))
 
@@ -142,7 +139,7 @@ def function_vectors(
         edits = [Patch([head], site="z", positions=asks, values=means) for head in chosen]
         says, ran = outcome.swept(model, [[], *([edit] for edit in edits)], **options)
         found.append(outcome.by_prompt(says[1:] - says[0]))
-    keys = pd.DataFrame(chosen, columns=["layer", "head"]).assign(metric="function_vector")
+    keys = with_level(pd.DataFrame(chosen, columns=["layer", "head"])).assign(metric="function_vector")
     tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
     provenance = _provenance("function_vectors", model, pairs[0][0], tasks, ran)
     if len(pairs) == 1:
@@ -191,7 +188,7 @@ def head_profile(
         direct_logits(model, prompts, kind=kind, **options).heads(),
         function_vectors(model, pairs, kind=kind, **options),
     ]
-    columns = ["layer", "head", "metric", "value", "low", "high", "n"]
+    columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
     settings = {"kind": kind, "tasks": [dict(clean.task) for clean, _ in pairs]}
     return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))

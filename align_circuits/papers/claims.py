@@ -185,9 +185,9 @@ def value_of(table: Table, **where: Any) -> Measured:
     return _row(table.where(**where), 0)
 
 
-def share_of(there: Bool[ndarray, " seed"]) -> Measured:
-    """Returns the share of seeds in which something is there, with its exact binomial interval."""
-    return Measured(float(there.mean()), *binomial_interval(int(there.sum()), len(there)))
+def share_of(true: Bool[ndarray, " seed"]) -> Measured:
+    """Returns the share of seeds in which something is true, with its exact binomial interval."""
+    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)))
 
 
 def over_seeds(values: Float[ndarray, " seed"]) -> Measured:

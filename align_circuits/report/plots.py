@@ -148,7 +148,7 @@ def head_maps(
 
 def _one_row_a_head(table: Table, by: str) -> pd.DataFrame:
     if table.frame.duplicated(["layer", "head"]).any():
-        others = [key for key in table.keys if key not in ("layer", "head", by)]
+        others = [key for key in table.keys if key not in ("level", "layer", "head", by)]
         raise ValueError(f"several rows a head: choose one value of {' and '.join(others)} with .where(...) first")
     return table.frame
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from frozen import Twin, of_lengths
@@ -55,7 +56,7 @@ def test_heads_equal_finite_differences(model, pair):
     found = by_head(attribute_heads(model, **pair, sites=list(SITES)))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
-        column = head // 2 if site in ("k", "v") else None if head < 0 else head
+        column = head // 2 if site in ("k", "v") else None if pd.isna(head) else head
         name = f"blocks.{layer}.{SITES[site]}"
         assert value == pytest.approx(slope(lambda share: twin.patched(name, share, column)), abs=1e-6)  # noqa: B023
     assert len(found) == 2 * (4 * 4 + 2)

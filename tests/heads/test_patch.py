@@ -61,7 +61,7 @@ def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tens
     shared = 2 if site in ("k", "v") and model.cfg.n_key_value_heads == 2 else 1
     found = {}
     for layer in range(2):
-        for head in [-1] if site in LAYER_SITES else range(4):
+        for head in [None] if site in LAYER_SITES else range(4):
             name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
             def patch(x: Tensor, hook: Any, name: str = name, head: int = head) -> Tensor:  # noqa: ARG001
@@ -82,7 +82,13 @@ def values_of(table: ac.Table, **keys: Any) -> dict[tuple, float]:
     frame: Any = table.frame
     for column, value in keys.items():
         frame = frame[frame[column] == value]
-    return frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
+    assert (frame["level"] == np.where(frame["head"].isna(), "layer", "head")).all()
+    return dict(zip(keys_of(frame, ["layer", "head", "kind", "metric"]), frame["value"], strict=True))
+
+
+def keys_of(frame: Any, columns: list[str]) -> list[tuple]:
+    """Each row's keys, None where one is missing."""
+    return [tuple(None if pd.isna(key) else key for key in row) for row in frame[columns].itertuples(index=False)]
 
 
 @pytest.mark.parametrize(("name", "direction"), [("llama", "denoise"), ("gpt2", "noise")])
@@ -137,9 +143,9 @@ def test_equals_transformer_lens(models, clean, corrupted):
         )
         by_layer = patching.get_act_patch_resid_pre(model, corrupted.tokens, cache, metric, index_df=layers, **options)
     expected = {(layer, head, str(pos)): by_head[i] - before for i, (layer, pos, head) in enumerate(heads.to_numpy())}
-    expected |= {(layer, -1, str(pos)): by_layer[i] - before for i, (layer, pos) in enumerate(layers.to_numpy())}
+    expected |= {(layer, None, str(pos)): by_layer[i] - before for i, (layer, pos) in enumerate(layers.to_numpy())}
     frame = mine.frame[(mine.frame["kind"] == "all") & (mine.frame["metric"] == "log_prob")]
-    found = frame.set_index(["layer", "head", "positions"])["value"].to_dict()
+    found = dict(zip(keys_of(frame, ["layer", "head", "positions"]), frame["value"], strict=True))
     assert found == pytest.approx({key: float(value) for key, value in expected.items()}, abs=1e-5)
     assert max(map(abs, found.values())) > 1e-2
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformer_lens.head_detector import detect_head
@@ -13,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from align_circuits.heads import score as scoring
 from align_circuits.heads.metrics import TIE
-from align_circuits.heads.score import LAYER_MEAN, score_heads
+from align_circuits.heads.score import score_heads
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
@@ -91,8 +92,8 @@ def looped(
             keys = [p for p in candidates if key_label[p] == key_value]
             keys = [p for p in keys if p < query] if relation.keys_before_query else keys
             for layer, pattern in by_layer.items():
-                for head in [*range(len(pattern)), LAYER_MEAN]:
-                    attention = pattern.mean(0) if head == LAYER_MEAN else pattern[head]
+                for head in [*range(len(pattern)), None]:
+                    attention = pattern.mean(0) if head is None else pattern[head]
                     row_of_attention = attention[query - left].tolist()
                     attends = {p: row_of_attention[p - left] for p in candidates}
                     rows[layer, head].append((sum(attends[p] for p in keys), sum(attends.values()), attends, keys))
@@ -117,7 +118,8 @@ def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every
 
 def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
     frame = frame_of(table, metric=metric)
-    return dict(zip(zip(frame["layer"], frame["head"], strict=True), frame["value"], strict=True))
+    heads = [None if pd.isna(head) else head for head in frame["head"]]
+    return dict(zip(zip(frame["layer"], heads, strict=True), frame["value"], strict=True))
 
 
 @pytest.mark.parametrize(("name", "engine"), RUNS)
@@ -318,3 +320,10 @@ def test_a_head_that_does_not_exist(models, prompts):
         table.where(layer=99)
     with pytest.raises(KeyError, match="no head 4 in this table"):
         table.where(layer=0, head=[0, 4])
+
+
+def test_a_layers_mean_attention_has_no_head(models, prompts):
+    table = score_heads(models["llama"], prompts, ["previous"])
+    means = frame_of(table, head=None)
+    assert means["level"].tolist() == ["layer"] * 3 and means["layer"].tolist() == [0, 1, 2]
+    assert set(frame_of(table.heads())["level"]) == {"head"} and len(table.heads()) == 3 * 4

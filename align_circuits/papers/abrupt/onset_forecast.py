@@ -53,7 +53,7 @@ def tuning_curves(table: Table, until: float = np.inf) -> pd.DataFrame:
                 f"{frame['step'].nunique()} probes up to step {until:g}: give {SUSTAINED} at the least, and probe "
                 "more often"
             )
-        rows = frame if measure == "accuracy" else best_head(frame[frame["head"] >= 0], SUSTAINED)
+        rows = frame if measure == "accuracy" else best_head(frame[frame["level"] == "head"], SUSTAINED)
         columns[measure] = rows.set_index("step")["value"]
     return pd.DataFrame(columns).sort_index()
 

@@ -14,8 +14,8 @@ from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.onset_forecast import MEASURES, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.theory import AlignedLogits
 from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, course, loaded
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, tuned_study
+from align_circuits.papers.study import Experiment, Rows
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table
@@ -32,7 +32,7 @@ _NOISE = 0.03  # about the error of a probe of ten prompts
 class Forecast:
     """What is tuned, and how many runs are simulated beside it."""
 
-    arm: Arm
+    arms: tuple[Arm] = (Arm("in context"),)
     simulated: int = 5
     """Runs of the theory itself, and as many whose beginning is uninformative."""
     steps: int = 600
@@ -67,26 +67,17 @@ def as_table(curves: pd.DataFrame) -> Table:
     """Returns curves in the form of the tables that `tune` writes, as of a model of one head."""
     long: Any = curves.reset_index().melt("step", var_name="metric")
     of_model = long["metric"] == "accuracy"
-    head = np.where(of_model, -1, 0)
-    about = {"ood": False, "kind": np.where(of_model, "first", "all"), "offset": ALL_OFFSETS}
-    frame = long.assign(**about, layer=head, head=head, low=np.nan, high=np.nan, n=1)
+    kind, level, head = (np.where(of_model, *pair) for pair in (("first", "all"), ("model", "head"), (None, 0)))
+    about = {"ood": False, "kind": kind, "offset": ALL_OFFSETS, "level": level, "layer": head, "head": head}
+    frame = long.assign(**about, low=np.nan, high=np.nan, n=1)
     return Table(frame, Provenance("simulated"))
 
 
-def _tune(config: Forecast, inputs: Inputs) -> list[Measurement]:
-    arm = config.arm
-    job = {**inputs.model, "task": dict(arm.task), "config": dict(arm.config), "runs": inputs.trained}
-    return [Measurement(course, job, seed) for seed in arm.seeds]
-
-
 def _summarize(config: Forecast, rows: Rows) -> pd.DataFrame:
-    arm = config.arm
-    plain: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in arm.config.items()
-    }
+    (arm,) = config.arms
     loss, schedule = AlignedLogits(_LETTERS, arm.task.get("x_len", 5)), TrainConfig(config.steps, schedule="linear")
-    tuned = [Table(run.drop(columns="seed"), Provenance("tune")) for _, run in rows["course"].groupby("seed")]
-    frames = forecasts(TUNED, tuned, loss, TuneConfig(**plain).train_config())
+    tuned = [Table(run.drop(columns=["arm", "seed"]), Provenance("tune")) for _, run in rows["course"].groupby("seed")]
+    frames = forecasts(TUNED, tuned, loss, TuneConfig(**arm.config).train_config())
     for source, make in ((SIMULATED, simulated), (UNINFORMATIVE, uninformative)):
         runs = [make(loss, schedule, config.every, seed) for seed in range(config.simulated)]
         frames += forecasts(source, runs, loss, schedule)
@@ -171,17 +162,12 @@ ONSET = Experiment(
     name="abrupt/onset",
     title="When does alignment emerge? A theory fitted to the beginning",
     source=f"beyond {SOURCE}: Eq. 10 with an alignment logit",
-    study=Study(
+    study=tuned_study(
         "abrupt/onset",
-        {
-            "smoke": Forecast(_SMOKE, simulated=3, steps=300),
-            "cpu": Forecast(Arm("in context")),
-            "paper": Forecast(Arm("in context", TASK, PAPER)),
-        },
-        train=_tune,
+        Forecast((_SMOKE,), simulated=3, steps=300),
+        Forecast(),
+        Forecast((Arm("in context", TASK, PAPER),)),
         summarize=_summarize,
-        models="one",
-        load=loaded,
     ),
     draw=_draw,
     check=_check,
