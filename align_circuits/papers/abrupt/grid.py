@@ -67,15 +67,8 @@ class Size:
     @property
     def train(self) -> TrainConfig:
         """Plain SGD, as in the paper."""
-        return TrainConfig(
-            self.steps,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            optimizer="sgd",
-            clip=None,
-            log_every=self.log_every,
-            checkpoint_every=max(1, self.log_every // 2),
-        )
+        plain: Any = {"lr": self.lr, "weight_decay": self.weight_decay, "optimizer": "sgd", "clip": None}
+        return TrainConfig(self.steps, **plain, log_every=self.log_every, checkpoint_every=max(1, self.log_every // 2))
 
     def with_task(self, **changes: Any) -> "Size":
         """Returns a size whose base task differs."""

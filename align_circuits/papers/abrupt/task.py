@@ -74,15 +74,13 @@ class ExemplarTask:
         for name in ("p_burst", "p_context"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} is {value}: give a share from 0 to 1")
+        sizes = f"n_classes is {self.n_classes}, n_labels {self.n_labels}, n_pairs {self.n_pairs}, burst {self.burst}"
         if self.n_classes < self.n_labels or self.n_classes % self.n_labels:
-            raise ValueError(
-                f"n_classes is {self.n_classes}, n_labels {self.n_labels}: give a multiple, so that each label has as "
-                "many classes"
-            )
+            raise ValueError(f"{sizes}: give a multiple, so that each label has as many classes")
         if self.n_pairs % self.copies or (self.burst and self.n_pairs // self.burst > self.n_labels):
             raise ValueError(
-                f"n_pairs is {self.n_pairs}, burst {self.burst}, n_labels {self.n_labels}: a sequence holds n_pairs / "
-                "burst classes of different labels; give a multiple of burst, and enough labels"
+                f"{sizes}: a sequence holds n_pairs / burst classes of different labels; give a multiple of burst, and "
+                "enough labels"
             )
         if self.n_positions and self.n_positions < self.length:
             raise ValueError(
@@ -149,17 +147,8 @@ class ExemplarTask:
             relation("correct_label", target, zero, right).select(batch.right[0].any(1)),
             relation("labels", target, zero, labels),
         ]
-        targets = pd.DataFrame(
-            {
-                "prompt": prompt,
-                "query_pos": last,
-                "target_pos": last + 1,
-                "token": batch.label[0],
-                "phrase": 0,
-                "offset": 0,
-                "kind": "first",
-            }
-        )
+        at_end = {"prompt": prompt, "query_pos": last, "target_pos": last + 1}
+        targets = pd.DataFrame({**at_end, "token": batch.label[0], "phrase": 0, "offset": 0, "kind": "first"})
         return Prompts(
             inputs=batch.inputs[0],
             mask=torch.ones_like(everywhere, dtype=torch.bool),
@@ -336,9 +325,8 @@ class Worlds:
         shape, scale = self.shape, self.shape.d_content**-0.5
         pairs, width = shape.n_pairs, shape.d_content
         noisy, made = any(task.noise for task in tasks), any(task.p_context for task in tasks)
-        uniform = torch.empty(
-            len(self), n, 3 + shape.n_labels + 2 * pairs + 1, dtype=torch.float64, device=self._device
-        )
+        numbers = 3 + shape.n_labels + 2 * pairs + 1
+        uniform = torch.empty(len(self), n, numbers, dtype=torch.float64, device=self._device)
         noise = torch.zeros(len(self), n, pairs + 1, width, device=self._device) if noisy else None
         novel = torch.zeros(len(self), n, pairs, width, device=self._device) if made else None
         for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
@@ -348,11 +336,7 @@ class Worlds:
                 noise[member].normal_(0, scale, generator=generator)
             if novel is not None and task.p_context:
                 novel[member].normal_(0, scale, generator=generator)
-        return (
-            uniform,
-            None if noise is None else noise.to(self._dtype),
-            None if novel is None else novel.to(self._dtype),
-        )
+        return uniform, *(drawn if drawn is None else drawn.to(self._dtype) for drawn in (noise, novel))
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:
