@@ -19,6 +19,7 @@ from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -127,7 +128,7 @@ def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engin
     model = models[name]
     suffixes = ("", "_hit", "_mass", "_attention", "_mean")
     metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in suffixes]
-    table = score_heads(model, prompts, metrics, engine=engine)
+    table = score_heads(model, prompts, metrics, options=RunOptions(engine=engine))
     assert table.provenance.engine == engine
     assert len(table) == len(metrics) * model.cfg.n_layers * (model.cfg.n_heads + 1)
     attention_of = patterns(model, prompts)
@@ -144,7 +145,7 @@ def test_sink_and_entropy_equal_loops_over_the_cache(models, name, engine):
     model = models[name]
     tokens = [[1, 20, 21, 22, 20], [1, 30, 31]]
     prompts = Prompts.from_tokens(tokens if name != "planted" else tokens[:1])
-    table = score_heads(model, prompts, ["sink", "entropy"], engine=engine)
+    table = score_heads(model, prompts, ["sink", "entropy"], options=RunOptions(engine=engine))
     attention_of = patterns(model, prompts)
     for layer in range(model.cfg.n_layers):
         for head in range(model.cfg.n_heads):
@@ -165,7 +166,7 @@ def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, 
     tokens = model.to_tokens(text)[0].tolist()
     assert tokens == char_tokenizer(text)["input_ids"]
     asking_everywhere = [*tokens, 0]  # the last token asks nothing, so one more is put behind
-    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), engine=engine)
+    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), options=RunOptions(engine=engine))
     for metric in ("previous", "duplicate", "induction"):
         detected = detect_head(model, text, f"{metric}_token_head" if metric != "induction" else "induction_head")  # pyright: ignore[reportArgumentType]
         rows = table.where(metric=metric).frame["n"].iloc[0]
@@ -189,9 +190,9 @@ def test_planted_heads_are_found(models, prompts):
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
-    whole = score_heads(models["llama"], prompts, engine=engine, batch_size=5)
+    whole = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=5))
     monkeypatch.setattr(scoring, "_CELLS_AT_ONCE", 4000)
-    chunked = score_heads(models["llama"], prompts, engine=engine, batch_size=2)
+    chunked = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=2))
     columns = ["value", "low", "high", "n"]
     np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)
 
