@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
@@ -99,7 +99,6 @@ def _check(table: Table) -> list[Check]:
             rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
             return difference_of(*rows)
 
-        highest = (extreme_of(of.where(ood=ood), highest=True) for of in (heads, aligner))
         checks += [
             Claim(
                 f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)"
@@ -108,7 +107,9 @@ def _check(table: Table) -> list[Check]:
                 0.1, minus("oracle", "model", "later"), minus("oracle", "model", "first"), "first tokens"
             ),
             Claim(f"Standard prompts, {where}: no head aligns (highest align_query)").at_most(
-                0.5, *highest, "a planted circuit"
+                0.5,
+                *both(lambda of, ood=ood: extreme_of(of.where(ood=ood), highest=True), heads, aligner),
+                "a planted circuit",
             ),
         ]
     return checks
