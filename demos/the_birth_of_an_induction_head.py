@@ -35,7 +35,7 @@ torch.set_num_threads(1)  # waiting for each other, threads make a small model s
 task = ac.ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16, p_context=0.8, noise=0.0)
 prompts = task.sample(3, seed=0)
 for name, relation in prompts.relations.items():
-    print(f"{name:14} position {int(relation.query[0])} should look at {relation.keys_of(0)}")
+    print(f"{name:14} position {int(relation.query[0])} should attend to {relation.keys_of(0)}")
 
 # %% [markdown]
 # ## Three seeds, trained as one
@@ -76,7 +76,7 @@ ac.plots.curves({"": aligned_curves(run.table, names)}, x="step", by="measure", 
 # %% [markdown]
 # ## Attention through the transition
 #
-# Move the slider: layer 1 above, what the target looks at in layer 2 below, on one sequence.
+# Move the slider: layer 1 above, what the target attends to in layer 2 below, on one sequence.
 
 # %%
 import pandas as pd

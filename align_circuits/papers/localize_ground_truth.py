@@ -61,7 +61,7 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
     for role, heads in found.heads_by_role.items():
         true = {head for head, kind in model.kinds.items() if _ROLE_OF.get(kind) == role}
         grid = found.table.where(role=role, metric="score").grid("score")
-        scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= found.thresholds["score"])}
+        scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= found.thresholds.score)}
         rows.append(
             {
                 "role": role,

@@ -25,7 +25,7 @@ from align_circuits.run.forward_pass import forward
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.training.probe import WATCHED
+from align_circuits.training.probe import PROBED_METRICS
 from align_circuits.training.tuning import TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
@@ -42,7 +42,6 @@ TOY: Mapping[str, Any] = {
     "projections": ("q", "k", "v", "o"),
     "probe_every": 5,
     "probe_prompts": 10,
-    "checkpoint_every": 20,
 }
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
@@ -135,8 +134,9 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             drawn = asked.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right: Any = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
-            heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
-            whole = right.assign(layer=-1, head=-1)
+            heads = score_heads(model, drawn, [*PROBED_METRICS, *ATTENDED]).heads().frame
+            heads = heads.assign(kind="all", predictor="model")
+            whole = right.assign(level="model", layer=-1, head=-1)
             frames += [frame.assign(part=part, condition=condition) for frame in (whole, heads)]
     return pd.concat(frames, ignore_index=True).drop(columns="offset")
 
@@ -262,18 +262,20 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
 
     Returns:
         Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `WATCHED`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
+        `PROBED_METRICS`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
         `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
     at = ["arm", "condition", "step", "metric", "kind", "layer"]
-    heads = frame[(frame["head"] >= 0) & frame["value"].notna()]
+    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
     best: Any = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
-    best, mean = (rows[~rows["ood"]] for rows in (best, frame[(frame["head"] < 0) & frame["metric"].isin(WATCHED)]))
+    best, mean = (
+        rows[~rows["ood"]] for rows in (best, frame[(frame["level"] == "layer") & frame["metric"].isin(PROBED_METRICS)])
+    )
     parts = {
-        "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])],
+        "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])].fillna({"layer": -1}),
         "best head": best,
         "layer mean": mean,
     }
@@ -287,9 +289,9 @@ def ended(frame: Any) -> pd.DataFrame:
     Args:
         frame: What `measure_tuned("ends", ...)` returned. The `layer` of a metric of heads is the best head's.
     """
-    whole = frame[frame["layer"] < 0]
+    whole = frame[frame["level"] == "model"]
     whole = whole.assign(metric=whole["predictor"].where(whole["predictor"] != "model", "accuracy"), of="model")
-    heads = frame[(frame["layer"] >= 0) & frame["value"].notna()]
+    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
     best = heads.loc[heads.groupby(["arm", "seed", "part", "condition", "metric"])["value"].idxmax()]
     found: Any = pd.concat([whole, best.assign(of="best head")], ignore_index=True).assign(step=-1)
     return found[[*KEYS, *VALUES]]
@@ -308,7 +310,7 @@ def emerged(frame: Any) -> pd.DataFrame:
     rows = []
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
-        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in WATCHED)):
+        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED_METRICS)):
             if metric in set(run["metric"]):
                 when = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
                 step = when.where(measure="step").frame["value"].iloc[0]

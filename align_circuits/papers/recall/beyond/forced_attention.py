@@ -81,7 +81,7 @@ def force(*, setup: Mapping[str, Any], kind: str, trained: str, seed: int) -> li
     prompts = {name: task.sample(made.n_prompts, seed=seed) for name, task in tasks.items()}
     rows = forced(model, prompts["ICL"], made.world_of(seed))
     for name, batch in prompts.items():
-        shares = score_heads(model, batch).where(metric="query_subject", head=-1).frame
+        shares = score_heads(model, batch).where(metric="query_subject", level="layer").frame
         rows += [
             {"layer": layer, "place": name, "match": "attention", "value": share}
             for layer, share in zip(shares["layer"], shares["value"], strict=True)
