@@ -35,7 +35,6 @@ TOY: Mapping[str, Any] = {
     "projections": ("q", "k", "v", "o"),
     "probe_every": 5,
     "probe_prompts": 10,
-    "checkpoint_every": 20,
 }
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
