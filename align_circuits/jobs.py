@@ -36,8 +36,8 @@ class Job:
     DataFrame or a list of mappings from column to number, text or None."""
     config: Mapping[str, Any]
     """Its keyword arguments, as JSON."""
-    seed: int = 0
-    """Fixes what the function draws at random."""
+    seed: int | None = 0
+    """Fixes what the function draws at random; None if it draws nothing: it is called without, and its rows have none."""
 
     def __post_init__(self):
         module, _, name = self.function.partition(":")
@@ -51,6 +51,11 @@ class Job:
             raise ValueError(
                 f"config={self.config!r} is not JSON ({error}): give names, numbers, texts, lists, mappings"
             ) from error
+
+    @property
+    def seeded(self) -> dict[str, int]:
+        """The seed as an argument, if there is one."""
+        return {} if self.seed is None else {"seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class JobResults:
     replace a config entry of the same name."""
     failures: tuple[JobFailure, ...]
     """The jobs without results; the next `run_jobs` runs them again."""
+    rows: tuple[list[dict[str, Any]], ...]
+    """What each job returned, without its config, in the order of the jobs; nothing where it failed."""
 
     def all_rows(self) -> pd.DataFrame:
         """Returns the rows of all jobs.
@@ -124,13 +131,10 @@ def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, pro
                 _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
-    rows = [
-        {**job.config, "seed": job.seed, **row}
-        for path, job in paths.items()
-        if path.exists()
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
-    ]
-    return JobResults(pd.DataFrame(rows), tuple(failures))
+    rows = {path: json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [] for path in paths}
+    joined = [{**job.config, **job.seeded, **row} for path, job in paths.items() for row in rows[path]]
+    by_job = tuple(rows[_path(folder, job, versions[job.function])] for job in jobs)
+    return JobResults(pd.DataFrame(joined), tuple(failures), by_job)
 
 
 def code_version(function: str) -> str:
@@ -260,12 +264,20 @@ def _attempt(path: Path, job: Job) -> str | None:
     for abandoned in path.parent.glob(f".{path.name}.*.partial"):
         abandoned.unlink()
     try:
-        frame = pd.DataFrame(_find(job.function)(**job.config, seed=job.seed))
-        _write(path, json.dumps({**asdict(job), "rows": frame.to_dict("records")}, indent=1) + "\n")
+        frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
+        rows = frame.to_dict("records")
+        _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "
+")
     except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
     path.with_suffix(".error").unlink(missing_ok=True)
     return None
+
+
+def _null(value: Any) -> None:
+    """A missing key of a table, as JSON."""
+    if value is not pd.NA:
+        raise TypeError(f"{value!r} is no number, text or None")
 
 
 def _write(path: Path, text: str) -> None:
