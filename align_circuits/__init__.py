@@ -19,9 +19,9 @@ from align_circuits.hooks.graph import Graph
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit, planted_competitors
 from align_circuits.papers.abrupt.task import ExemplarTask
-from align_circuits.papers.recall.slots_task import SlotsTask
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
@@ -42,15 +42,15 @@ __all__ = [
     "FactsTask",
     "Graph",
     "Localization",
+    "Pair",
     "Patch",
     "Prompts",
-    "Pair",
     "Provenance",
     "RecallWorld",
     "Relation",
     "RepeatedTokensTask",
-    "RunOptions",
     "Role",
+    "RunOptions",
     "Seq2SeqTask",
     "SlotsTask",
     "Steer",

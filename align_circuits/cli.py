@@ -24,6 +24,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import write_report
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.toy_llama import RECIPES, pretrain
@@ -87,8 +88,8 @@ class Job:
         return model, self.task.sample(self.n, model.tokenizer, seed=self.seed)
 
     @property
-    def _how(self) -> dict[str, Any]:
-        return {"engine": self.engine, "batch_size": self.batch_size}
+    def _options(self) -> RunOptions:
+        return RunOptions(self.engine, self.batch_size)
 
     def finish(self, verb: str, table: Table, **report: Any) -> None:
         """Writes the results."""
@@ -103,7 +104,10 @@ class Score(Job):
     def __call__(self) -> None:
         """Runs the verb."""
         model, prompts = self.prepare()
-        table, correct = score_heads(model, prompts, **self._how), evaluate(model, prompts, **self._how)
+        table, correct = (
+            score_heads(model, prompts, options=self._options),
+            evaluate(model, prompts, options=self._options),
+        )
         known: Any = table.frame[table.frame["value"].notna()]
         metrics = [metric for metric in SHOWN if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}
@@ -146,7 +150,7 @@ class Evaluate(Job):
     def __call__(self) -> None:
         """Runs the verb."""
         model, prompts = self.prepare()
-        table = evaluate(model, prompts, **self._how)
+        table = evaluate(model, prompts, options=self._options)
         print(table)
         rows = table.where(metric="accuracy", kind="all", offset=ALL_OFFSETS).frame
         said = {row["predictor"]: _interval(row) for _, row in rows.iterrows()}
@@ -175,7 +179,7 @@ class Localize(Job):
     def __call__(self) -> None:
         """Runs the verb."""
         model, _ = self.prepare()
-        found = localize(model, self.task, self.n, self.seed, draws=self.draws, **self._how)
+        found = localize(model, self.task, self.n, self.seed, draws=self.draws, options=self._options)
         roles = getattr(model, "roles", None)
         print(f"{self.model}: {self.n} prompts, half to find candidates, half to test them\n")
         for role, heads in found.heads_by_role.items():
@@ -213,9 +217,9 @@ class Tune(Job):
         run = tune(model, self.task, self.config, seed=self.seed, out=self.out)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         asked = {"metric": "accuracy", "kind": "first", "predictor": "model"}
-        before, after = (evaluate(one, prompts, **self._how) for one in (model, run.model))
+        before, after = (evaluate(one, prompts, options=self._options) for one in (model, run.model))
         then, now = (table.where(**asked).frame.iloc[0] for table in (before, after))
-        scores = score_heads(run.model, prompts, **self._how)
+        scores = score_heads(run.model, prompts, options=self._options)
         metrics = [name for name in SHOWN[:3] if len(prompts.relations[name])]
         best = ", ".join(f"{name} {_head(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
         verdict = f"First token of a phrase right in {_interval(then)} of cases before, {_interval(now)} after"
@@ -225,7 +229,7 @@ class Tune(Job):
         print(f"\n{verdict}.")
         sections: list[tuple[str, str, Any]] = []
         if naming:
-            found = localize(run.model, self.task, self.n, self.seed, **self._how)
+            found = localize(run.model, self.task, self.n, self.seed, options=self._options)
             print(f"{found.summary}\nheads: {found.save(self.out / 'heads')}")
             sections = [("Is it the heads?", found.summary, plots.ablation(found.group_ablations))]
         print(f"adapter: {self.out / 'adapter'}")

@@ -27,10 +27,10 @@ from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.recall.pretraining import Stage, train_stage
-from align_circuits.papers.recall.small_gpt2 import small_gpt2
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.run.forward_pass import capture
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.tuning import TuneConfig, tune

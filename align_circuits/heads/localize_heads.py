@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import factorial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,12 +21,15 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import model_provenance
-from align_circuits.papers.recall.slots_task import SlotsTask
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.localize_report import localize_report
-from align_circuits.run.evaluation import ALL_OFFSETS, predict_with_edits
+from align_circuits.run.evaluation import evaluation
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.repeated import RepeatedTokensTask
@@ -79,7 +82,8 @@ class Localization:
     """What ablating each candidate changes: `ablate_heads`."""
     group_ablations: Table
     """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, `"found"` (all
-    named heads), `"random"` (as many others, `draw` by `draw`), `"rest"` (all but those named); `draw` is else -1."""
+    named heads), `"random"` (as many others, `draw` by `draw`), `"rest"` (all but those named); `draw` is
+    missing elsewhere."""
     prompts: Prompts
     """The prompts that the candidates were tested on."""
     examples: Mapping[Head, Float[Tensor, "row pos"]]
@@ -153,8 +157,7 @@ def localize(
     *,
     thresholds: Thresholds | None = None,
     draws: int = 20,
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Localization:
     """Finds the heads that do what the prompts' relations say, and tests that they matter.
 
@@ -180,8 +183,7 @@ def localize(
         seed: Of the prompts, the nulls and the random heads.
         thresholds: What a head needs; `Thresholds()` by default.
         draws: Sets of random heads.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Raises:
         ValueError: Fewer than 8 prompts, a negative number of draws, or a model without a tokenizer.
@@ -191,17 +193,18 @@ def localize(
     if draws < 0:
         raise ValueError(f"draws={draws}: give how many sets of random heads are ablated, 0 for none")
     needed = thresholds or Thresholds()
-    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
     prompts = _sampled(model, task, n, seed)
     discovery, tested = prompts[: n // 2], prompts[n // 2 :]
     roles = [role for role in (*ROLES, *RECALL_ROLES) if len(prompts.relations.get(role, ()))]
     metrics = [*roles, *(f"{role}_attention" for role in roles)]
-    candidates = _candidates(score_heads(model, discovery, metrics, **options), roles, needed)
+    candidates = _candidates(score_heads(model, discovery, metrics, options=options), roles, needed)
 
-    scores = score_heads(model, tested, metrics, **options)
+    scores = score_heads(model, tested, metrics, options=options)
     other = _control(task)
-    control = None if other is None else score_heads(model, _sampled(model, other, len(tested), seed), roles, **options)
-    p = p_values(model, tested, roles, seed=seed, **options)
+    control = (
+        None if other is None else score_heads(model, _sampled(model, other, len(tested), seed), roles, options=options)
+    )
+    p = p_values(model, tested, roles, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
     damage, effects = _effects(model, task, tested, heads, seed, options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(needed)}
@@ -215,7 +218,7 @@ def localize(
     table = _evidence(scores, control, p, candidates, damage, effects, roles, provenance)
     named = _named(table, candidates, roles, needed, tested)
     found = sorted({head for some in named.values() for head in some})
-    examples, rows = _attention(model, tested, found, engine)
+    examples, rows = _attention(model, tested, found, options)
     return Localization(
         table,
         named,
@@ -276,13 +279,13 @@ def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list
 
 
 def _effects(
-    model: Any, task: Task, prompts: Prompts, heads: Sequence[Head], seed: int, options: Mapping[str, Any]
+    model: Any, task: Task, prompts: Prompts, heads: Sequence[Head], seed: int, options: RunOptions
 ) -> tuple[Table, Table]:
     """What ablating and what patching each candidate does."""
     clean, corrupted = _pairs(task, prompts, seed)
     return (
-        ablate_heads(model, prompts, "mean", heads=heads, **options),
-        patch_heads(model, clean=clean, corrupted=corrupted, heads=heads, **options),
+        ablate_heads(model, prompts, "mean", heads=heads, options=options),
+        patch_heads(model, Pair(clean, corrupted), heads=heads, options=options),
     )
 
 
@@ -380,24 +383,24 @@ def _verdict(
     found: Sequence[Head],
     draws: int,
     seed: int,
-    options: Mapping[str, Any],
+    options: RunOptions,
 ) -> Table:
     """Accuracy with the named heads ablated, with as many others, and with all but them."""
-    sets: list[tuple[str, int, Sequence[Head]]] = [("nothing", -1, ())]
+    sets: list[tuple[str, int | None, Sequence[Head]]] = [("nothing", None, ())]
     if found:
         others = [head for head in heads_of(model.cfg) if head not in found]
-        sets += [(role, -1, heads) for role, heads in heads_by_role.items() if heads]
-        sets.append(("found", -1, found))
+        sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
+        sets.append(("found", None, found))
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(found, others, generator)) for draw in range(draws) if others]
-        sets += [("rest", -1, others)] if others else []
-    reference = ablation_baseline(model, prompts, "mean", **options)
+        sets += [("rest", None, others)] if others else []
+    reference = ablation_baseline(model, prompts, "mean", options=options)
     cells = [[Ablate(heads, how="mean", reference=reference)] if heads else [] for _, _, heads in sets]
-    predicted, ran = predict_with_edits(model, prompts, cells, **options)
+    values, ran = TargetMetrics.of(prompts, ("accuracy", "log_prob")).measure_edited(model, cells, options=options)
     parts = []
-    for (name, draw, _), predictions in zip(sets, predicted, strict=True):
-        keys, means, weights = predictions.measured()
-        wanted = (keys["predictor"] == "model") & (keys["metric"] == "accuracy") & (keys["offset"] == ALL_OFFSETS)
+    for index, (name, draw, _) in enumerate(sets):
+        keys, means, weights = evaluation(prompts, values[:, index])
+        wanted = (keys["predictor"] == "model") & (keys["metric"] == "accuracy") & keys["offset"].isna()
         keys = keys.loc[wanted, ["kind", "metric"]]
         keys.insert(0, "ablated", name)
         keys.insert(1, "draw", draw)
@@ -420,7 +423,7 @@ def _as_many(found: Sequence[Head], others: Sequence[Head], generator: np.random
 
 
 def _attention(
-    model: Any, prompts: Prompts, heads: Sequence[Head], engine: Literal["auto", "fast", "reference"]
+    model: Any, prompts: Prompts, heads: Sequence[Head], options: RunOptions
 ) -> tuple[dict[Head, Float[Tensor, "row pos"]], list[int]]:
     """The attention of some heads on the first prompt, from the tokens of its test example."""
     first = prompts[:1]
@@ -431,5 +434,5 @@ def _attention(
     def keep(some: Tensor, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:  # noqa: ARG001 - all at once
         found.update({head: pattern[:, head[1]].cpu() for head in heads if head[0] == layer})
 
-    forward(model, first, prompt=torch.zeros_like(rows), query=rows, on_pattern=keep, engine=engine)
+    forward(model, first, prompt=torch.zeros_like(rows), query=rows, on_pattern=keep, options=options)
     return {head: found[head] for head in heads}, rows.tolist()

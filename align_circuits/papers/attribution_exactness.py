@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Check, Claim, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -79,12 +80,12 @@ def compare(
         else load(_random(sharpness, seed), tokenizer=char_tokenizer())
     )
     prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
-    pair: dict[str, Any] = {"clean": prompts, "corrupted": seq2seq.corrupt(prompts, "query", seed=seed)}
-    exact = patch_edges(model, **pair)
-    back = patch_edges(model, **pair, direction="denoise").frame["value"]
+    pair = Pair(prompts, seq2seq.corrupt(prompts, "query", seed=seed), direction="noise")
+    exact = patch_edges(model, pair)
+    back = patch_edges(model, replace(pair, direction="denoise")).frame["value"]
     both = Table(exact.frame.assign(value=(exact.frame["value"] - back) / 2), exact.provenance)
     effects = dict(zip(RUNS, (exact, both), strict=True))
-    tables = {method: attribute_edges(model, **pair, method=method) for method in METHODS}
+    tables = {method: attribute_edges(model, pair, method=method) for method in METHODS}
     order = np.random.default_rng(seed).permutation(len(exact))
     mixed = tables["eap_ig_inputs"].frame["value"].to_numpy()[order]
     tables[SHUFFLED] = Table(exact.frame.assign(value=mixed), exact.provenance)
@@ -94,7 +95,7 @@ def compare(
         def add(runs: str, metric: str, value: float, fraction: float = 0.0, method: str = method) -> None:
             rows.append({"method": method, "runs": runs, "metric": metric, "fraction": fraction, "value": value})
 
-        curves = {by: faithfulness(model, table, **pair, by=by) for by in ("signed", "absolute")}
+        curves = {by: faithfulness(model, table, pair, by=by) for by in ("signed", "absolute")}
         for runs, effect in effects.items():
             for metric, value in _agreement(table, effect).items():
                 add(runs, metric, value)

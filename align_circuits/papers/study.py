@@ -84,8 +84,8 @@ class Inputs:
         return {"model": name, "weights": about["weights"]}
 
 
-Rows = Mapping[str, pd.DataFrame]
-"""The rows of all jobs, in their order, by the name of the function that returned them."""
+Rows = Mapping[str, Any]
+"""A data frame of the rows of all jobs, in their order, by the name of the function that returned them."""
 
 
 def _nothing(_: Any, __: Inputs) -> list[Measurement]:

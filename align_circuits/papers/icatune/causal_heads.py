@@ -17,7 +17,7 @@ from align_circuits.hooks.edits import Ablate, Clamp, Edit, Patch
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of, over_seeds, share_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, over_seeds, share_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
 from align_circuits.papers.icatune.tuned_models import (
     FRESH,
@@ -32,8 +32,9 @@ from align_circuits.papers.icatune.tuned_models import (
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import evaluate
 from align_circuits.run.forward_pass import capture
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.automaton import NONE
 from align_circuits.tasks.grammar import in_support
@@ -82,7 +83,7 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
             add(part, f"named {role}", {**count, "n": prompts}, describe(heads[role]) or "none")
     heads = {role: named or _best(after, drawn, role) for role, named in heads.items()}
     aligners = sorted({*heads["align_query"], *heads["align_key"]})
-    both = sorted({*aligners, *heads["lookup"]})
+    circuit = sorted({*aligners, *heads["lookup"]})
     for part, model in models.items():
         add(part, "first", _first(model, drawn))
     add("history ceiling", "first", _first(before, drawn, predictor="history"))
@@ -95,7 +96,10 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     outputs = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
     for control in (False, True):
         others = {role: _others(after, of_role, generator) for role, of_role in heads.items()}
-        for name, roles, group in (("aligners", CIRCUIT[:2], aligners), ("aligners and lookup heads", CIRCUIT, both)):
+        for name, roles, group in (
+            ("aligners", CIRCUIT[:2], aligners),
+            ("aligners and lookup heads", CIRCUIT, circuit),
+        ):
             chosen = _others(after, group, generator) if control else group
             by_role = {role: (others if control else heads)[role] for role in roles}
             clamped = sorted({head for of_role in by_role.values() for head in of_role})
@@ -133,9 +137,7 @@ def _paths(
         if any(layer > lower for layer, _ in receivers for lower, _ in senders):
             table = patch_paths(
                 model,
-                clean=prompts,
-                corrupted=replace(other, targets=prompts.targets),
-                kind="first",
+                Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise"),
                 senders=[describe([head]) for head in senders],
                 receivers=names,
             )
@@ -147,7 +149,7 @@ def _paths(
 
 def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: str = "model") -> dict[str, float]:
     """First-token accuracy, with its interval."""
-    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=ALL_OFFSETS)
+    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=None)
     row = table.where(predictor=predictor).frame.iloc[0]
     return {name: float(row[name]) for name in VALUES}
 
@@ -244,9 +246,13 @@ def _check(table: Table) -> list[Check]:
         share = (right[name] - right["before"]) / gain
         return over_seeds(share.where(gain != 0, 0.0).to_numpy(float))  # where nothing is gained, nothing is explained
 
-    both = "aligners and lookup heads"
-    edits = ("ablated: aligners", f"patched: {both}", f"clamped: {both}")
+    heads = "aligners and lookup heads"
+    edits = ("ablated: aligners", f"patched: {heads}", f"clamped: {heads}")
     ablated, patched, clamped = ((edit, f"{edit}, control") for edit in edits)
+
+    def gain(name: str) -> Measured:
+        return against(name, "before")
+
     return [
         *(
             Claim(f"localize names {role} heads (share of seeds)").at_least(
@@ -255,21 +261,22 @@ def _check(table: Table) -> list[Check]:
             for role in CIRCUIT
         ),
         Claim("Without its aligners the first token falls to the history ceiling (difference)").at_most(
-            0.0, *(against(name, "history ceiling") for name in ablated), "as many other heads ablated"
+            0.0, *both(lambda name: against(name, "history ceiling"), *ablated), "as many other heads ablated"
         ),
         Claim("What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)").at_least(
-            0.2, *(against(name, "before") for name in patched), "as many other heads patched"
+            0.2, *both(gain, *patched), "as many other heads patched"
         ),
         Claim("Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)").at_least(
-            0.2, *(against(name, "before") for name in clamped), "as many other heads clamped"
+            0.2, *both(gain, *clamped), "as many other heads clamped"
         ),
         Claim("Attention alone explains most of what tuning does to the first token (share of the gain)").at_least(
-            0.5, *(explained(name) for name in clamped), "as many other heads clamped"
+            0.5, *both(explained, *clamped), "as many other heads clamped"
         ),
         *(
             Claim(f"Lookup uses alignment through its {side} (nats of the gold first token without that path)").at_most(
                 -0.1,
-                *(mean_of(table.where(done=f"after: through {side}{name}")) for name in ("", ", control")),
+                mean_of(table.where(done=f"after: through {side}")),
+                mean_of(table.where(done=f"after: through {side}, control")),
                 "as many other heads in place of the aligners",
             )
             for side in ("queries", "keys")

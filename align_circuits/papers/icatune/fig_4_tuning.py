@@ -126,7 +126,7 @@ def _check_emergence(table: Table) -> list[Check]:
 
 def order_checks(table: Table) -> list[Check]:
     """Returns the checks that alignment comes before lookup, and below it."""
-    orders = (before_in(table, *pair) for pair in (("align_query", "lookup"), ("lookup", "align_query")))
+    orders = before_in(table, "align_query", "lookup"), before_in(table, "lookup", "align_query")
     return [
         Claim(
             "Alignment emerges before lookup, in the heads that are best at the end (share of seeds)",

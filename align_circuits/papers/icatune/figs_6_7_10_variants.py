@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.fig_4_tuning import (
     ICA,
     PAPER_ICA,
@@ -90,8 +90,8 @@ def _check_methods(table: Table) -> list[Check]:
     sizes = _numbers(table)
     few, many = sizes[min(1, len(sizes) - 1)], sizes[-1]
 
-    def final(n: int, *methods: str) -> list[Measured]:
-        return [mean_of(_final(table, method, n)) for method in methods]
+    def final(n: int, method: str, control: str) -> tuple[Measured, Measured]:
+        return both(lambda name: mean_of(_final(table, name, n)), method, control)
 
     def loss_ood(method: str) -> Measured:
         return difference_of(_final(table, method, many), _final(table, method, many, "OOD"))
@@ -180,10 +180,10 @@ def _decays(arm: Arm, *decays: int) -> Tunings:
 def _summarize_decays(config: Tunings, rows: Rows) -> pd.DataFrame:
     """The courses of accuracy, and its mean over steps."""
     probes = rows["course"]
-    course = courses(probes, config.every)
+    course: Any = courses(probes, config.every)
     first = probes[(probes["metric"] == "accuracy") & (probes["kind"] == "first") & ~probes["ood"]]
     runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
-    mean = grouped_over_seeds(runs.mean().reset_index().assign(n=1), ["arm"])
+    mean: Any = grouped_over_seeds(runs.mean().reset_index().assign(n=1), ["arm"])
     about = {"part": "mean", "condition": "in distribution", "metric": "accuracy", "kind": "first", "of": "model"}
     return as_rows([course[course["of"] == "model"], mean.assign(**about)])
 
@@ -264,12 +264,13 @@ def best_arm(frame: pd.DataFrame) -> str:
     """Returns the arm whose first tokens are best after tuning, of the rows of `ends`, on average over seeds."""
     after = as_rows([ended(frame)])
     first = (after["part"] == "after") & (after["condition"] == "in distribution") & (after["metric"] == "accuracy")
-    return str(after[first & (after["kind"] == "first")].groupby("arm")["value"].mean().idxmax())
+    right: Any = after[first & (after["kind"] == "first")].groupby("arm")["value"]
+    return str(right.mean().idxmax())
 
 
 def _summarize_layers(_: Layers, rows: Rows) -> pd.DataFrame:
     """The courses of first tokens, and of heads in the best layer; steps of emergence; what holds before and after."""
-    course = courses(rows["course"], 2)
+    course: Any = courses(rows["course"], 2)
     shown = ((course["of"] == "model") & (course["kind"] == "first")) | (course["arm"] == best_arm(rows["ends"]))
     return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])])
 

@@ -12,8 +12,9 @@ import torch
 from align_circuits.heads.score import score_heads
 from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
+from align_circuits.papers.claims import Scale
 from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -93,7 +94,7 @@ class Tunings:
 
 def tuned_study(name: str, smoke: Any, cpu: Any, paper: Any, **study: Any) -> Study:
     """Returns the study of a model that is tuned; `Tunings.arms` are, unless told otherwise."""
-    scales = {"smoke": smoke, "cpu": cpu, "paper": paper}
+    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
     return Study(name, scales, **{"train": trainings, "models": "one", "load": loaded, **study})
 
 
@@ -173,7 +174,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
         if condition == "labels corrupted":
             drawn = changed.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
-            right = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
+            right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
             heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
@@ -219,7 +220,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
         `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
-    frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
+    frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & frame["offset"].isna()]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
     by = ["arm", "condition", "step", "metric", "kind"]
     heads, means = (frame[(frame["level"] == level) & ~frame["ood"]] for level in ("head", "layer"))
@@ -260,7 +261,7 @@ def emerged(frame: Any) -> pd.DataFrame:
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
         for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in WATCHED)):
             if metric in set(run["metric"]):
-                when = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
+                when = emergence(table, metric, kind=kind, ood=False, offset=None)
                 step = when.where(measure="step").frame["value"].iloc[0]
                 rows.append({"arm": arm, "seed": seed, "metric": metric, "kind": kind, "value": step})
     return pd.DataFrame(rows).assign(part="emergence", condition="in distribution", of="step", n=1)

@@ -134,12 +134,23 @@ def test_layers_apart_pairs_seeds():
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     course = pd.DataFrame(
         [
-            (seed, step, False, "accuracy", "first", -1, "model", None, None, 0.5 * seed + 0.1 * step)
+            (seed, step, False, "accuracy", "first", None, "model", None, None, 0.5 * seed + 0.1 * step)
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
         ]
         + [
-            (seed, step, False, "lookup", "all", -1, level, 0, head, 0.1 * (-1 if head is None else head) + 0.5 * seed)
+            (
+                seed,
+                step,
+                False,
+                "lookup",
+                "all",
+                None,
+                level,
+                0,
+                head,
+                0.1 * (-1 if head is None else head) + 0.5 * seed,
+            )
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
             for head, level in ((None, "layer"), (0, "head"), (1, "head"))

@@ -5,10 +5,10 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import in_one_place, p_values
-from align_circuits.papers.recall.constructions import HEADS, finetuned, pretrained
-from align_circuits.papers.recall.slots_task import SlotsTask
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import HEADS, finetuned, pretrained
 
 WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
 FACTS = FactsTask(WORLD, 3, 4, p_grammar=0.0)

@@ -1,4 +1,4 @@
-"""How a model comes to recall: pretraining on facts, finetuning on demonstrations, and what is watched meanwhile."""
+"""Training for recall: pretraining on facts, finetuning on demonstrations, and the accuracy during training."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from align_circuits.heads.metrics import recall_matches
-from align_circuits.papers.recall.tasks import IGNORED, DemonstrationsTask, FactsTask, Predicted
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, TrainRun, train
@@ -34,7 +34,7 @@ class MixedTask:
     facts: FactsTask
     demonstrations: DemonstrationsTask
     share: float
-    """Of the batches that are demonstrations."""
+    """The probability that a batch is of demonstrations."""
 
     def __post_init__(self):
         if not 0 <= self.share <= 1:
@@ -44,23 +44,23 @@ class MixedTask:
 
     @property
     def world(self) -> RecallWorld:
-        """What both are about."""
+        """That of both tasks."""
         return self.facts.world
 
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
-        drawn = Rng(seed, "mixture").uniform("kind", 1).item()
-        return (self.demonstrations if drawn < self.share else self.facts).batch(seed, n, predict)
+        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
+        uniform = Rng(seed, "mixture").uniform("kind", 1).item()
+        return (self.demonstrations if uniform < self.share else self.facts).batch(seed, n, predict)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One training: what is read, how, and in which batches."""
+    """One training: its data, schedule and loss."""
 
     task: FactsTask | DemonstrationsTask | MixedTask
-    """Where sequences come from, new ones in every step."""
+    """The source of sequences, new ones in every step."""
     train: TrainConfig = field(default_factory=lambda: PRETRAINING)
     batch_size: int = 64
     """Sequences a step."""
@@ -78,7 +78,7 @@ def train_stage(
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> TrainRun:
-    """Trains a model in place by the one loop, resumable in `out`; the log tells the matches on each of `probes`.
+    """Trains a model in place, resumable in `out`, and logs the matches on each of `probes`.
 
     Args:
         model: A Hugging Face decoder such as `small_gpt2`, or any module from tokens to logits.
@@ -86,14 +86,17 @@ def train_stage(
         probes: Prompts of tasks of the same world; the log gets `"<name>.<match>"` for each of `MATCHES`.
         seed: Of the batches.
         out: The folder for the log and the checkpoints.
-        recipe: What else tells this training from others, such as what the model was before.
+        recipe: What else identifies this training, such as the model's provenance.
         progress: Whether to draw a progress bar.
     """
     world = stage.task.world
 
     def metrics(net: nn.Module, _step: int) -> dict[str, float]:
-        found = {name: probe(net, prompts, world) for name, prompts in (probes or {}).items()}
-        return {f"{name}.{match}": float(v.mean()) for name, row in found.items() for match, v in row.items()}
+        return {
+            f"{name}.{match}": float(correct.mean())
+            for name, prompts in (probes or {}).items()
+            for match, correct in probe(net, prompts, world).items()
+        }
 
     return train(
         model,
@@ -111,31 +114,31 @@ def train_stage(
 def next_token_loss(
     model: nn.Module, batch: tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]
 ) -> Float[Tensor, ""]:
-    """Returns the mean cross-entropy, in nats, of the labels that are not `IGNORED`; other logits are not computed."""
+    """Returns the mean cross-entropy in nats over the labels that are not `IGNORED`; other logits are not computed."""
     tokens, labels = batch
-    asked = labels != IGNORED
-    if asked.all():
+    labelled = labels != IGNORED
+    if labelled.all():
         return nn.functional.cross_entropy(logits_at(model, tokens).flatten(0, 1), labels.flatten())
-    return nn.functional.cross_entropy(logits_at(model, tokens, asked), labels[asked])
+    return nn.functional.cross_entropy(logits_at(model, tokens, labelled), labels[labelled])
 
 
 def logits_at(
-    model: nn.Module, tokens: Int[Tensor, "prompt pos"], asked: Tensor | None = None
+    model: nn.Module, tokens: Int[Tensor, "prompt pos"], positions: Tensor | None = None
 ) -> Float[Tensor, "... d_vocab"]:
-    """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` of the positions where `asked` is true."""
+    """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` where `positions` is true."""
     body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
     if body is None or head is None:  # not Hugging Face's GPT-2
         logits = model(tokens)
-        return logits if asked is None else logits[asked]
+        return logits if positions is None else logits[positions]
     hidden = body(tokens, use_cache=False).last_hidden_state
-    return head(hidden if asked is None else hidden[asked])
+    return head(hidden if positions is None else hidden[positions])
 
 
 @torch.no_grad()
 def probe(model: nn.Module, prompts: Prompts, world: RecallWorld) -> dict[str, Float[Tensor, " prompt"]]:
-    """Returns what is right about the argmax at each prompt's last position: `metrics.recall_matches`.
+    """Returns in what respects the argmax at each prompt's last position is correct: `metrics.recall_matches`.
 
-    For the time between two steps; `align_circuits.evaluate` does it with intervals, edits and padding.
+    This is the fast form for use during training; `align_circuits.evaluate` has intervals, edits and padding.
 
     Raises:
         ValueError: Padded prompts.

@@ -1,4 +1,4 @@
-"""The world of contextual recall: subjects, what is true of them, and how each type of fact is talked about."""
+"""The synthetic world of contextual recall: subjects, their attributes, and a grammar for each type of attribute."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,13 +12,13 @@ from numpy import ndarray
 from align_circuits.tasks.rng import Rng
 
 DIV_TOLERANCE = 0.02
-"""How far the diversity of the chains that were found may lie from the one asked for."""
+"""The largest difference between the requested diversity of the chains and the attained one."""
 
 ALPHAS = (1e-3, 1e4)
-"""The Dirichlet parameters among which the one for a diversity is sought."""
+"""The Dirichlet parameters between which the one for a diversity is searched."""
 
-POOL = 64
-"""Transition matrices drawn, at least, from which those of the types are selected; eight a type where that is more."""
+MIN_CANDIDATES = 64
+"""The least number of transition matrices among which those of the types are selected; eight a type if more."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class RecallWorld:
     The diversity of the chains is Div = min over types l != l' of ||TM_l - TM_l'||_1 / (2G), the total variation of
     two rows averaged over rows, in [0, 1]. The paper prints the norm without 1 / (2G); its values, 0.1 to 0.5, fit
     this one. Rows come from a symmetric Dirichlet distribution; its parameter all but fixes the distance of two
-    matrices, so it is sought first, and matrices are then selected greedily from a pool.
+    matrices, so it is searched first, and matrices are then selected greedily among candidates.
 
     With `relation_tokens` there are no chains: grammar tokens are uniform, and one of them is replaced by the token of
     the type.
 
     Source: Vasudeva et al. (2026), "Understanding Contextual Recall in Transformers", §2 and §4. Not given there and
-    chosen here: G, the pool's size, and the grammar-only chain's parameter, which is that of the types.
+    chosen here: G, the number of candidates, and the grammar-only chain's parameter, which is that of the types.
 
     Raises:
         ValueError: A number outside its range; more values than subjects; a diversity that cannot be reached (the
-            nearest that was found is named).
+            nearest one is named).
 
     >>> world = RecallWorld.small()
     >>> world.d_vocab, world.separator, world.facts.shape
@@ -59,9 +59,9 @@ class RecallWorld:
     div: float | None = 0.5
     """Div, in (0, 1]; None with relation tokens."""
     relation_tokens: bool = False
-    """Whether a token tells the type (§4), not the statistics of the grammar (§2)."""
+    """Whether a token states the type (§4), rather than the statistics of the grammar (§2)."""
     world_seed: int = 0
-    """Which values, which chains."""
+    """Of the facts and the chains."""
 
     def __post_init__(self):
         for name, least in (("n_subjects", 1), ("n_grammar", 2), ("world_seed", 0)):
@@ -92,14 +92,14 @@ class RecallWorld:
     @classmethod
     def paper(cls, relation_tokens: bool = False, **changes: Any) -> "RecallWorld":
         """Returns the paper's world of §2 and §3, or that of §4, in which every type has 32 values."""
-        own = {"n_values": (32,) * 8, "div": None, "relation_tokens": True} if relation_tokens else {}
-        return cls(**(own | changes))
+        defaults = {"n_values": (32,) * 8, "div": None, "relation_tokens": True} if relation_tokens else {}
+        return cls(**(defaults | changes))
 
     @classmethod
     def small(cls, relation_tokens: bool = False, **changes: Any) -> "RecallWorld":
         """Returns a world of 16 subjects, three types of four values and six grammar tokens, for tests."""
-        own = {"n_subjects": 16, "n_values": (4, 4, 4), "n_grammar": 6}
-        return cls(**(own | ({"div": None, "relation_tokens": True} if relation_tokens else {}) | changes))
+        defaults = {"n_subjects": 16, "n_values": (4, 4, 4), "n_grammar": 6}
+        return cls(**(defaults | ({"div": None, "relation_tokens": True} if relation_tokens else {}) | changes))
 
     @property
     def n_types(self) -> int:
@@ -142,9 +142,9 @@ class RecallWorld:
     @cached_property
     def facts(self) -> Int[ndarray, "type subject"]:
         """The id of the value that each subject has of each type."""
-        order = self._streams.order("facts", self.n_types, self.n_subjects).numpy()
-        own = [self.value_ids[type_].start + order[type_] % count for type_, count in enumerate(self.n_values)]
-        return np.stack(own)
+        order = self._rng.order("facts", self.n_types, self.n_subjects).numpy()
+        rows = [self.value_ids[type_].start + order[type_] % count for type_, count in enumerate(self.n_values)]
+        return np.stack(rows)
 
     @cached_property
     def type_of(self) -> Int[ndarray, " token"]:
@@ -169,17 +169,17 @@ class RecallWorld:
         Raises:
             ValueError: A world with relation tokens, which has none.
         """
-        return self._found[1][:-1]
+        return self._alpha_and_chains[1][:-1]
 
     @property
     def grammar_only(self) -> Float[ndarray, "from to"]:
-        """The transition matrix of text that tells no fact. Raises as `chains` does."""
-        return self._found[1][-1]
+        """The transition matrix of text that states no fact. Raises as `chains` does."""
+        return self._alpha_and_chains[1][-1]
 
     @property
     def alpha(self) -> float:
         """The Dirichlet parameter of the rows. Raises as `chains` does."""
-        return self._found[0]
+        return self._alpha_and_chains[0]
 
     @property
     def attained_div(self) -> float:
@@ -187,18 +187,18 @@ class RecallWorld:
         return float(distances(self.chains)[np.triu_indices(self.n_types, 1)].min())
 
     def split(self, n_seen: int, *, n_values: int | None = None, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-        """Divides the subjects into those that are finetuned on and the held-out ones.
+        """Divides the subjects into those used in finetuning and the held-out ones.
 
         Args:
             n_seen: M_ft, how many are seen, from 1 to M.
-            n_values: How many unique values, over all types, the seen ones have together; left to chance by default.
+            n_values: How many unique values, over all types, the seen ones have together; not controlled by default.
             seed: Which split.
 
         Returns:
             The seen subjects and the held-out ones, each in order.
 
         Raises:
-            ValueError: More subjects than there are, or a number of values that no choice found has.
+            ValueError: More subjects than there are, or a number of values that the search does not reach.
         """
         if not 1 <= n_seen <= self.n_subjects:
             raise ValueError(f"n_seen is {n_seen}: give 1 to {self.n_subjects}, the number of subjects")
@@ -214,20 +214,20 @@ class RecallWorld:
         """Swaps seen and held-out subjects at random while that brings the number of values nearer."""
         counts = np.bincount(self.facts[:, order[:n_seen]].ravel(), minlength=self.d_vocab)
         swaps = draws.uniform("swaps", 40 * self.n_subjects, 2).numpy()
-        for one, other in swaps if n_seen < self.n_subjects else []:
-            away = abs(np.count_nonzero(counts) - n_values)
-            if not away:
+        for first, second in swaps if n_seen < self.n_subjects else []:
+            distance = abs(np.count_nonzero(counts) - n_values)
+            if not distance:
                 break
-            inside, outside = int(one * n_seen), n_seen + int(other * (self.n_subjects - n_seen))
-            tried = counts.copy()
-            tried[self.facts[:, order[inside]]] -= 1
-            tried[self.facts[:, order[outside]]] += 1
-            if abs(np.count_nonzero(tried) - n_values) <= away:
-                counts = tried
+            inside, outside = int(first * n_seen), n_seen + int(second * (self.n_subjects - n_seen))
+            swapped = counts.copy()
+            swapped[self.facts[:, order[inside]]] -= 1
+            swapped[self.facts[:, order[outside]]] += 1
+            if abs(np.count_nonzero(swapped) - n_values) <= distance:
+                counts = swapped
                 order[[inside, outside]] = order[[outside, inside]]
-        if (found := np.count_nonzero(counts)) != n_values:
+        if (attained := np.count_nonzero(counts)) != n_values:
             raise ValueError(
-                f"n_values is {n_values}, but the nearest found for {n_seen} subjects is {found} (a world of "
+                f"n_values is {n_values}, but the nearest found for {n_seen} subjects is {attained} (a world of "
                 f"{sum(self.n_values)} values): give that, or another number of subjects"
             )
         return order
@@ -238,18 +238,20 @@ class RecallWorld:
         return range(len(self.relation_ids))
 
     @property
-    def _streams(self) -> Rng:
+    def _rng(self) -> Rng:
         return Rng(self.world_seed, "recall world")
 
     @cached_property
-    def _found(self) -> tuple[float, Float[ndarray, "chain from to"]]:
-        """The Dirichlet parameter, and the chains of the types with the grammar-only one behind."""
+    def _alpha_and_chains(self) -> tuple[float, Float[ndarray, "chain from to"]]:
+        """The Dirichlet parameter, and the chains of the types followed by the grammar-only one."""
         if self.div is None:
             raise ValueError("a world with relation tokens has no Markov chains: its grammar tokens are uniform")
         alpha = _alpha_for(self.div, self.n_grammar)
-        pool = _rows(self._streams.generator("pool"), alpha, max(POOL, 8 * self.n_types) + 1, self.n_grammar)
-        chosen = _select(distances(pool[:-1]), self.n_types, self.div)
-        return alpha, pool[[*chosen, -1]]
+        candidates = _rows(
+            self._rng.generator("pool"), alpha, max(MIN_CANDIDATES, 8 * self.n_types) + 1, self.n_grammar
+        )
+        chosen = _select(distances(candidates[:-1]), self.n_types, self.div)
+        return alpha, candidates[[*chosen, -1]]
 
 
 def distances(chains: Float[ndarray, "chain from to"]) -> Float[ndarray, "chain chain"]:
@@ -267,7 +269,7 @@ def _rows(rng: np.random.Generator, alpha: float, *shape: int) -> Float[ndarray,
 
 @cache
 def _alpha_for(div: float, n_grammar: int) -> float:
-    """The Dirichlet parameter whose matrices lie `div` apart on average, or the end of `ALPHAS` that comes nearest."""
+    """The Dirichlet parameter whose matrices have the mean distance `div`, or the nearer end of `ALPHAS`."""
     low, high = np.log(ALPHAS)
     for _ in range(20):
         middle = (low + high) / 2
@@ -279,19 +281,19 @@ def _alpha_for(div: float, n_grammar: int) -> float:
     return float(np.exp((low + high) / 2))
 
 
-def _select(apart: Float[ndarray, "chain chain"], n_types: int, div: float) -> list[int]:
+def _select(distance: Float[ndarray, "chain chain"], n_types: int, div: float) -> list[int]:
     """Chains chosen one by one so that the nearest of those before lies as nearly `div` away as possible.
 
     Each chain is tried as the first; the choice that ends nearest to `div` is taken.
     """
-    tried = []
-    for first in range(len(apart)):
+    selections = []
+    for first in range(len(distance)):
         chosen, reached = [first], 1.0
         for _ in range(n_types - 1):
-            nearest = apart[chosen].min(0)
+            nearest = distance[chosen].min(0)
             missed = np.abs(nearest - div)
             missed[chosen] = np.inf
             chosen.append(int(missed.argmin()))
             reached = min(reached, float(nearest[chosen[-1]]))
-        tried.append((abs(reached - div), chosen))
-    return min(tried)[1]
+        selections.append((abs(reached - div), chosen))
+    return min(selections)[1]

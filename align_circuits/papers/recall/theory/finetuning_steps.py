@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.papers.recall.attention_only import AttentionOnly
-from align_circuits.papers.recall.constructions import Correction, Directions, RecallWeights, pretrained
-from align_circuits.papers.recall.tasks import DemonstrationsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.attention_only import AttentionOnly
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import Correction, Directions, RecallWeights, pretrained
 
 Update = Literal["subject KQ", "relation OV", "relation KQ"]
-"""What is updated: the first two in the first step, the last in the second, when its gradient has come to be."""
+"""The updated matrix: the first two in the first step, the last in the second, as its gradient is zero before."""
 
 Form = Literal["printed", "corrected"]
 
@@ -33,7 +33,7 @@ class Finetuning:
     """Finetuning on in-context sequences of M_ft seen subjects, from the pretraining construction with two heads.
 
     The closed forms hold where all types have U values and M_ft is large, the printed ones where every value is equally
-    frequent among the seen subjects, too; the measured updates need nothing.
+    frequent among the seen subjects, too; the measured updates assume neither.
 
     Raises:
         ValueError: Types of different numbers of values, or no demonstration.
@@ -73,7 +73,7 @@ class Finetuning:
         return pretrained(self.world, self.length, self.n_slots, self.beta, self.corrections)
 
     def model(self) -> AttentionOnly:
-        """Returns the model before finetuning; its keys and values are one-hot and stay so."""
+        """Returns the model before finetuning; its keys and values are one-hot and fixed."""
         return self.start.model(HEADS)
 
     @cached_property
@@ -85,7 +85,7 @@ class Finetuning:
         own[:, list(self.seen)] = of.facts[list(self.seen)].T
         read = self._frequencies.mean(0) * self._within("attribute")
         read += seen * (1 + self._within("context subject")) / len(self.seen)
-        often, even = self.n_values * self._frequencies, torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
+        frequency, even = self.n_values * self._frequencies, torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
         places = {f"{name} positions": of.back(*range(first, self.window, 3)) for name, first in _FIRST.items()}
         beyond = {
             f"{name} positions, beyond the window": of.back(*range(first + 3 * self._within(name), self.length, 3))
@@ -99,15 +99,15 @@ class Finetuning:
             },
             "relation OV": {
                 "attributes to values of their type": even,
-                "attributes to values of their type, by frequency": often.T @ often - even,
+                "attributes to values of their type, by frequency": frequency.T @ frequency - even,
                 "subjects to their attributes": own,
                 "subjects to all values": torch.outer(of.value, seen),
-                "subjects to all values, by frequency": torch.outer(often.sum(0) - of.value, seen),
+                "subjects to all values, by frequency": torch.outer(frequency.sum(0) - of.value, seen),
                 "all tokens to what is predicted": -torch.outer(self._predicted(of), read),
             },
             "relation KQ": {
                 "attributes": of.key(of.value),
-                "attributes, by frequency": of.key(often.sum(0) - of.value),
+                "attributes, by frequency": of.key(frequency.sum(0) - of.value),
                 "seen subjects": of.key(seen),
                 "held-out subjects": of.key(of.subjects - seen),
                 "separator": of.key(of.separator),
@@ -117,8 +117,8 @@ class Finetuning:
             },
         }
         return {
-            update: {name: term for name, term in some.items() if term.abs().max() > 1e-5}
-            for update, some in terms.items()
+            update: {name: term for name, term in directions.items() if term.abs().max() > 1e-5}
+            for update, directions in terms.items()
         }
 
     def coefficients(self, form: Form) -> Mapping[Update, Mapping[str, float]]:
@@ -170,13 +170,12 @@ class Finetuning:
         n_types, n_values, m, seen, w = self.world.n_types, self.n_values, self.n_demos + 1, len(self.seen), self.window
         scale = 1 / (n_types * w * n_values**2)
         attributes, context, separators = (self._within(name) for name in _FIRST)
-        alike = self._frequencies.square().sum(
-            1
-        )  # that two seen subjects share their value, by type; 1/U if all are even
+        # the probability that two seen subjects share their value, by type; 1/U if all values are equally frequent
+        alike = self._frequencies.square().sum(1)
         gained = attributes * n_values**2 * alike.square().mean().item()
         alike = alike.mean().item()
         own, any_ = n_values**2 / seen, context * n_values**2 * alike / seen
-        # what a token adds to y: an attribute (above), the query subject, another one, any on average
+        # each token's effect on the answer's logit: an attribute (above), the query subject, another one, the mean
         on_query, on_context = own + any_, own * alike + any_
         base = (attributes * gained + on_query + context * on_context) / w
         at = {"attribute": gained - base, "context subject": on_context - base, "separator": -base}
@@ -233,7 +232,7 @@ class Finetuning:
     # Measured
 
     def everything(self) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, " prompt"]]:
-        """Returns every sequence there is, each as likely as any other, and its answer: L M_ft^m of them."""
+        """Returns all L M_ft^m sequences, which are equally likely, and their answers."""
         rows = []
         facts, separator = self.world.facts.tolist(), self.world.separator
         for own, subjects in product(facts, product(self.seen, repeat=self.n_demos + 1)):
@@ -259,28 +258,28 @@ class Finetuning:
             d_vocab, separator = self.world.d_vocab, self.world.separator
             n, length = tokens.shape
             places = (d_vocab + length - 1 - torch.arange(length)).expand_as(tokens)
-            asked, ov = model.W_Q[:, separator], model.W_O[:, :d_vocab].mT
-            attention = (asked[:, tokens] + asked[:, places]).softmax(-1)  # [head prompt pos]
+            query, ov = model.W_Q[:, separator], model.W_O[:, :d_vocab].mT
+            attention = (query[:, tokens] + query[:, places]).softmax(-1)  # [head prompt pos]
             read = [torch.zeros(n, d_vocab).scatter_add_(1, tokens, part) for part in attention]
             error = torch.stack([g @ out.T for g, out in zip(read, ov, strict=True)]).sum(0).softmax(-1)
             error[torch.arange(n), answers] -= 1
-            change = []
+            kq_updates = []
             for part, out in zip(attention, ov, strict=True):
                 r = (error @ out).gather(1, tokens)
                 part = part * ((part * r).sum(1, keepdim=True) - r)
                 both = torch.zeros(model.cfg.d_model).scatter_add_(0, tokens.flatten(), part.flatten())
-                change.append(both.scatter_add_(0, places.flatten(), part.flatten()) / n)
+                kq_updates.append(both.scatter_add_(0, places.flatten(), part.flatten()) / n)
             rel, subj = (HEADS.index(head) for head in HEADS)
             values = -error.T @ read[rel] / n
             values[:, separator] = 0
-        return {"subject KQ": change[subj], "relation OV": values, "relation KQ": change[rel]}
+        return {"subject KQ": kq_updates[subj], "relation OV": values, "relation KQ": kq_updates[rel]}
 
     def steps(self, batches: "Batches") -> Iterator[tuple[AttentionOnly, dict[Update, Float[Tensor, "group ..."]]]]:
-        """Yields the model before each step, with the updates measured on `batches`, and at last the model after both.
+        """Yields the model before each step, with the updates measured on `batches`, and finally the model after both.
 
-        Steps are as long as the effect that the proof needs: the query's position reaches β in the subject head; α_2 is
-        1/N_ft, so that an attribute raises the values of its type by 1; attributes gain β on separators. It is the same
-        model that moves on: use it before asking for the next.
+        The step sizes are those that the proof needs: the query's position reaches β in the subject head; α_2 is
+        1/N_ft, so that an attribute raises the values of its type by 1; attributes gain β on separators. The
+        same model is changed in place: use it before the next iteration.
         """
         model = self.model()
         first = batches.updates(self, model)
@@ -300,30 +299,32 @@ class Finetuning:
         yield model, {}
 
     def by_formula(self, form: Form) -> AttentionOnly:
-        """Returns the model after both steps, as long as those of `steps`, with closed forms for the updates."""
-        model, closed = self.model(), self.closed(form)
-        own = self.coefficients(form)
+        """Returns the model after both steps with the step sizes of `steps` and the closed forms as updates."""
+        model, closed, coefficients = self.model(), self.closed(form), self.coefficients(form)
         rel, subj = (HEADS.index(head) for head in HEADS)
         separator, d_vocab = self.world.separator, self.world.d_vocab
         with torch.no_grad():
-            model.W_Q[subj, separator] += self.beta / own["subject KQ"]["query position"] * closed["subject KQ"]
-            values = own["relation OV"]["attributes to values of their type"]
+            model.W_Q[subj, separator] += (
+                self.beta / coefficients["subject KQ"]["query position"] * closed["subject KQ"]
+            )
+            values = coefficients["relation OV"]["attributes to values of their type"]
             model.W_O[rel, :d_vocab] += closed["relation OV"].T / values
-            gained = own["relation KQ"]["attribute positions"] - own["relation KQ"]["separator positions"]
-            model.W_Q[rel, separator] += self.beta / gained * closed["relation KQ"]
+            update = coefficients["relation KQ"]
+            difference = update["attribute positions"] - update["separator positions"]
+            model.W_Q[rel, separator] += self.beta / difference * closed["relation KQ"]
         return model
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The sequences that an expectation is taken over: all there are, or so many random ones, in groups."""
+    """The sequences of an expectation: all of them, or random ones, in groups."""
 
     n: int | None = None
-    """How many; all there are by default."""
+    """Their number; all sequences by default."""
     groups: int = 1
-    """Into how many parts they are cut, to see how far the expectation is known."""
+    """The number of parts, for an interval of the expectation."""
     size: int = 1024
-    """How many run at once."""
+    """Sequences per forward pass."""
     seed: int = 0
 
     def updates(self, setting: Finetuning, model: AttentionOnly) -> dict[Update, Float[Tensor, "group ..."]]:
@@ -338,11 +339,11 @@ class Batches:
         else:
             tokens, answers = setting.drawn(self.seed + group, self.n // self.groups)
         total: dict[Update, Tensor] = {}
-        for some, right in zip(tokens.split(self.size), answers.split(self.size), strict=True):
-            for name, update in setting.updates(model, some, right).items():
-                total[name] = total.get(name, 0) + update * len(some) / len(tokens)
+        for batch, labels in zip(tokens.split(self.size), answers.split(self.size), strict=True):
+            for name, update in setting.updates(model, batch, labels).items():
+                total[name] = total.get(name, 0) + update * len(batch) / len(tokens)
         return total
 
 
 _FIRST = {"attribute": 2, "context subject": 4, "separator": 0}
-"""The least distance from the query, the last separator, at which each is found; they repeat every three tokens."""
+"""The least distance of each from the query, which is the last separator; they repeat every three tokens."""

@@ -1,4 +1,4 @@
-"""What is told of a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
+"""Sequences about a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
@@ -10,22 +10,22 @@ from jaxtyping import Bool, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
 
 IGNORED = -100
-"""The label of what is not predicted; PyTorch's cross-entropy leaves it out."""
+"""The label of a token without loss; PyTorch's cross-entropy leaves it out."""
 
 Corruption = Literal["subject", "type"]
-"""What a corrupted prompt asks otherwise."""
+"""What differs in a corrupted prompt."""
 
-LATENT = ("subject", "type", "tells", "grammar_len")
-"""What prompts keep of what was drawn."""
+LATENT = ("subject", "type", "has_fact", "grammar_len")
+"""The random draws that prompts keep."""
 
 Predicted = Literal["all", "last"]
-"""Which tokens a batch asks for: every next one, or the last attribute alone."""
+"""Which tokens have a label in a batch: every next one, or the last attribute alone."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class FactsTask:
 
     `s g ... g a [sep] s g ... g a ...`, N_tr subsequences and no separator at the end; in a world with relation tokens
     `s g . r . g [sep] a s g ...`. Types are uniform and may repeat. With probability p_G a subsequence is grammar-only
-    text of S + 2 tokens; the last one of a prompt, which is asked for, never is, that of a training sequence may be.
+    text of S + 2 tokens; the last subsequence of a prompt, which has the target, never is, unlike that of a training
+    sequence.
 
     Source: Vasudeva et al. (2026), §2 and Eq. 2.
 
@@ -69,25 +70,25 @@ class FactsTask:
         return _lengths(self.world, np.array([self.grammar_len]), self.n_facts).item()
 
     def sample(self, n: int, seed: int = 0) -> Prompts:
-        """Draws prompts that end where the last attribute is due; see `RELATIONS`.
+        """Draws prompts that end where the last attribute comes next; see `RELATIONS`.
 
         Args:
-            n: How many. The first prompts of a seed are the same however many are drawn.
-            seed: Which prompts.
+            n: Their number; more prompts of a seed begin with the same ones.
+            seed: Of the prompts.
         """
         drawn = self._draw(n, Rng(_seed(n, seed), "facts"))
         return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
 
     def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
-        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+        """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
-        - `"subject"`: the subject becomes another whose answer differs, wherever it stands, and its attributes with it.
-        - `"type"`: the last subsequence is told as one of another type: other grammar, or another relation token.
+        - `"subject"`: at every occurrence the subject becomes another with another answer, and its attributes with it.
+        - `"type"`: the last subsequence states a fact of another type: other grammar, or another relation token.
 
         Args:
-            prompts: What `sample` of this task returned, or some of them.
-            kind: What changes.
-            seed: Which change.
+            prompts: Of `sample` of this task.
+            kind: What differs.
+            seed: Of the replacements.
 
         Raises:
             ValueError: An unknown kind, or no other answer.
@@ -97,27 +98,27 @@ class FactsTask:
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
+        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
         return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last"), predict)
 
-    def _draw(self, n: int, streams: Rng, ends: bool = True) -> "_Drawn":
+    def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":
         world, shape = self.world, (n, self.n_facts)
-        subject = np.repeat(_below(streams, "subject", (n, 1), world.n_subjects), self.n_facts, 1)
-        type_ = _below(streams, "type", shape, world.n_types)
-        tells = streams.uniform("grammar only", *shape).numpy() >= self.p_grammar
+        subject = np.repeat(_below(rng, "subject", (n, 1), world.n_subjects), self.n_facts, 1)
+        type_ = _below(rng, "type", shape, world.n_types)
+        has_fact = rng.uniform("grammar only", *shape).numpy() >= self.p_grammar
         if ends:
-            tells[:, -1] = True
-        chain = np.where(tells, type_, world.n_types)
-        text = _grammar(world, streams, chain, self.grammar_len + 2 * bool(self.p_grammar), self.grammar_len)
-        return _Drawn(subject, type_, tells, np.full(n, self.grammar_len), text)
+            has_fact[:, -1] = True
+        chain = np.where(has_fact, type_, world.n_types)
+        text = _grammar(world, rng, chain, self.grammar_len + 2 * bool(self.p_grammar), self.grammar_len)
+        return _Drawn(subject, type_, has_fact, np.full(n, self.grammar_len), text)
 
 
 @dataclass(frozen=True)
 class DemonstrationsTask:
-    """ICL and ICL+Grm: facts of one type about several subjects, the last of which asks for its own.
+    """ICL and ICL+Grm: facts of one type about several subjects; the attribute of the last is the target.
 
     `s a [sep] s a [sep] ... s` (in a world with relation tokens `s [sep] a s [sep] a ... s [sep]`); with grammar,
-    S_ft tokens stand between a subject and its attribute, S_ft being drawn for each sequence. Subjects are uniform and
+    S_ft tokens stand between a subject and its attribute, with S_ft drawn for each sequence. Subjects are uniform and
     may repeat; the last may come from a set of its own, such as those held out.
 
     Source: Vasudeva et al. (2026), §2 and Eq. 3.
@@ -138,9 +139,9 @@ class DemonstrationsTask:
     grammar_lens: tuple[int, int] = (0, 0)
     """The least and the greatest S_ft; (0, 0) is ICL, the paper's ICL+Grm is (1, 5)."""
     subjects: tuple[int, ...] | None = None
-    """Whom demonstrations are about; all by default."""
+    """The subjects of demonstrations; all by default."""
     query_subjects: tuple[int, ...] | None = None
-    """Whom the last subsequence is about; `subjects` by default."""
+    """The subjects of the last subsequence; `subjects` by default."""
 
     def __post_init__(self):
         if self.n_demos < 0:
@@ -159,25 +160,25 @@ class DemonstrationsTask:
         return _lengths(self.world, np.array([self.grammar_lens[1]]), self.n_demos + 1).item()
 
     def sample(self, n: int, seed: int = 0) -> Prompts:
-        """Draws prompts that end where the last attribute is due; see `RELATIONS`.
+        """Draws prompts that end where the last attribute comes next; see `RELATIONS`.
 
         Args:
-            n: How many. The first prompts of a seed are the same however many are drawn.
-            seed: Which prompts.
+            n: Their number; more prompts of a seed begin with the same ones.
+            seed: Of the prompts.
         """
         drawn = self._draw(n, Rng(_seed(n, seed), "demonstrations"))
         return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
 
     def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
-        """Makes the other half of minimal pairs; targets, roles and relations stay those of the clean prompts.
+        """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
-        - `"subject"`: the subject that is asked about becomes another whose answer differs, where it stands last.
+        - `"subject"`: the query subject becomes another whose answer differs; its other occurrences stay.
         - `"type"`: all demonstrations are of another type: other attributes of the same subjects, other grammar.
 
         Args:
-            prompts: What `sample` of this task returned, or some of them.
-            kind: What changes.
-            seed: Which change.
+            prompts: Of `sample` of this task.
+            kind: What differs.
+            seed: Of the replacements.
 
         Raises:
             ValueError: An unknown kind, or no other answer.
@@ -187,29 +188,28 @@ class DemonstrationsTask:
     def batch(
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a batch of training; returns the tokens read, and the next ones or `IGNORED`."""
+        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
         return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training")), predict)
 
-    def _draw(self, n: int, streams: Rng) -> "_Drawn":
+    def _draw(self, n: int, rng: Rng) -> "_Drawn":
         world, parts = self.world, self.n_demos + 1
-        everybody = np.array(world.subject_ids)
-        around = everybody if self.subjects is None else np.array(self.subjects)
-        asked = around if self.query_subjects is None else np.array(self.query_subjects)
-        subject = around[_below(streams, "subject", (n, parts), len(around))]
-        subject[:, -1] = asked[_below(streams, "query", (n,), len(asked))]
-        type_ = np.repeat(_below(streams, "type", (n, 1), world.n_types), parts, 1)
+        shown = np.array(world.subject_ids if self.subjects is None else self.subjects)
+        queries = shown if self.query_subjects is None else np.array(self.query_subjects)
+        subject = shown[_below(rng, "subject", (n, parts), len(shown))]
+        subject[:, -1] = queries[_below(rng, "query", (n,), len(queries))]
+        type_ = np.repeat(_below(rng, "type", (n, 1), world.n_types), parts, 1)
         least, most = self.grammar_lens
-        lens = least + _below(streams, "length", (n,), most - least + 1)
-        text = _grammar(world, streams, type_, most, lens)
+        lens = least + _below(rng, "length", (n,), most - least + 1)
+        text = _grammar(world, rng, type_, most, lens)
         return _Drawn(subject, type_, np.full((n, parts), True), lens, text)
 
 
 RELATIONS = ("subject", "query_subject", "type", "same_type", "grammar", "relation")
-"""The relations of a prompt, from the position where its last attribute is due, among all tokens up to it; a prompt
-without keys is left out, a relation without prompts too.
+"""The relations of a prompt, from its last position, where the attribute comes next, among all tokens; prompts without
+keys and relations without prompts are left out.
 
-- `subject`: the subject asked about, wherever it stands; `query_subject`: where it stands last;
-- `type`: what tells the type asked for: attributes of it, and grammar and relation tokens of facts of it;
+- `subject`: all occurrences of the query subject; `query_subject`: the last one;
+- `type`: what determines the target's type: its attributes, and the grammar and relation tokens of facts of it;
 - `same_type`: earlier attributes of that type; of one subject (`FactsTask`) these are the answer itself;
 - `grammar`, `relation`: the grammar tokens and the relation token of the last subsequence."""
 
@@ -220,7 +220,7 @@ class _Drawn:
 
     subject: Int[ndarray, "prompt part"]
     type: Int[ndarray, "prompt part"]
-    tells: Bool[ndarray, "prompt part"]
+    has_fact: Bool[ndarray, "prompt part"]
     """False where a subsequence is grammar-only text."""
     grammar_len: Int[ndarray, " prompt"]
     text: Int[ndarray, "prompt part step"]
@@ -228,29 +228,25 @@ class _Drawn:
 
 
 def _grammar(
-    world: RecallWorld,
-    streams: Rng,
-    chain: Int[ndarray, "prompt part"],
-    steps: int,
-    lens: Int[ndarray, " prompt"] | int,
+    world: RecallWorld, rng: Rng, chain: Int[ndarray, "prompt part"], steps: int, lens: Int[ndarray, " prompt"] | int
 ) -> Int[ndarray, "prompt part step"]:
     """The grammar of each subsequence: a walk of its chain; or uniform, with its relation token among the first."""
-    uniform = streams.uniform("grammar", *chain.shape, steps).numpy()
+    uniform = rng.uniform("grammar", *chain.shape, steps).numpy()
     if world.relation_tokens:
         text = (uniform * world.n_grammar).astype(np.int64) + world.grammar_ids.start
-        place = (streams.uniform("place", *chain.shape).numpy() * np.reshape(lens, (-1, 1))).astype(np.int64)
+        place = (rng.uniform("place", *chain.shape).numpy() * np.reshape(lens, (-1, 1))).astype(np.int64)
         if steps:
             np.put_along_axis(text, place[..., None], world.relation_ids.start + chain[..., None], 2)
         return text
     flat = uniform.reshape(chain.size, steps).T
     walked = np.empty(flat.shape, np.int64)
-    reaches = np.cumsum(np.concatenate([world.chains, world.grammar_only[None]]), 2)[:, :, :-1].astype(np.float32)
+    cumulative = np.cumsum(np.concatenate([world.chains, world.grammar_only[None]]), 2)[:, :, :-1].astype(np.float32)
     state = None
-    for step, drawn in enumerate(flat):
+    for step, draws in enumerate(flat):
         if state is None:
-            state = (drawn * world.n_grammar).astype(np.int64)
+            state = (draws * world.n_grammar).astype(np.int64)
         else:
-            state = (reaches[chain.ravel(), state] <= drawn[:, None]).sum(1)
+            state = (cumulative[chain.ravel(), state] <= draws[:, None]).sum(1)
         walked[step] = state
     return walked.T.reshape(uniform.shape) + world.grammar_ids.start
 
@@ -272,8 +268,8 @@ def _write(world: RecallWorld, drawn: _Drawn) -> Int[ndarray, "prompt pos"]:
         block[:, :, 0] = drawn.subject[rows]
         block[:, :, 1 : inner + 1] = drawn.text[rows, :, :inner]
         block[:, :, inner + 1 + world.relation_tokens] = value[rows]
-        if not (told := drawn.tells[rows]).all():
-            block[~told, : inner + 2] = drawn.text[rows][~told][:, : inner + 2]
+        if not (stated := drawn.has_fact[rows]).all():
+            block[~stated, : inner + 2] = drawn.text[rows][~stated][:, : inner + 2]
         length = int(_lengths(world, np.array([inner]), parts)[0])
         tokens[rows, :length] = block.reshape(len(rows), -1)[:, :length]
     return tokens
@@ -285,12 +281,12 @@ def _batch(
     tokens = torch.from_numpy(_write(world, drawn))
     last = torch.from_numpy(_lengths(world, drawn.grammar_len, drawn.subject.shape[1]))[:, None] - 1
     pos = torch.arange(1, tokens.shape[1])
-    asked = pos == last if predict == "last" else pos <= last
-    return tokens[:, :-1], tokens[:, 1:].where(asked, IGNORED)
+    labelled = pos == last if predict == "last" else pos <= last
+    return tokens[:, :-1], tokens[:, 1:].where(labelled, IGNORED)
 
 
-def _asked(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"], Int[ndarray, "prompt pos"]]:
-    """The tokens without the attribute that is due, padded on the left, and places from the first; below 0: padding."""
+def _read(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"], Int[ndarray, "prompt pos"]]:
+    """The tokens before the last attribute, padded on the left, and their places; those of padding are negative."""
     tokens = _write(world, drawn)
     lengths = _lengths(world, drawn.grammar_len, drawn.subject.shape[1])[:, None] - 1
     pos = np.arange(lengths.max()) - (lengths.max() - lengths)
@@ -298,34 +294,36 @@ def _asked(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"
 
 
 def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, one_subject: bool) -> Prompts:
-    """Prompts about another subject or of another type; `one_subject` tells facts from demonstrations."""
+    """Prompts about another subject or of another type; `one_subject` is whether they are facts, not demonstrations."""
     if kind not in get_args(Corruption):
         raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
-    subject, type_, tells, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
-    streams, n = Rng(seed, f"corrupt {kind}"), len(prompts)
+    subject, type_, has_fact, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
+    rng, n = Rng(seed, f"corrupt {kind}"), len(prompts)
     where = slice(None) if one_subject == (kind == "subject") else slice(-1, None)
     if kind == "subject":
         value = world.facts[type_[:, -1]]
         other = value != np.take_along_axis(value, subject[:, -1:], 1)
         if not other.any(1).all():
             raise ValueError("all subjects have the same value of a type: there is no other answer to corrupt to")
-        subject[:, where] = np.where(other, streams.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
+        subject[:, where] = np.where(other, rng.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
     else:
-        shift = 1 + _below(streams, "type", (n, 1), world.n_types - 1)
+        shift = 1 + _below(rng, "type", (n, 1), world.n_types - 1)
         type_[:, where] = (type_[:, -1:] + shift) % world.n_types
     steps = int(grammar_len.max()) + 2
-    text = np.full((n, tells.shape[1], steps), world.separator)  # with relation tokens, grammar stays
+    text = np.full((n, has_fact.shape[1], steps), world.separator)  # with relation tokens, grammar stays
     if not world.relation_tokens:
-        text = _grammar(world, streams, np.where(tells, type_, world.n_types), steps, grammar_len)
-    written, pos = _asked(world, _Drawn(subject, type_, tells, grammar_len, text))
+        text = _grammar(world, rng, np.where(has_fact, type_, world.n_types), steps, grammar_len)
+    written, pos = _read(world, _Drawn(subject, type_, has_fact, grammar_len, text))
     part = (pos // (grammar_len[:, None] + 3)).clip(0)
-    retold = np.take_along_axis(type_ != prompts.latent["type"].numpy(), part, 1) & np.take_along_axis(tells, part, 1)
+    restated = np.take_along_axis(type_ != prompts.latent["type"].numpy(), part, 1) & np.take_along_axis(
+        has_fact, part, 1
+    )
     roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
-    named = (roles == Role.INPUT) | (roles == Role.OUTPUT)
-    anew = named if world.relation_tokens else named | (retold & (roles == Role.TEXT))
-    inputs[anew] = written[anew]
-    told = roles == Role.RELATION
-    inputs[told] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[told]
+    facts = (roles == Role.INPUT) | (roles == Role.OUTPUT)
+    replaced = facts if world.relation_tokens else facts | (restated & (roles == Role.TEXT))
+    inputs[replaced] = written[replaced]
+    relation = roles == Role.RELATION
+    inputs[relation] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[relation]
     latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
     return replace(
         prompts,
@@ -337,28 +335,28 @@ def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, 
 
 def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts:
     n, parts = drawn.subject.shape
-    inputs, pos = _asked(world, drawn)
+    inputs, pos = _read(world, drawn)
     mask, width = pos >= 0, drawn.grammar_len[:, None] + 3
     part, place = pos.clip(0) // width, pos.clip(0) % width
     at_value = width - 2 + world.relation_tokens
-    silent = ~np.take_along_axis(drawn.tells, part, 1)
+    factless = ~np.take_along_axis(drawn.has_fact, part, 1)
     roles = np.select(
-        [~mask, (place >= width - 2) & (place != at_value), silent, place == at_value, place == 0],
+        [~mask, (place >= width - 2) & (place != at_value), factless, place == at_value, place == 0],
         [Role.PAD, Role.SEPARATOR, Role.TEXT, Role.OUTPUT, Role.INPUT],
         Role.TEXT,
     )
     roles[mask & np.isin(inputs, world.relation_ids)] = Role.RELATION
-    type_ = np.where(silent, -1, np.take_along_axis(drawn.type, part, 1))
-    wanted, subject = drawn.type[:, -1:], drawn.subject[:, -1:]
-    own, subjects, values = part == parts - 1, roles == Role.INPUT, roles == Role.OUTPUT
+    type_ = np.where(factless, -1, np.take_along_axis(drawn.type, part, 1))
+    target_type, subject = drawn.type[:, -1:], drawn.subject[:, -1:]
+    last, subjects, values = part == parts - 1, roles == Role.INPUT, roles == Role.OUTPUT
     grammar, relation = (roles == Role.TEXT) & mask, roles == Role.RELATION
     keys = {
         "subject": subjects & (inputs == subject),
-        "query_subject": subjects & own,
-        "type": (values | grammar | relation) & (type_ == wanted),
-        "same_type": values & (type_ == wanted),
-        "grammar": grammar & own,
-        "relation": relation & own,
+        "query_subject": subjects & last,
+        "type": (values | grammar | relation) & (type_ == target_type),
+        "same_type": values & (type_ == target_type),
+        "grammar": grammar & last,
+        "relation": relation & last,
     }
     each, query = torch.arange(n), inputs.shape[1] - 1
     targets = pd.DataFrame(
@@ -373,45 +371,40 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
             "chance": 1 / sum(world.n_values),
         }
     )
-    made = [_among_all(name, torch.from_numpy(found), torch.from_numpy(mask)) for name, found in keys.items()]
+    relations = [_among_all(name, torch.from_numpy(at), torch.from_numpy(mask)) for name, at in keys.items()]
     return Prompts(
         inputs=torch.from_numpy(inputs),
         mask=torch.from_numpy(mask),
         roles=torch.from_numpy(roles),
         example=torch.from_numpy(np.where(mask, part, -1)),
         targets=targets,
-        relations={relation.name: relation for relation in made if len(relation)},
+        relations={relation.name: relation for relation in relations if len(relation)},
         token_strings=world.token_strings,
         task=task,
-        latent={
-            "subject": torch.from_numpy(drawn.subject),
-            "type": torch.from_numpy(drawn.type),
-            "tells": torch.from_numpy(drawn.tells),
-            "grammar_len": torch.from_numpy(drawn.grammar_len),
-        },
+        latent={name: torch.from_numpy(getattr(drawn, name)) for name in LATENT},
     )
 
 
 def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Relation:
     """From the last position of each prompt that has keys to them, among all tokens."""
     n, length = keys.shape
-    nothing, each = torch.zeros(n, dtype=torch.long), torch.arange(n)
+    zero, each = torch.zeros(n, dtype=torch.long), torch.arange(n)
     relation = Relation(
         name,
         target=each,
         prompt=each,
-        query=nothing + length - 1,
-        key_value=nothing,
-        candidate_value=nothing,
+        query=zero + length - 1,
+        key_value=zero,
+        candidate_value=zero,
         key_label=torch.where(keys, 0, IGNORE),
         candidate_label=torch.where(mask, 0, IGNORE),
     )
     return relation.select(keys.any(1))
 
 
-def _below(streams: Rng, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarray, "*shape"]:
+def _below(rng: Rng, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarray, "*shape"]:
     """Integers from 0 up to but without `limit`, uniform."""
-    return streams.below(name, torch.full(shape, limit)).numpy()
+    return rng.below(name, torch.full(shape, limit)).numpy()
 
 
 def _seed(n: int, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""A small GPT-2 to train from scratch: a plain Hugging Face model, which `load` gives TransformerLens's hooks."""
+"""A small GPT-2 to train from scratch: a Hugging Face model, which `load` gives TransformerLens's hooks."""
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -17,12 +17,12 @@ def small_gpt2(
     Source: Vasudeva et al. (2026), App. B: "a 2-layer 1-head GPT-2 type decoder", d_model 256.
 
     Args:
-        d_vocab: Tokens in the vocabulary; padded to nothing rounder.
+        d_vocab: Tokens in the vocabulary; it is not padded.
         n_ctx: The longest sequence.
         d_model: The width of the residual stream, a multiple of `n_heads`.
         n_layers: Blocks.
         n_heads: Heads of each.
-        seed: Of the weights; no global generator moves.
+        seed: Of the weights; global random state is not changed.
 
     Raises:
         ValueError: A number below 1, or a width that the heads do not divide.

@@ -1,4 +1,4 @@
-"""Contextual recall built by hand: the attention-only constructions of Propositions 1 to 4, printed and corrected."""
+"""The attention-only constructions of Propositions 1 to 4 (Vasudeva et al., 2026), printed and corrected."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from align_circuits.papers.recall.attention_only import AttentionOnly
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.attention_only import AttentionOnly
+from align_circuits.papers.recall.task.world import RecallWorld
 
 HEADS = ("relation", "subject", "grammar")
 """The heads of the constructions, in order."""
 
 Correction = Literal["values", "owner", "slots"]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
-"""What the printed weights lack.
+"""What is corrected in the printed weights.
 
 - `values`: W_OV^subj sums over unique values. As printed it sums over the other subjects, so that it subtracts a value
   as often as it has other owners, the right one included; f_subj in the proof is the sum over unique values.
-- `owner`: after an attribute comes its subject. As printed the grammar head maps a shared value to all its owners. Now
-  attributes ask the subject head too, which adds a quarter of the subject it finds to the logits.
-- `slots`: which slot of a subsequence comes next. As printed it is told by the last separator's distance, which the
-  first subsequence lacks, and the window that should hold only the current relation holds late ones of the subsequence
-  before. Now grammar and relation tokens attend to the nearest subject or relation token, and the subject head writes
-  the separator when it finds a subject S tokens back; the relation head is silent but after a separator; and as long as
-  there was no relation yet, relation tokens stand above grammar tokens, so that the last slot gets one.
+- `owner`: after an attribute comes its subject. As printed the grammar head maps a shared value to all its owners.
+  Corrected, the subject head attends to the subject from attributes too, and adds a quarter of it to the logits.
+- `slots`: which slot of a subsequence comes next. As printed it depends on the last separator's distance, which the
+  first subsequence lacks, and the window of the current relation also holds late ones of the subsequence before.
+  Corrected, grammar and relation tokens attend to the nearest subject or relation token, and the subject head writes
+  the separator when a subject stands S tokens back; the relation head writes after separators only; and before the relation
+  token, relation tokens have higher logits than grammar tokens, so that the last slot gets one.
 """
 
 
@@ -65,7 +65,7 @@ class Directions:
         self.facts = torch.zeros(world.n_subjects, world.d_vocab).scatter(1, facts.T, 1.0)
 
     def tokens(self, ids: Collection[int]) -> Float[Tensor, " d_vocab"]:
-        """The sum of some tokens."""
+        """The sum of the one-hot vectors of tokens."""
         return torch.zeros(self.world.d_vocab).index_fill(0, torch.tensor(list(ids), dtype=torch.long), 1.0)
 
     def key(self, tokens: Float[Tensor, " d_vocab"]) -> Float[Tensor, " d_model"]:
@@ -73,7 +73,7 @@ class Directions:
         return torch.cat([tokens, torch.zeros(self.n_ctx)])
 
     def back(self, *distances: int) -> Float[Tensor, " d_model"]:
-        """The keys at some distances back from the query, Σ h(p_-d); distances that no prompt has are left out."""
+        """The keys at some distances back from the query, Σ h(p_-d); distances beyond the context are left out."""
         places = [self.world.d_vocab + distance for distance in distances if distance < self.n_ctx]
         return torch.zeros(self.world.d_vocab + self.n_ctx).index_fill(0, torch.tensor(places, dtype=torch.long), 1.0)
 
@@ -93,7 +93,7 @@ def pretrained(
         world: With relation tokens.
         n_ctx: T, the number of positions.
         n_slots: S.
-        beta: By what all W_KQ are multiplied; attention is exact as it grows.
+        beta: The factor of all W_KQ; attention is exact as it grows.
         corrections: Which of `CORRECTIONS` are made; none for the weights as printed.
 
     Raises:
@@ -139,7 +139,7 @@ def finetuned(
         n_slots: As for `pretrained`.
         beta: As for `pretrained`.
         corrections: As for `pretrained`.
-        seen: The subjects seen while finetuning; the relation head knows their values only. All by default.
+        seen: The subjects of finetuning; the relation head has their values only. All by default.
 
     Raises:
         ValueError: As for `pretrained`.
@@ -169,7 +169,7 @@ def _printed_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> None
 
 
 def _corrected_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> None:
-    """The same from the nearest subject or relation token, and from whether a subject stands S tokens back."""
+    """The same by the nearest subject or relation token, and by whether a subject stands S tokens back."""
     rel, subj, grm = range(3)
     slots = of.grammar + of.relations
     recency = torch.zeros(len(kq[grm]))

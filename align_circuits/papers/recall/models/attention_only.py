@@ -22,9 +22,9 @@ class AttentionOnlyConfig:
     d_head: int = 256
     n_heads: int = 3
     positions: Literal["relative", "absolute"] = "relative"
-    """What a key's position is counted from: the token that asks, backwards (Eq. 1), or the first (App. C.3.2)."""
+    """Whether a key's position is its distance from the query (Eq. 1) or from the first token (App. C.3.2)."""
     init: float = 0.02
-    """The standard deviation of the weights at the start."""
+    """The initial standard deviation of the weights."""
     n_layers: int = 1
     model_name: str = "attention-only"
     normalization_type: None = None
@@ -52,14 +52,14 @@ class AttentionOnly(HookedRootModule):
 
     W_KQ = W_K^T W_Q and W_OV = W_O^T W_V. No residual stream, no scaling of the scores, no biases; embedding and
     unembedding are fixed. `pos_ti` is the direction of the distance t - i, or of i itself with absolute positions.
-    A product with a one-hot vector is a row of the matrix, so rows are gathered. Weights that meet nothing (queries
-    and values of positions, outputs to them) are left out.
+    A product with a one-hot vector is a row of the matrix, so rows are gathered. Weights without effect (queries and
+    values of positions, outputs to them) are left out.
 
-    Hook points and `cfg` have TransformerLens's names. `hook_k` is the keys of the tokens; relative positions join in
-    the scores. `blocks.0.hook_attn_out` is the logits. Padding on the left changes nothing.
+    Hook points and `cfg` have TransformerLens's names. `hook_k` is the keys of the tokens; relative positions are added
+    to the scores. `blocks.0.hook_attn_out` is the logits. Padding on the left changes nothing.
 
-    Source: Vasudeva et al. (2026), §4. Initial values are not given there: N(0, init²). Nor is what absolute positions
-    are added to: the keys, as the relative ones.
+    Source: Vasudeva et al. (2026), §4. Initial values are not given there: N(0, init²). Nor is where absolute positions
+    are added: here to the keys, as the relative ones.
     """
 
     blocks: Any
@@ -79,12 +79,12 @@ class AttentionOnly(HookedRootModule):
         self.tokenizer = tokenizer
         generator = torch.Generator().manual_seed(seed)
 
-        def drawn(*shape: int) -> nn.Parameter:
-            weights = cfg.init * torch.randn(cfg.n_heads, *shape, generator=generator)
-            return nn.Parameter(weights.to(cfg.device, cfg.dtype))
+        def weights(*shape: int) -> nn.Parameter:
+            values = cfg.init * torch.randn(cfg.n_heads, *shape, generator=generator)
+            return nn.Parameter(values.to(cfg.device, cfg.dtype))
 
-        self.W_Q, self.W_K = drawn(cfg.d_vocab, cfg.d_head), drawn(cfg.d_model, cfg.d_head)
-        self.W_V, self.W_O = drawn(cfg.d_vocab, cfg.d_head), drawn(cfg.d_head, cfg.d_vocab)
+        self.W_Q, self.W_K = weights(cfg.d_vocab, cfg.d_head), weights(cfg.d_model, cfg.d_head)
+        self.W_V, self.W_O = weights(cfg.d_vocab, cfg.d_head), weights(cfg.d_head, cfg.d_vocab)
         self.blocks = nn.ModuleList([_Block()])
         self.setup()
 
@@ -139,7 +139,7 @@ class AttentionOnly(HookedRootModule):
         return self._logits(tokens, attention_mask, 0)
 
     def last(self, tokens: Int[Tensor, "prompt pos"]) -> Float[Tensor, "prompt d_vocab"]:
-        """Returns the logits at the last position alone, for the price of one query; activations have one query too."""
+        """Returns the logits at the last position alone, computed for one query; activations have one query too."""
         return self._logits(tokens, None, tokens.shape[1] - 1)[:, 0]
 
     def _logits(self, tokens: Tensor, attention_mask: Tensor | None, first: int) -> Tensor:
@@ -162,7 +162,7 @@ class AttentionOnly(HookedRootModule):
         if self.cfg.positions == "absolute":
             place = (real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(place)
         scores = scores + of_positions.gather(-1, place[:, None].expand_as(scores))
-        hidden = ((distance < 0) | ~real[:, None]) & (distance != 0)  # padding sees itself: no empty rows
+        hidden = ((distance < 0) | ~real[:, None]) & (distance != 0)  # padding attends to itself: no empty rows
         pattern = hooks.hook_pattern(
             hooks.hook_attn_scores(scores.masked_fill(hidden[:, None], -torch.inf)).softmax(-1)
         )

@@ -1,4 +1,4 @@
-"""What comes next anywhere in the text of a recall world with relation tokens, beside the attribute."""
+"""Which tokens may come next at each position of pretraining sequences, in a world with relation tokens."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,21 +7,21 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.papers.recall.tasks import FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.sequences import FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
 
 PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
-"""What comes next in a pretraining sequence: the subject; a slot, while there was no relation token yet, the last of
-them apart, which gets it for certain; a slot after the relation token; the separator; the attribute."""
+"""The kinds of the next token: the subject; a slot before the relation token; the last such slot, which must hold it; a
+slot after the relation token; the separator; the attribute."""
 
 
 def allowed_after(
     world: RecallWorld, tokens: Int[Tensor, "prompt pos"], n_slots: int
 ) -> tuple[Bool[Tensor, "prompt pos d_vocab"], Int[Tensor, "prompt pos"]]:
-    """Returns which tokens the data allow after each position of pretraining sequences, and its place in `PLACES`.
+    """Returns the tokens allowed after each position of pretraining sequences, and the index of their kind in `PLACES`.
 
     Args:
         world: With relation tokens.
@@ -35,28 +35,28 @@ def allowed_after(
     type_ = tokens - world.relation_ids.start
     known = (type_ >= 0) & (type_ < world.n_types)
     latest = torch.where(known, pos, -1).cummax(1).values
-    own_type = type_.gather(1, latest.clamp(min=0)).clamp(0, world.n_types - 1)
+    stated_type = type_.gather(1, latest.clamp(min=0)).clamp(0, world.n_types - 1)
     kind = torch.where(latest >= start, 3, torch.where(place == n_slots - 1, 2, 1))
     kind = torch.where(place == n_slots, 4, torch.where(place == n_slots + 1, 5, torch.where(place < n_slots, kind, 0)))
     grammar, relation, separator = (
         torch.zeros(world.d_vocab, dtype=torch.bool).index_fill(0, torch.tensor(list(ids)), True)
         for ids in (world.grammar_ids, world.relation_ids, [world.separator])
     )
-    nothing = torch.zeros_like(grammar)  # where a single token is allowed
-    fixed = torch.stack([nothing, grammar | relation, relation, grammar, separator, nothing])[kind]
+    none = torch.zeros_like(grammar)  # replaced below by the single token that is allowed
+    fixed = torch.stack([none, grammar | relation, relation, grammar, separator, none])[kind]
     subject = tokens.gather(1, start)
     facts = torch.from_numpy(world.facts)
-    one = torch.where(kind == 5, facts[own_type, subject], subject)
-    single = torch.nn.functional.one_hot(one, world.d_vocab).bool()
+    only = torch.where(kind == 5, facts[stated_type, subject], subject)
+    single = torch.nn.functional.one_hot(only, world.d_vocab).bool()
     return torch.where(((kind == 0) | (kind == 5))[..., None], single, fixed), kind
 
 
 @dataclass(frozen=True)
 class SlotsTask:
-    """Text about one subject that breaks off among the grammar of its last fact: what may come next?
+    """Text about one subject that ends within the grammar of its last fact; every token that may come next is correct.
 
-    The relation is `mark`: from the last token to the nearest subject or relation token, which tells whether a relation
-    token may still come. Every token that the data allow is accepted.
+    The relation is `mark`: from the last token to the nearest subject or relation token, which determines whether a
+    relation token may still come.
 
     Source: Vasudeva et al. (2026), Eq. 8.
 
@@ -78,7 +78,7 @@ class SlotsTask:
     def __post_init__(self):
         if not self.world.relation_tokens:
             raise ValueError("this world has no relation tokens, so no slots: RecallWorld.paper(relation_tokens=True)")
-        _ = self._facts  # which checks the numbers
+        _ = self._facts  # checks the numbers
 
     @property
     def _facts(self) -> FactsTask:
@@ -88,26 +88,26 @@ class SlotsTask:
         """Draws prompts, padded on the left.
 
         Args:
-            n: How many.
-            seed: Which prompts.
+            n: Their number.
+            seed: Of the prompts.
         """
-        world, whole = self.world, self._facts.batch(seed, n)[0]
-        allowed, _ = allowed_after(world, whole, self.grammar_len)
+        world, tokens = self.world, self._facts.batch(seed, n)[0]
+        allowed, _ = allowed_after(world, tokens, self.grammar_len)
         period = self.grammar_len + 3
         cut = Rng(seed, "recall slots").below("cut", torch.full((n,), self.grammar_len)).long()
         length = (self.n_facts - 1) * period + cut + 1
         each, longest = torch.arange(n), int(length.max())
         pos = torch.arange(longest) - (longest - length)[:, None]
         mask = pos >= 0
-        inputs = whole.gather(1, pos.clamp(min=0)).where(mask, 0)
-        kinds = {
+        inputs = tokens.gather(1, pos.clamp(min=0)).where(mask, 0)
+        ids_of = {
             Role.INPUT: world.subject_ids,
             Role.RELATION: world.relation_ids,
             Role.SEPARATOR: [world.separator],
             Role.OUTPUT: range(world.value_ids[0].start, world.value_ids[-1].stop),
         }
         roles = torch.full_like(inputs, Role.TEXT)
-        for role, ids in kinds.items():
+        for role, ids in ids_of.items():
             roles[torch.isin(inputs, torch.tensor(list(ids)))] = role
         roles[~mask] = Role.PAD
         marks = (roles == Role.INPUT) | (roles == Role.RELATION)
@@ -117,7 +117,7 @@ class SlotsTask:
                 "prompt": each,
                 "query_pos": longest - 1,
                 "target_pos": longest,
-                "token": whole[each, length],
+                "token": tokens[each, length],
                 "phrase": self.n_facts - 1,
                 "offset": 0,
                 "kind": "later",

@@ -1,17 +1,17 @@
-"""What grammar tells about the type, exactly: the ceiling of any reader of a `RecallWorld`."""
+"""The exact posterior of the type given grammar tokens, and the best accuracy that it allows."""
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from align_circuits.papers.recall.tasks import FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.sequences import FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 
 
 def type_posterior(world: RecallWorld, grammar: Int[ndarray, "prompt step"]) -> Float[ndarray, "prompt type"]:
     """Returns the probability of each type given grammar tokens of one subsequence, p(l | g) ∝ Π_t TM_l[g_t, g_t+1].
 
-    Types are equally likely before, and the first token is uniform, so it alone tells nothing.
+    The prior is uniform, and so is the first token, which alone is uninformative.
 
     Raises:
         ValueError: Tokens that are not grammar, or a world with relation tokens.
@@ -30,8 +30,7 @@ def type_posterior(world: RecallWorld, grammar: Int[ndarray, "prompt step"]) -> 
 def type_ceiling(world: RecallWorld, grammar_len: int, n: int, seed: int = 0) -> Float[ndarray, " prompt"]:
     """Returns, for `n` drawn subsequences, the probability that the best guess of their type from grammar is right.
 
-    Its mean is the highest accuracy that any reader of S = `grammar_len` tokens can have; 1 / L where they tell
-    nothing.
+    Its mean is the highest accuracy that S = `grammar_len` tokens allow; 1 / L where they are uninformative.
     """
     prompts = FactsTask(world, 1, grammar_len, p_grammar=0.0).sample(n, seed)
     return type_posterior(world, prompts.tokens[:, 1:].numpy()).max(1)
