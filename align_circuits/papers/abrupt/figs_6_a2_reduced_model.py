@@ -44,7 +44,7 @@ def _check_fig6(table: Table) -> list[Check]:
     ]
     order = check_alignment(table, model="three", n_labels=more)
     without = check_alignment(table, model="two", n_labels=more)[:3]  # TLA2 cannot rise by itself there
-    stalls = (stalled(table, model="two", n_labels=count) for count in (equal, more))
+    stalls = [stalled(table, model="two", n_labels=count) for count in (equal, more)]
     return [
         *learned,
         *(replace(check, claim=f"Three parameters: {check.claim}") for check in order),
@@ -87,8 +87,8 @@ def _draw_a2(table: Table) -> dict[str, go.Figure]:
 
 def _check_a2(table: Table) -> list[Check]:
     claim = Claim("The minimal model learns in context without context sequences (accuracy at the end)")
-    ends = (at_end(table, "icl", model=model) for model in ("three", "none"))
-    return [claim.at_least(LEARNED, *ends, _UNTRAINED)]
+    three, none = (at_end(table, "icl", model=model) for model in ("three", "none"))
+    return [claim.at_least(LEARNED, three, none, _UNTRAINED)]
 
 
 def _figa2(size: Size, n_classes: int) -> Grid:

@@ -47,7 +47,7 @@ def hypotheses(table: Table) -> pd.DataFrame:
     rows = []
     for hypothesis, causes in HYPOTHESES.items():
         for cause in causes:
-            fixed = {"intervention": f"{cause} fixed"}
+            fixed: dict[str, Any] = {"intervention": f"{cause} fixed"}
             formed = has_formed(table, **fixed)
             rows.append(
                 {

@@ -67,7 +67,8 @@ def as_table(curves: pd.DataFrame) -> Table:
     """Returns curves in the form of the tables that `tune` writes, as of a model of one head."""
     long: Any = curves.reset_index().melt("step", var_name="metric")
     of_model = long["metric"] == "accuracy"
-    kind, level, head = (np.where(of_model, *pair) for pair in (("first", "all"), ("model", "head"), (None, 0)))
+    kind, level = np.where(of_model, "first", "all"), np.where(of_model, "model", "head")
+    head = np.where(of_model, np.nan, 0)
     about = {"ood": False, "kind": kind, "offset": ALL_OFFSETS, "level": level, "layer": head, "head": head}
     frame = long.assign(**about, low=np.nan, high=np.nan, n=1)
     return Table(frame, Provenance("simulated"))
@@ -87,8 +88,9 @@ def _summarize(config: Forecast, rows: Rows) -> pd.DataFrame:
 def forecasts(source: str, runs: list[Table], loss: AlignedLogits, schedule: TrainConfig) -> list[pd.DataFrame]:
     """Returns the columns of `forecast` for each run as rows, without a step, and the curve of each run."""
     predicted = forecast(runs, loss, schedule).astype(float).reset_index(names="seed").melt("seed", var_name="of")
-    curves = [tuning_curves(run)["align_query"].reset_index(name="value").assign(seed=n) for n, run in enumerate(runs)]
-    return [predicted.assign(source=source), *(curve.assign(of="course", source=source) for curve in curves)]
+    curves = [tuning_curves(run)[["align_query"]].set_axis(["value"], axis=1).reset_index() for run in runs]
+    courses = [curve.assign(of="course", seed=seed, source=source) for seed, curve in enumerate(curves)]
+    return [predicted.assign(source=source), *courses]
 
 
 def steps_of(table: Table, source: str) -> pd.DataFrame:

@@ -336,7 +336,8 @@ class Worlds:
                 noise[member].normal_(0, scale, generator=generator)
             if novel is not None and task.p_context:
                 novel[member].normal_(0, scale, generator=generator)
-        return uniform, *(drawn if drawn is None else drawn.to(self._dtype) for drawn in (noise, novel))
+        noise, novel = (drawn if drawn is None else drawn.to(self._dtype) for drawn in (noise, novel))
+        return uniform, noise, novel
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:

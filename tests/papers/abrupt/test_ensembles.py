@@ -1,6 +1,7 @@
 """Ensembles train each member as it would train alone; progress measures beside loops."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -58,7 +59,7 @@ class Plain(nn.Module):
         return self.classifier(stream[:, -1])
 
 
-def plain_of(member: ExemplarNet) -> Plain:
+def plain_of(member: Any) -> Plain:
     with torch.random.fork_rng():  # nn.Linear draws weights, which are then replaced
         return Plain(member)
 
