@@ -26,6 +26,8 @@ from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.repeated import RepeatedTokensTask
@@ -42,10 +44,12 @@ __all__ = [
     "Localization",
     "Patch",
     "Prompts",
+    "Pair",
     "Provenance",
     "RecallWorld",
     "Relation",
     "RepeatedTokensTask",
+    "RunOptions",
     "Role",
     "Seq2SeqTask",
     "SlotsTask",

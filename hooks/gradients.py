@@ -14,26 +14,26 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Change, Probes, evaluating
 
 
-def gradients(
+def gradients_at(
     model: Any,
     tokens: Int[Tensor, "prompt pos"],
     mask: Bool[Tensor, "prompt pos"],
     names: Collection[str],
-    outcome: Callable[[Tensor], Tensor],
+    scalar: Callable[[Tensor], Tensor],
     changes: Mapping[str, Change] | None = None,
     *,
     fast: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns activations, after any change, and the gradient of an outcome with respect to them, by hook point.
+    """Returns activations, after any change, and the gradient of a scalar with respect to them, by hook point.
 
-    Parameters get no gradients. Prompts do not meet, so the gradient of a sum over prompts holds that of each.
+    Parameters get no gradients. Prompts do not interact, so the gradient of a sum over prompts holds that of each.
 
     Args:
         model: A model with TransformerLens's hooks.
         tokens: What it reads.
         mask: True at real tokens.
         names: The hook points.
-        outcome: From logits `[prompt pos d_vocab]` to a scalar.
+        scalar: From logits `[prompt pos d_vocab]` to a scalar.
         changes: What happens to activations, by hook point; gradients pass through.
         fast: Whether Hugging Face's own attention runs, under which `hook_pattern` does not fire.
 
@@ -63,6 +63,6 @@ def gradients(
     with torch.enable_grad(), evaluating(model), raw_attention(model) if fast else nullcontext():
         logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
         probes.check()
-        wanted = [kept[name] for name in names]
-        found = torch.autograd.grad(outcome(logits), wanted, materialize_grads=True)
-    return {name: (kept[name].detach(), gradient) for name, gradient in zip(names, found, strict=True)}
+        activations = [kept[name] for name in names]
+        gradients = torch.autograd.grad(scalar(logits), activations, materialize_grads=True)
+    return {name: (kept[name].detach(), gradient) for name, gradient in zip(names, gradients, strict=True)}

@@ -1,4 +1,4 @@
-"""The residual stream as wires: what each part of a model writes to it and reads from it, and edits of what is read."""
+"""Edges along the residual stream: what each part of a model writes to it and reads from it, and edits of edges."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class ResidualEdges:
     def read(
         self, site: Reading, layer: int, residual: Float[Tensor, "prompt pos column d_model"]
     ) -> Float[Tensor, "prompt pos column out"]:
-        """Returns what receivers make of the residual streams that they read, a column for each of them.
+        """Returns the outputs of receivers for the residual streams that they read, a column for each of them.
 
         Query, key and value come before rotation, with a column for each head or key head; of an MLP (one column) its
         output; of the logits (one column) the stream itself.
@@ -101,7 +101,7 @@ def lands_at(graph: Graph, site: Reading, layer: int) -> str:
 
 
 def sent_from(graph: Graph) -> list[str]:
-    """Returns the hook points of what senders say, in order: the embedding, then z and MLP of each layer."""
+    """Returns the hook points of the senders' outputs, in order: the embedding, then z and MLP of each layer."""
     return [EMBEDDED] + [
         name_of(site, layer) for layer in range(graph.n_layers) for site in (("z", "mlp_out") if graph.mlps else ("z",))
     ]
@@ -112,10 +112,10 @@ def sites_of(graph: Graph) -> dict[tuple[Reading, int], slice]:
     places: dict[tuple[Reading, int], list[int]] = {}
     for place, receiver in enumerate(graph.receivers):
         places.setdefault((receiver.site, receiver.layer), []).append(place)
-    return {at: slice(some[0], some[-1] + 1) for at, some in places.items()}
+    return {at: slice(indices[0], indices[-1] + 1) for at, indices in places.items()}
 
 
-def touched(graph: Graph) -> list[str]:
+def hook_points(graph: Graph) -> list[str]:
     """Returns the hook points of all senders and receivers."""
     ends = {place for site in sites_of(graph) for place in (reads_from(graph, *site), lands_at(graph, *site))}
     return sorted({*ends, *sent_from(graph)})
@@ -130,30 +130,32 @@ def columns_of(graph: Graph) -> dict[str, slice]:
     return columns
 
 
-def written_by(wires: ResidualEdges, name: str, value: Tensor) -> Float[Tensor, "prompt pos sender d_model"]:
+def written_by(residual_edges: ResidualEdges, name: str, value: Tensor) -> Float[Tensor, "prompt pos sender d_model"]:
     """Returns what the senders at a hook point (`sent_from`) add to the residual stream, from the activation there."""
-    return wires.written(int(name.split(".")[1]), value) if name.endswith("hook_z") else value[:, :, None]
+    return residual_edges.written(int(name.split(".")[1]), value) if name.endswith("hook_z") else value[:, :, None]
 
 
 @dataclass(frozen=True, eq=False)
-class _ByCell(Edit):
-    """An edit that tells cells apart: the prompts that it was made for run once for each cell, one after another."""
+class _ByCopy(Edit):
+    """An edit that differs between copies of its prompts, which run side by side: all prompts, then all again."""
 
-    def _cells(self, context: BatchContext | None, prompts: int) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """The cell of each row of a batch, and its place among the prompts."""
+    def _copies(
+        self, context: BatchContext | None, prompts: int
+    ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+        """The copy that each row of a batch belongs to, and its place among the prompts."""
         if context is None:
             raise ValueError("an edit of edges depends on the prompts: give them, as in fwd_hooks(model, prompts)")
         if len(context.prompts) % prompts:
             raise ValueError(
                 f"the edit was made for {prompts} prompts, but {len(context.prompts)} run: run the same, once for each "
-                "cell"
+                "copy"
             )
         return context.rows // prompts, context.rows % prompts
 
 
 @dataclass(frozen=True, eq=False)
-class PatchEdges(_ByCell):
-    """Puts what senders say in another run in place, but only for some of those who read it.
+class PatchEdges(_ByCopy):
+    """Patches edges: some receivers read what senders wrote in another run, all others what they write in this one.
 
     A receiver reads the residual stream of this run, in which what some senders wrote is replaced by what they wrote in
     the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
@@ -162,31 +164,36 @@ class PatchEdges(_ByCell):
     Automated Circuit Discovery", for circuits as sets of edges.
     """
 
-    wires: ResidualEdges
+    residual_edges: ResidualEdges
     source: Mapping[str, Float[Tensor, "prompt pos ..."]]
-    """What senders say in the other run, by hook point (`sent_from`): `engine.capture`."""
-    edges: Bool[Tensor, "cell receiver sender"]
-    """Which edges carry that, in each cell."""
+    """The outputs of senders in the other run, by hook point (`sent_from`): `run.forward_pass.capture`."""
+    edges: Bool[Tensor, "copy receiver sender"]
+    """Which edges carry that, in each copy."""
 
-    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the wires know it
-        """A change where a patched edge ends, and a reader where senders speak."""
-        graph, wires = self.wires.graph, self.wires
-        cell, prompt = self._cells(context, len(self.source[EMBEDDED]))
+    def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
+        """A change where a patched edge ends, and a reader at the output of each sender.
+
+        A receiver's input is this run's residual stream plus the difference that the patched senders make, which is
+        known by then since senders come first. Its output is computed anew from that input by the model's own weights,
+        with a column for each receiver of the site, and replaces the one of this run.
+        """
+        graph, residual_edges = self.residual_edges.graph, self.residual_edges
+        copy, prompt = self._copies(context, len(self.source[EMBEDDED]))
         names, sites = sent_from(graph), sites_of(graph)
         used = [site for site, places in sites.items() if self.edges[:, places].any()]
         columns = columns_of(graph)
         read_at = {reads_from(graph, *site) for site in used}
-        speaking = [name for name in names if self.edges[:, :, columns[name]].any()]
+        senders = [name for name in names if self.edges[:, :, columns[name]].any()]
         stream: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}
 
         def patched(site: tuple[Reading, int], activation: Tensor) -> Tensor:
-            wanted = self.edges[cell, sites[site]].to(activation)
+            patched_edges = self.edges[copy, sites[site]].to(activation)
             residual = activation if site[0] == "logits" else stream[reads_from(graph, *site)]
-            change = torch.zeros_like(residual)[:, :, None].repeat(1, 1, wanted.shape[1], 1)
-            for sender in [sender for sender in speaking if sender in other]:
-                change = change + torch.einsum("npsd,nrs->nprd", other[sender], wanted[:, :, columns[sender]])
-            new = wires.read(*site, residual[:, :, None] + change)
+            change = torch.zeros_like(residual)[:, :, None].repeat(1, 1, patched_edges.shape[1], 1)
+            for sender in [sender for sender in senders if sender in other]:
+                change = change + torch.einsum("npsd,nrs->nprd", other[sender], patched_edges[:, :, columns[sender]])
+            new = residual_edges.read(*site, residual[:, :, None] + change)
             return new if site[0] in ("q", "k", "v") else new[:, :, 0]
 
         def change_at(name: str) -> Change:
@@ -194,47 +201,47 @@ class PatchEdges(_ByCell):
 
             def change(activation: Tensor) -> Tensor | None:
                 new = patched(ending[0], activation) if ending else None
-                said = activation if new is None else new
+                output = activation if new is None else new
                 if name in read_at:
-                    stream[name] = said
-                if name in speaking:
-                    before = self.source[name][prompt][:, -said.shape[1] :].to(said)
-                    other[name] = written_by(wires, name, before - said)
+                    stream[name] = output
+                if name in senders:
+                    before = self.source[name][prompt][:, -output.shape[1] :].to(output)
+                    other[name] = written_by(residual_edges, name, before - output)
                 return new
 
             return change
 
         ends = {lands_at(graph, *site) for site in used}
-        return {name: change_at(name) for name in sorted({*ends, *read_at, *speaking})}
+        return {name: change_at(name) for name in sorted({*ends, *read_at, *senders})}
 
 
 @dataclass(frozen=True, eq=False)
-class Receive(_ByCell):
-    """Gives receivers what they make of the residual stream in another run."""
+class PatchReceivers(_ByCopy):
+    """Patches receivers: each is given the query, key, value or output that it had in another run."""
 
     graph: Graph
-    made: Mapping[str, Float[Tensor, "prompt pos ..."]]
-    """What they make of it there, by hook point (`lands_at`)."""
-    receivers: Bool[Tensor, "cell receiver"]
-    """Which receivers are given it, in each cell."""
+    received: Mapping[str, Float[Tensor, "prompt pos ..."]]
+    """What they had there, by hook point (`lands_at`)."""
+    receivers: Bool[Tensor, "copy receiver"]
+    """Which receivers are given it, in each copy."""
 
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:  # noqa: ARG002 - the graph knows it
         """A change at each receiver."""
-        cell, prompt = self._cells(context, len(next(iter(self.made.values()))))
+        copy, prompt = self._copies(context, len(next(iter(self.received.values()))))
 
         def change_at(name: str, places: slice) -> Change:
             def change(activation: Tensor) -> Tensor:
-                here = self.receivers[cell, places].to(activation.device)[:, None]
-                here = here[..., None] if activation.ndim == 4 else here
-                new = self.made[name][prompt][:, -activation.shape[1] :].to(activation)
-                return torch.where(here, new, activation)
+                given = self.receivers[copy, places].to(activation.device)[:, None]
+                given = given[..., None] if activation.ndim == 4 else given
+                new = self.received[name][prompt][:, -activation.shape[1] :].to(activation)
+                return torch.where(given, new, activation)
 
             return change
 
         return {
             name: change_at(name, places)
             for site, places in sites_of(self.graph).items()
-            if (name := lands_at(self.graph, *site)) in self.made and self.receivers[:, places].any()
+            if (name := lands_at(self.graph, *site)) in self.received and self.receivers[:, places].any()
         }
 
 

@@ -1,5 +1,6 @@
 """Paths and gradients by hand: runs in which hooks freeze whatever should not change."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,3 +126,12 @@ class Twin:
             return x
 
         return float((self.outcome({at: give}) - self.before).mean())
+
+
+def unchecked(cls: type, **values: Any) -> Any:
+    """An instance whose annotations are unchecked, as users make it; fields that are not given have their defaults."""
+    instance = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        object.__setattr__(instance, field.name, values.get(field.name, field.default))
+    instance.__post_init__()
+    return instance

@@ -152,7 +152,7 @@ def test_load(folder, llamas):
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_scores(llamas, prompts, engine):
-    there_as_here(llamas, lambda model: ac.score_heads(model, prompts, engine=engine))
+    there_as_here(llamas, lambda model: ac.score_heads(model, prompts, options=ac.RunOptions(engine=engine)))
 
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
@@ -161,7 +161,9 @@ def test_scores_of_padded_prompts(llamas, prompts, char_tokenizer, engine):
     padded = ac.Prompts.from_tokens(
         [row[mask].tolist() for some in (prompts, longer) for row, mask in zip(some.tokens, some.mask, strict=True)]
     )
-    there_as_here(llamas, lambda model: ac.score_heads(model, padded, engine=engine, batch_size=4))
+    there_as_here(
+        llamas, lambda model: ac.score_heads(model, padded, options=ac.RunOptions(engine=engine, batch_size=4))
+    )
 
 
 def test_scores_in_bfloat16(folder, prompts):
@@ -171,7 +173,7 @@ def test_scores_in_bfloat16(folder, prompts):
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_evaluation(llamas, prompts, engine):
-    there_as_here(llamas, lambda model: ac.evaluate(model, prompts, engine=engine))
+    there_as_here(llamas, lambda model: ac.evaluate(model, prompts, options=ac.RunOptions(engine=engine)))
 
 
 def test_p_values(llamas):
@@ -207,7 +209,12 @@ def test_edits(llamas, pair, name, engine):
 
     def edited(model: Any) -> ac.Table:
         if name == "patch":
-            held = capture(model, pair["corrupted"], [name_of("v", layer) for layer in range(2)], engine=engine)
+            held = capture(
+                model,
+                pair["corrupted"],
+                [name_of("v", layer) for layer in range(2)],
+                options=ac.RunOptions(engine=engine),
+            )
             edit: Any = ac.Patch(heads, "v", positions=later, values=held)
         elif name in ("mean", "resample"):
             edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair["corrupted"], how=name, site="z"))
@@ -217,7 +224,7 @@ def test_edits(llamas, pair, name, engine):
             edit = ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32))
         else:
             edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k")
-        return ac.evaluate(model, pair["clean"], edits=[edit], engine=engine)
+        return ac.evaluate(model, pair["clean"], edits=[edit], options=ac.RunOptions(engine=engine))
 
     there_as_here(llamas, edited)
 
@@ -232,7 +239,7 @@ def test_edits_whose_values_are_on_the_gpu(llamas, pair):
             [(0, 1), (1, 2)], values={name_of("z", layer): cache[name_of("z", layer)] for layer in range(2)}
         )
         steer = ac.Steer(site="resid_post", layers=[0], vector=cache[name_of("resid_post", 0)][0, 3])
-        return ac.evaluate(model, pair["clean"], edits=[patch, steer], batch_size=3)
+        return ac.evaluate(model, pair["clean"], edits=[patch, steer], options=ac.RunOptions(batch_size=3))
 
     there_as_here(llamas, edited)
 

@@ -96,7 +96,7 @@ def test_a_hooked_transformer_is_taken_as_it_is(models):
     hooked, _ = models
     assert isinstance(hooked, tl.HookedTransformer)
     with pytest.raises(ValueError, match="a HookedTransformer is no TransformerBridge"):
-        ac.evaluate(hooked, TASK.sample(1, hooked.tokenizer), engine="fast")
+        ac.evaluate(hooked, TASK.sample(1, hooked.tokenizer), options=ac.RunOptions(engine="fast"))
 
 
 @pytest.mark.parametrize("verb", [ac.evaluate, ac.score_heads])

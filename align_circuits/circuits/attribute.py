@@ -1,6 +1,7 @@
 """Attribution patching: what patching each head or edge would do, from gradients, at the price of a few passes."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.circuits.decomposition import residual_edges_of
-from align_circuits.heads.ablate import NO_HEAD
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.gradients import gradients
+from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.heads import heads_of, layers_of
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
@@ -22,19 +22,19 @@ from align_circuits.hooks.residual_edges import (
     PatchEdges,
     ResidualEdges,
     columns_of,
+    hook_points,
     lands_at,
     reads_from,
     sent_from,
     sites_of,
-    touched,
     written_by,
 )
-from align_circuits.models.protocol import check_fits, device_of
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.forward_pass import capture, choose, forward
-from align_circuits.run.pairs import CachedPair, Direction, Pair
-from align_circuits.run.target_metrics import Metric, repeated
-from align_circuits.tables.tables import Table
+from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.run.forward_pass import capture, choose_engine, forward
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import CachedPair, Pair
+from align_circuits.run.target_metrics import repeat
+from align_circuits.tables.tables import Table, with_level
 
 HeadMethod = Literal["atp", "atp_star", "ig_inputs"]
 """How the score of a head is made."""
@@ -44,23 +44,18 @@ EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations", "eap_ig_all_a
 
 
 def attribute_heads(
-    model: Any,
+    model: HookedModel,
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     method: HeadMethod = "atp",
     sites: Sequence[Site] = ("z",),
     graddrop: bool = False,
     steps: int = 5,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns for every head an estimate of what `patch_heads` would measure, without patching any.
 
-    With x what a head says (or asks, or is asked by) and M the metric, its score in a clean run is
+    With x a head's output (or query, or key, or value) and M the metric, its score in a clean run is
     Σ_positions <x(corrupted) - x(clean), ∂M/∂x>: below zero, the model needs the head.
 
     - `"atp"`: the gradient of the clean run. Source: Nanda (2023), "Attribution Patching".
@@ -74,19 +69,14 @@ def attribute_heads(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        clean: Prompts with targets.
-        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         method: How the score is made.
         sites: As for `patch_heads`.
         graddrop: Scores without a sign: the gradient is dropped where it comes through one layer after the other, and
             the absolute scores are averaged over the layers, a head's own left out, so that no cancellation hides a
             head. Source: Kramár et al. (2024), §3.2.
         steps: For integrated gradients.
-        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        direction: `"noise"` scores corrupted heads in clean runs, `"denoise"` clean heads in corrupted runs.
-        engine: As for `evaluate`.
-        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `site`, layer, head and `metric`, with intervals over prompts. Heads that share a key head have
@@ -103,63 +93,61 @@ def attribute_heads(
     for site in sites:
         at_layers = site in LAYER_SITES
         layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])
-    pair = _checked(model, clean, corrupted, direction, metric, kind, steps)
+    _check(model, pair, steps)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
     names = [*dict.fromkeys(name_of(site, layer) for site, layer in places)]
     fixed = [place for place in places if method == "atp_star" and place[0] in ("q", "k")]
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
-    asked = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
-    names_touched = [*asked, *(name for layer in layers if graddrop for name in _without(layer))]
-    ran = choose(model, engine, names_touched, by_hooks=True)
+    cached_names = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
+    hooked = [*cached_names, *(name for layer in layers if graddrop for name in _without(layer))]
+    engine = choose_engine(model, options, hooked, by_hooks=True)
+    run_alike, reference = replace(options, engine=engine), replace(options, engine="reference")
 
-    def scored(part: Pair) -> Float[Tensor, "place head prompt"]:
+    def score(part: Pair) -> Float[Tensor, "place head prompt"]:
         scores = torch.zeros(len(places), cfg.n_heads, len(part.base), dtype=torch.float64)
-        held = part.held(model, asked, ran, device)
+        cached = part.cache(model, cached_names, run_alike, device)
         moves: dict[tuple[Site, int], tuple[str, Tensor]]
-        moves = {(site, layer): (name_of(site, layer), held.change(name_of(site, layer))) for site, layer in places}
+        moves = {(site, layer): (name_of(site, layer), cached.change(name_of(site, layer))) for site, layer in places}
         for site, layer in fixed:
-            pattern, whole = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
-            edit = Patch(whole, site=site, values=held.source)
-            patched = capture(model, part.base, [pattern], edits=[edit], engine="reference")[pattern].to(device)
-            moves[site, layer] = (pattern, patched - held.base[pattern])
+            pattern, heads = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
+            edit = Patch(heads, site=site, values=cached.source)
+            patched = capture(model, part.base, [pattern], edits=[edit], options=reference)[pattern].to(device)
+            moves[site, layer] = (pattern, patched - cached.base[pattern])
         for dropped in layers if graddrop else [None]:
-            found: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
-            for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", held, names, steps):
+            sums: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
+            for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", cached, names, steps):
                 changes = {**between, **_without(dropped)}
-                at = gradients(model, *part.inputs(device), asked, part.mean_outcome, changes, fast=ran == "fast")
+                at = gradients_at(
+                    model, *part.inputs(device), cached_names, part.mean_metric, changes, fast=engine == "fast"
+                )
                 for place, (name, change) in moves.items():
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
-                    found[place] = found[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
+                    sums[place] = sums[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
             for index, place in enumerate(places):
                 averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
-                score = found[place].abs() / averaged if graddrop else found[place]
-                scores[index] += score.repeat_interleave(cfg.n_heads // score.shape[1], 1).T.cpu()
+                by_head = sums[place].abs() / averaged if graddrop else sums[place]
+                scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
         return scores
 
-    scores = pair.in_batches(scored, batch_size)
-    heads = {site: [NO_HEAD] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
+    scores = pair.in_batches(score, options)
+    heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
-    values = [scores[index, max(head, 0)].numpy() for index, head in keys]
-    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"]).assign(
-        metric=metric
-    )
-    settings = {"method": method, "graddrop": graddrop, "steps": steps, "kind": kind}
-    return pair.outcome.table(frame, np.stack(values), pair.provenance("attribute_heads", model, settings, ran))
+    values = [scores[index, head or 0].numpy() for index, head in keys]
+    frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
+    frame = with_level(frame).assign(metric=pair.target_metrics.metrics[0])
+    settings = {"method": method, "graddrop": graddrop, "steps": steps}
+    provenance = pair.provenance("attribute_heads", model, settings, engine)
+    return pair.target_metrics.table(frame, np.stack(values), provenance)
 
 
 def attribute_edges(
-    model: Any,
+    model: HookedModel,
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     method: EdgeMethod = "eap_ig_inputs",
     steps: int = 5,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns for every edge an estimate of what `patch_edges` would measure, without patching any.
 
@@ -184,16 +172,10 @@ def attribute_edges(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
-        clean: Prompts with targets.
-        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         method: How the gradient is taken.
         steps: m, for integrated gradients.
-        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        direction: `"noise"` scores corrupted edges in clean runs, `"denoise"` clean edges in corrupted runs (then read
-            "corrupted" for "clean" above, and the reverse).
-        engine: As for `evaluate`.
-        batch_size: Prompts at a time; `"auto"` halves them on out-of-memory. It changes no result.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender` and `receiver` (names as in `Graph`) and `metric`, with intervals over prompts.
@@ -203,52 +185,57 @@ def attribute_edges(
     """
     if method not in get_args(EdgeMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(EdgeMethod)))}")
-    pair = _checked(model, clean, corrupted, direction, metric, kind, steps)
-    wires = residual_edges_of(model, pair.base)
-    graph, device = wires.graph, device_of(model)
-    speaking, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
+    _check(model, pair, steps)
+    residual_edges = residual_edges_of(model, pair.base)
+    graph, device = residual_edges.graph, device_of(model)
+    senders, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
     patterns = [name_of("pattern", layer) for layer in range(graph.n_layers)] if method == "atp_star" else []
-    asked = [*touched(graph), *patterns]
-    ran = choose(model, engine, asked, by_hooks=True)
+    hooked = [*hook_points(graph), *patterns]
+    engine = choose_engine(model, options, hooked, by_hooks=True)
+    run_alike = replace(options, engine=engine)
 
-    def scored(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
+    def score(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
         scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
-        held = part.held(model, speaking, ran, device)
-        said = {name: written_by(wires, name, held.change(name)) for name in speaking}
-        for names, changes, share in _runs(method, held, speaking, steps):
-            at = gradients(model, *part.inputs(device), asked, part.mean_outcome, changes, fast=ran == "fast")
+        cached = part.cache(model, senders, run_alike, device)
+        written = {name: written_by(residual_edges, name, cached.change(name)) for name in senders}
+        for names, changes, share in _runs(method, cached, senders, steps):
+            at = gradients_at(model, *part.inputs(device), hooked, part.mean_metric, changes, fast=engine == "fast")
             for site, places in sites.items():
-                if lands_at(graph, *site) in changes:  # what it makes of what it reads is replaced, so nothing passes
+                if lands_at(graph, *site) in changes:  # its output is replaced, so what it reads has no effect
                     continue
                 if patterns and site[0] in ("q", "k"):
-                    scores[places] = _through_attention(model, wires, part, held, site, at).cpu()
+                    scores[places] = _through_attention(model, residual_edges, part, cached, site, at).cpu()
                     continue
                 stream, gradient = at[reads_from(graph, *site)][0], at[lands_at(graph, *site)][1]
                 gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
-                pulled = wires.pulled(*site, stream, gradient)
+                pulled = residual_edges.pulled(*site, stream, gradient)
                 for name in names:
-                    score = torch.einsum("npsd,nprd->rsn", said[name], pulled)
-                    scores[places, columns[name]] += share * score.cpu()
+                    by_edge = torch.einsum("npsd,nprd->rsn", written[name], pulled)
+                    scores[places, columns[name]] += share * by_edge.cpu()
         return scores
 
-    scores = pair.in_batches(scored, batch_size)
-    provenance = pair.provenance("attribute_edges", model, {"method": method, "steps": steps, "kind": kind}, ran)
-    return pair.edges(graph, graph.edges, scores[graph.edges].numpy(), provenance)
+    scores = pair.in_batches(score, options)
+    provenance = pair.provenance("attribute_edges", model, {"method": method, "steps": steps}, engine)
+    return pair.edge_table(graph, graph.edges, scores[graph.edges].numpy(), provenance)
 
 
-def _checked(
-    model: Any, clean: Prompts, corrupted: Prompts, direction: str, metric: str, kind: str, steps: int
-) -> Pair:
+def _check(model: HookedModel, pair: Pair, steps: int) -> None:
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
-    check_fits(model, clean)
-    return Pair.of(clean, corrupted, direction, metric, kind)
+    if pair.metric == "accuracy":
+        raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit' or 'prob'")
+    check_fits(model, pair.clean)
 
 
 def _runs(
-    method: str, held: CachedPair, names: Sequence[str], steps: int
+    method: str, cached: CachedPair, names: Sequence[str], steps: int
 ) -> Iterator[tuple[Sequence[str], Mapping[str, Change], float]]:
-    """What is scored in a run, what is changed in it, and by what its gradients count."""
+    """The hook points scored in each run with gradients, what is changed in it, and the weight of its gradients.
+
+    EAP takes one run, the base run. Integrated gradients average over `steps` runs on the way from source to base: with
+    the embedding moved, or with one sender's output moved. `eap_ig_activations` scores only the senders that are moved
+    in a run; `eap_ig_all_activations` scores all senders in every run, and averages over them.
+    """
     if method in ("eap", "atp_star"):
         yield names, {}, 1.0
         return
@@ -257,12 +244,12 @@ def _runs(
         scored = [name] if method == "eap_ig_activations" else names
         share = 1 / steps if method == "eap_ig_activations" else 1 / (steps * len(moved))
         for step in range(1, steps + 1):
-            there = held.between(name, step / steps)
-            yield scored, {name: lambda _, there=there: there}, share
+            value = cached.between(name, step / steps)
+            yield scored, {name: lambda _, value=value: value}, share
 
 
 def _without(layer: int | None) -> Mapping[str, Change]:
-    """Stops gradients where they come through what a layer says."""
+    """Stops gradients through the outputs of a layer."""
     points = () if layer is None else (name_of("z", layer), name_of("mlp_out", layer))
     return {name: lambda activation: activation.detach() for name in points}
 
@@ -276,35 +263,39 @@ def _by_head(product: Tensor, name: str, site: str, cfg: Any) -> Float[Tensor, "
 
 
 def _through_attention(
-    model: Any,
-    wires: ResidualEdges,
+    model: HookedModel,
+    residual_edges: ResidualEdges,
     part: Pair,
-    held: CachedPair,
+    cached: CachedPair,
     site: tuple[Reading, int],
     at: Mapping[str, tuple[Tensor, Tensor]],
 ) -> Float[Tensor, "receiver sender prompt"]:
-    """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient."""
-    graph, count, name = wires.graph, len(part.base), name_of("pattern", site[1])
+    """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient.
+
+    Each sender's edge is patched in a copy of the prompts, so that one forward pass serves all senders; the hook at the
+    pattern then sees the exact change of attention, which a gradient through a saturated softmax would miss.
+    """
+    graph, count, name = residual_edges.graph, len(part.base), name_of("pattern", site[1])
     places, (before, gradient) = sites_of(graph)[site], at[name]
     senders = graph.edges[places.start].nonzero()[:, 0]
-    cells = torch.zeros(len(senders), *graph.edges.shape, dtype=torch.bool)
-    for cell, sender in enumerate(senders.tolist()):
-        cells[cell, places, sender] = True
+    patched = torch.zeros(len(senders), *graph.edges.shape, dtype=torch.bool)
+    for copy, sender in enumerate(senders.tolist()):
+        patched[copy, places, sender] = True
     scores = gradient.new_zeros(places.stop - places.start, len(graph.senders), count)
 
     def keep(rows: Int[Tensor, " batch"], pattern: Float[Tensor, "batch head pos pos"]) -> None:
         size, prompt = pattern.shape[-1], (rows % count).to(before.device)
-        there = (prompt, slice(None), slice(-size, None), slice(-size, None))
-        score = _by_head((pattern - before[there]) * gradient[there], name, site[0], model.cfg)
+        same = (prompt, slice(None), slice(-size, None), slice(-size, None))
+        score = _by_head((pattern - before[same]) * gradient[same], name, site[0], model.cfg)
         scores[:, senders[rows // count].to(before.device), prompt] = score.T
 
     forward(
         model,
-        repeated(part.base, len(senders)),
+        repeat(part.base, len(senders)),
         prompt=torch.arange(count * len(senders)),
         query=torch.full((count * len(senders),), part.base.mask.shape[1] - 1),
         on_activation={name: keep},
-        edits=[PatchEdges(wires, held.source, cells)],
-        engine="reference",
+        edits=[PatchEdges(residual_edges, cached.source, patched)],
+        options=RunOptions(engine="reference"),
     )
     return scores

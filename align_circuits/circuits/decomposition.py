@@ -1,4 +1,4 @@
-"""Whether a model is what its wires say: a residual stream that heads and MLPs read and add to, and nothing else."""
+"""Checks that a model is the sum of its parts: a residual stream that heads and MLPs read and add to."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
     ResidualEdges,
+    hook_points,
     lands_at,
     reads_from,
     sent_from,
     sites_of,
-    touched,
     written_by,
 )
 from align_circuits.prompts.prompts import Prompts
@@ -27,7 +27,7 @@ NARROW = 5e-2
 
 
 def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
-    """Returns the wires of a model, after a look at one prompt: does the model read and write as they say?
+    """Returns the residual edges of a model, after a check on one prompt that it reads and writes as its weights say.
 
     Raises:
         ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
@@ -37,26 +37,26 @@ def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
             f"{wrapped[0]} carries an adapter, which the weights of heads do not show: merge it first "
             "(merge_and_unload), then load the merged model"
         )
-    wires = ResidualEdges(model)
-    graph = wires.graph
-    held = capture(model, prompts[:1], touched(graph))
+    residual_edges = ResidualEdges(model)
+    graph = residual_edges.graph
+    cached = capture(model, prompts[:1], hook_points(graph))
     device = next(model.parameters()).device
-    held = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in held.items()}
+    cached = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in cached.items()}
     with torch.no_grad():
-        stream = held[EMBEDDED]
+        stream = cached[EMBEDDED]
         for layer in range(graph.n_layers):
-            same(f"the residual stream before layer {layer}", stream, held[name_of("resid_pre", layer)])
+            same(f"the residual stream before layer {layer}", stream, cached[name_of("resid_pre", layer)])
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
-                stream = stream + written_by(wires, name, held[name]).sum(2)
-            stream = stream + wires.bias(layer)
+                stream = stream + written_by(residual_edges, name, cached[name]).sum(2)
+            stream = stream + residual_edges.bias(layer)
             for site, at in [site for site in sites_of(graph) if site[1] == layer]:
-                read = held[reads_from(graph, site, at)]
-                made = held[lands_at(graph, site, at)]
+                read = cached[reads_from(graph, site, at)]
+                made = cached[lands_at(graph, site, at)]
                 made = made[:, :, None] if site == "mlp" else made
                 read = read[:, :, None].expand(-1, -1, made.shape[2], -1)
-                same(f"what layer {layer} reads through {site!r}", wires.read(site, at, read), made)
-        same("the last residual stream", stream, held[reads_from(graph, "logits", graph.n_layers)])
-    return wires
+                same(f"what layer {layer} reads through {site!r}", residual_edges.read(site, at, read), made)
+        same("the last residual stream", stream, cached[reads_from(graph, "logits", graph.n_layers)])
+    return residual_edges
 
 
 def same(what: str, mine: Tensor, theirs: Tensor, size: Tensor | None = None) -> None:

@@ -1,7 +1,8 @@
 """What heads bring to the answer: directly, by what they add to its logit, and as carriers of a task."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,31 +11,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.circuits.decomposition import residual_edges_of, same
-from align_circuits.heads.patch import check_pair
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.graph import Sender
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.protocol import check_fits, device_of, model_provenance
+from align_circuits.models.protocol import HookedModel, check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.forward_pass import capture, choose
-from align_circuits.run.target_metrics import Metric, Outcome
+from align_circuits.run.forward_pass import capture, choose_engine
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import check_pair
+from align_circuits.run.target_metrics import Metric, TargetMetrics
 from align_circuits.tables.intervals import weighted_mean
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table, with_level
 
 PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
 
 
 def direct_logits(
-    model: Any,
-    prompts: Prompts,
-    *,
-    kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    model: HookedModel, prompts: Prompts, *, kind: str = "all", options: RunOptions = RunOptions()
 ) -> Table:
     """Returns what every part of a model adds directly to the gold token's logit, above the mean logit.
 
@@ -49,50 +45,48 @@ def direct_logits(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         prompts: Prompts with targets.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
-        A table keyed by `sender` (names as in `Graph`, and `"rest"`), layer, head (-1 where there is none) and metric
+        A table keyed by `sender` (names as in `Graph`, and `"rest"`), level, layer, head and metric
         `"direct_logit"`, with intervals over prompts.
 
     Raises:
         ValueError: No targets of that kind, or a model whose parts do not sum to its logits.
     """
     check_fits(model, prompts)
-    outcome, wires = Outcome.of(prompts, "logit", kind), residual_edges_of(model, prompts)
-    graph, device = wires.graph, device_of(model)
+    targets, residual_edges = TargetMetrics.of(prompts, ("logit",), kind), residual_edges_of(model, prompts)
+    graph, device = residual_edges.graph, device_of(model)
     last = reads_from(graph, "logits", graph.n_layers)
     names = [*sent_from(graph), last]
-    options: dict[str, Any] = {"engine": choose(model, engine, names), "batch_size": batch_size}
-    total, ran = outcome.measured(model, **options)
-    held = capture(model, prompts, names, **options)
-    asked = {name: held[name][outcome.prompt, outcome.query].to(device) for name in names}
+    options = replace(options, engine=choose_engine(model, options, names))
+    total, engine = targets.measure(model, options=options)
+    cached = capture(model, prompts, names, options=options)
+    at_targets = {name: cached[name][targets.prompt, targets.query].to(device) for name in names}
     with torch.no_grad():
-        direction, offset = _readout(model, asked[last], outcome.gold.to(device))
-        parts = torch.cat([written_by(wires, name, asked[name][:, None])[:, 0] for name in sent_from(graph)], dim=1)
-        rest = asked[last] - parts.sum(1)
+        direction, offset = _readout(model, at_targets[last], targets.token.to(device))
+        parts = torch.cat(
+            [written_by(residual_edges, name, at_targets[name][:, None])[:, 0] for name in sent_from(graph)], dim=1
+        )
+        rest = at_targets[last] - parts.sum(1)
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
-        same("the logit of the gold tokens", direct.sum(0), torch.from_numpy(total[0]).to(direct), direct.abs().sum(0))
-    senders: list[Sender | None] = [*graph.senders, None]
-    keys = pd.DataFrame(
-        [(sender.name, sender.layer, sender.head) if sender else ("rest", -1, -1) for sender in senders],
-        columns=["sender", "layer", "head"],
-    ).assign(metric="direct_logit")
-    values, _ = outcome.by_prompt(direct.cpu().double().numpy())
-    return outcome.table(keys, values, _provenance("direct_logits", model, prompts, {"kind": kind}, ran))
+        same("the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0))
+    places = [(s.name, *(None if place < 0 else place for place in (s.layer, s.head))) for s in graph.senders]
+    keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
+    keys = with_level(keys).assign(metric="direct_logit")
+    values, _ = targets.by_prompt(direct.cpu().double().numpy())
+    return targets.table(keys, values, _provenance("direct_logits", model, prompts, {"kind": kind}, engine))
 
 
 def function_vectors(
-    model: Any,
+    model: HookedModel,
     pairs: Sequence[tuple[Prompts, Prompts]],
     *,
     heads: Sequence[Head] | None = None,
     kind: str = "all",
     metric: Metric = "prob",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
 
@@ -112,8 +106,7 @@ def function_vectors(
         heads: Which heads; all by default.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         metric: `"prob"` of the gold token (as published), `"log_prob"` or `"logit"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by layer, head and metric `"function_vector"`; with two tasks or more the intervals are over
@@ -124,42 +117,41 @@ def function_vectors(
     """
     if not pairs:
         raise ValueError("no tasks: give clean and corrupted prompts for each")
-    chosen = heads_of(model.cfg, heads)
-    if not chosen:
+    selected = heads_of(model.cfg, heads)
+    if not selected:
         raise ValueError("no heads: name at least one")
-    layers = sorted({layer for layer, _ in chosen})
+    layers = sorted({layer for layer, _ in selected})
     names = [name_of("z", layer) for layer in layers]
-    options: dict[str, Any] = {"engine": choose(model, engine, names), "batch_size": batch_size}
-    found, ran = [], ""
+    options = replace(options, engine=choose_engine(model, options, names))
+    effects, engine = [], ""
     for clean, corrupted in pairs:
         check_fits(model, clean)
         check_pair(clean, corrupted)
-        outcome = Outcome.of(corrupted, metric, kind)
-        held = capture(model, clean, names, **options)
-        asks = torch.zeros_like(clean.mask)
-        asks[outcome.prompt, outcome.query] = True
-        means = {name: value[outcome.prompt, outcome.query].mean(0).expand_as(value) for name, value in held.items()}
-        edits = [Patch([head], site="z", positions=asks, values=means) for head in chosen]
-        says, ran = outcome.swept(model, [[], *([edit] for edit in edits)], **options)
-        found.append(outcome.by_prompt(says[1:] - says[0]))
-    keys = pd.DataFrame(chosen, columns=["layer", "head"]).assign(metric="function_vector")
+        targets = TargetMetrics.of(corrupted, (metric,), kind)
+        cached = capture(model, clean, names, options=options)
+        queries = torch.zeros_like(clean.mask)
+        queries[targets.prompt, targets.query] = True
+        means = {name: value[targets.prompt, targets.query].mean(0).expand_as(value) for name, value in cached.items()}
+        edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
+        values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
+        effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
+    keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
     tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
-    provenance = _provenance("function_vectors", model, pairs[0][0], tasks, ran)
+    provenance = _provenance("function_vectors", model, pairs[0][0], tasks, engine)
     if len(pairs) == 1:
-        values, weights = found[0]
+        values, weights = effects[0]
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
-    means_of_tasks = np.stack([weighted_mean(*some) for some in found], axis=1)
+    means_of_tasks = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
     return Table.from_prompts(keys, means_of_tasks, np.ones_like(means_of_tasks), provenance, bounded=False)
 
 
 def head_profile(
-    model: Any,
+    model: HookedModel,
     prompts: Prompts,
     pairs: Sequence[tuple[Prompts, Prompts]],
     *,
     kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns lookup, induction and function-vector heads told apart: four numbers a head in one table.
 
@@ -175,8 +167,7 @@ def head_profile(
         prompts: For attention and logits.
         pairs: As for `function_vectors`.
         kind: Which targets count for the logits and the function vectors.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by layer, head and metric.
@@ -185,13 +176,12 @@ def head_profile(
         KeyError: Prompts without the relations lookup and induction.
         ValueError: As `direct_logits` and `function_vectors` do.
     """
-    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
     tables = [
-        score_heads(model, prompts, list(PROFILE), **options),
-        direct_logits(model, prompts, kind=kind, **options).heads(),
-        function_vectors(model, pairs, kind=kind, **options),
+        score_heads(model, prompts, list(PROFILE), options=options),
+        direct_logits(model, prompts, kind=kind, options=options).heads(),
+        function_vectors(model, pairs, kind=kind, options=options),
     ]
-    columns = ["layer", "head", "metric", "value", "low", "high", "n"]
+    columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
     settings = {"kind": kind, "tasks": [dict(clean.task) for clean, _ in pairs]}
     return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))
@@ -221,5 +211,5 @@ def _readout(
     return direction / (stream.pow(2).mean(1, keepdim=True) + model.cfg.eps).sqrt(), offset
 
 
-def _provenance(verb: str, model: Any, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
+def _provenance(verb: str, model: HookedModel, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
     return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.provenance, engine=engine)

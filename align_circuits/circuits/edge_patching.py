@@ -1,7 +1,7 @@
 """Path patching: exactly what one edge, or one path, carries from a clean run to a corrupted one, or back."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,28 +10,30 @@ from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
 from align_circuits.hooks.names import name_of
-from align_circuits.hooks.residual_edges import EMBEDDED, PatchEdges, Receive, lands_at, sent_from, sites_of, touched
-from align_circuits.models.protocol import check_fits
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.forward_pass import capture, choose
-from align_circuits.run.pairs import CachedPair, Direction, Pair
-from align_circuits.run.target_metrics import Metric
+from align_circuits.hooks.residual_edges import (
+    EMBEDDED,
+    PatchEdges,
+    PatchReceivers,
+    hook_points,
+    lands_at,
+    sent_from,
+    sites_of,
+)
+from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.run.forward_pass import capture, choose_engine
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import CachedPair, Pair
 from align_circuits.tables.tables import Table
 
 
 def patch_edges(
-    model: Any,
+    model: HookedModel,
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     edges: Iterable[tuple[str, str]] | None = None,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what patching each edge alone does: the change of what the model says of the gold tokens.
+    """Returns what patching each edge alone does: the change of the metric.
 
     The receiver reads the residual stream of the run that is measured, but for what the sender wrote, which it reads as
     in the other run. Nothing else changes before it; everything after it is computed anew. Exact, with one run for
@@ -42,15 +44,9 @@ def patch_edges(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
-        clean: Prompts with targets.
-        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         edges: Pairs of the names of sender and receiver, as in `Graph`; all by default.
-        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        direction: `"noise"` puts corrupted edges into clean runs (below zero, the edge is needed), `"denoise"` clean
-            ones into corrupted runs (above zero, it brings some of the answer back).
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts.
@@ -60,59 +56,48 @@ def patch_edges(
         ValueError: Prompts that do not match, an edge that leads backwards, or a model that is not the sum of its
             parts.
     """
-    pair = Pair.of(clean, corrupted, direction, metric, kind)
-    check_fits(model, clean)
-    wires = residual_edges_of(model, pair.base)
-    graph = wires.graph
-    chosen = graph.edges if edges is None else graph.select(edges)
-    options: dict[str, Any] = {"engine": choose(model, engine, touched(graph)), "batch_size": batch_size}
-    source = capture(model, pair.source, sent_from(graph), **options)
-    before, ran = pair.outcome.measured(model, **options)
-    found = []
-    for receiver in chosen.any(1).nonzero()[:, 0].tolist():
-        senders = chosen[receiver].nonzero()[:, 0]
-        cells = torch.zeros(len(senders), *chosen.shape, dtype=torch.bool)
-        cells[torch.arange(len(senders)), receiver, senders] = True
-        after, _ = pair.outcome.measured(model, [PatchEdges(wires, source, cells)], len(senders), **options)
-        found.append(pair.outcome.by_prompt(after - before)[0])
-    provenance = pair.provenance("patch_edges", model, {"kind": kind}, ran)
-    return pair.edges(graph, chosen, np.concatenate(found), provenance)
+    check_fits(model, pair.clean)
+    residual_edges = residual_edges_of(model, pair.base)
+    graph, targets = residual_edges.graph, pair.target_metrics
+    selected = graph.edges if edges is None else graph.select(edges)
+    options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
+    source = capture(model, pair.source, sent_from(graph), options=options)
+    before, engine = targets.measure(model, options=options)
+    effects = []
+    for receiver in selected.any(1).nonzero()[:, 0].tolist():
+        senders = selected[receiver].nonzero()[:, 0]
+        patched = torch.zeros(len(senders), *selected.shape, dtype=torch.bool)  # one edge in each copy of the prompts
+        patched[torch.arange(len(senders)), receiver, senders] = True
+        edit = PatchEdges(residual_edges, source, patched)
+        after, _ = targets.measure(model, [edit], len(senders), options=options)
+        effects.append(targets.by_prompt((after - before)[0])[0])
+    return pair.edge_table(graph, selected, np.concatenate(effects), pair.provenance("patch_edges", model, {}, engine))
 
 
 def patch_paths(
-    model: Any,
+    model: HookedModel,
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     senders: Sequence[str] | None = None,
     receivers: Sequence[str] = ("logits",),
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    direction: Direction = "noise",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what each sender alone does through each receiver alone, by all paths between them that meet no head.
 
-    Three runs make a number. The first finds what every head says. In the second, heads say what they said, but for the
-    sender, which says what it says in the other run; MLPs are computed anew. In the third, the receiver has from its
-    residual stream what it had in the second, and everything after it is computed anew. So, unlike `patch_edges`, the
-    sender's word also arrives through MLPs that lie between.
+    Three runs give a number. The first records the output of every head. In the second, heads keep these outputs, but
+    for the sender, which has its output of the source run; MLPs are computed anew. In the third, the receiver reads
+    what it read in the second, and everything after it is computed anew. Unlike in `patch_edges`, the sender's output
+    thus also arrives through MLPs between the two.
 
     Source: Wang et al. (2022), "Interpretability in the Wild", §3.1 and App. B; Goldowsky-Dill et al. (2023),
     "Localizing Model Behavior with Path Patching". Misleads as `patch_edges` does.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        clean: Prompts with targets.
-        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         senders: Names as in `Graph`: `"L1H2"`, `"M1"`, `"input"`; all heads by default.
         receivers: Names as in `Graph`: `"L3H0.q"`, `"L3H0.k"` (`"L3KV0.k"` where heads share keys), `"M3"`, `"logits"`.
-        metric: As for `patch_edges`.
-        kind: As for `patch_edges`.
-        direction: As for `patch_edges`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts; pairs in which the receiver
@@ -122,45 +107,45 @@ def patch_paths(
         KeyError: A name that the model does not have.
         ValueError: Prompts that do not match, or no receiver that comes after a sender.
     """
-    pair = Pair.of(clean, corrupted, direction, metric, kind)
-    check_fits(model, clean)
-    graph = Graph.of(model.cfg)
+    check_fits(model, pair.clean)
+    graph, targets = Graph.of(model.cfg), pair.target_metrics
     heads = [sender.name for sender in graph.senders if sender.head >= 0]
     reads, writes = (
         torch.tensor([place(name) for name in names])
         for place, names in ((graph.receiver, receivers), (graph.sender, heads if senders is None else senders))
     )
-    chosen = torch.zeros_like(graph.edges)
-    chosen[reads[:, None], writes] = graph.edges[reads[:, None], writes]
-    if not chosen.any():
+    selected = torch.zeros_like(graph.edges)
+    selected[reads[:, None], writes] = graph.edges[reads[:, None], writes]
+    if not selected.any():
         raise ValueError("none of the receivers comes after one of the senders: name later receivers, such as 'logits'")
-    options: dict[str, Any] = {"engine": choose(model, engine, touched(graph)), "batch_size": batch_size}
-    held = CachedPair(*(capture(model, some, sent_from(graph), **options) for some in (pair.base, pair.source)))
-    before, ran = pair.outcome.measured(model, **options)
-    found = np.full((*chosen.shape, len(clean)), np.nan)
-    for place in chosen.any(0).nonzero()[:, 0].tolist():
-        mine = chosen[:, place].nonzero()[:, 0]
-        cells = torch.zeros(len(mine), len(chosen), dtype=torch.bool)
-        cells[torch.arange(len(mine)), mine] = True
-        ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if cells[:, places].any()}
-        made = capture(model, pair.base, sorted(ends), edits=_alone(graph, graph.senders[place], held), **options)
-        after, _ = pair.outcome.measured(model, [Receive(graph, made, cells)], len(mine), **options)
-        found[mine, place] = pair.outcome.by_prompt(after - before)[0]
-    provenance = pair.provenance("patch_paths", model, {"kind": kind}, ran)
-    return pair.edges(graph, chosen, found[chosen.numpy()], provenance)
+    options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
+    cached = pair.cache(model, sent_from(graph), options)
+    before, engine = targets.measure(model, options=options)
+    effects = np.full((*selected.shape, len(pair.clean)), np.nan)
+    for place in selected.any(0).nonzero()[:, 0].tolist():
+        readers = selected[:, place].nonzero()[:, 0]
+        given = torch.zeros(len(readers), len(selected), dtype=torch.bool)  # one receiver in each copy of the prompts
+        given[torch.arange(len(readers)), readers] = True
+        ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if given[:, places].any()}
+        edits = _patch_sender(graph, graph.senders[place], cached)
+        received = capture(model, pair.base, sorted(ends), edits=edits, options=options)
+        after, _ = targets.measure(model, [PatchReceivers(graph, received, given)], len(readers), options=options)
+        effects[readers, place] = targets.by_prompt((after - before)[0])[0]
+    provenance = pair.provenance("patch_paths", model, {}, engine)
+    return pair.edge_table(graph, selected, effects[selected.numpy()], provenance)
 
 
-def _alone(graph: Graph, sender: Sender, held: CachedPair) -> list[Edit]:
-    """Heads say what they said; the sender says what it says in the other run."""
-    said = {name: value for name, value in held.base.items() if name.endswith("hook_z")}
+def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit]:
+    """Edits that give every head its output of the base run, and the sender its output of the source run."""
+    outputs = {name: value for name, value in cached.base.items() if name.endswith("hook_z")}
     edits: list[Edit] = []
     if sender.head >= 0:
         name = name_of("z", sender.layer)
-        said[name] = said[name].clone()
-        said[name][:, :, sender.head] = held.source[name][:, :, sender.head]
+        outputs[name] = outputs[name].clone()
+        outputs[name][:, :, sender.head] = cached.source[name][:, :, sender.head]
     elif sender.layer >= 0:
-        edits = [Patch(site="mlp_out", layers=[sender.layer], values=held.source)]
+        edits = [Patch(site="mlp_out", layers=[sender.layer], values=cached.source)]
     else:
-        edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: held.source[EMBEDDED]})]
+        edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: cached.source[EMBEDDED]})]
     heads = [(layer, head) for layer in range(graph.n_layers) for head in range(graph.n_heads)]
-    return [*edits, Patch(heads=heads, site="z", values=said)]
+    return [*edits, Patch(heads=heads, site="z", values=outputs)]

@@ -1,6 +1,7 @@
 """Circuits as sets of edges: how much of the model's behaviour is left when all other edges are corrupted."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +15,11 @@ from torch import Tensor
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe
-from align_circuits.hooks.residual_edges import PatchEdges, sent_from, touched
-from align_circuits.models.protocol import check_fits
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.forward_pass import capture, choose
+from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
+from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.run.forward_pass import capture, choose_engine
+from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import Metric
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Provenance, Table
 
@@ -34,18 +34,14 @@ Circuit = Bool[Tensor, "receiver sender"]
 
 
 def faithfulness(
-    model: Any,
+    model: HookedModel,
     scores: Table,
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     fractions: Sequence[float] = FRACTIONS,
     by: Literal["signed", "absolute"] = "signed",
     heads: Mapping[str, Sequence[Head]] | None = None,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
 
@@ -60,18 +56,14 @@ def faithfulness(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         scores: Of edges, from `attribute_edges` or `patch_edges` in the direction `"noise"`, best from other prompts.
-        clean: Prompts with targets.
-        corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         fractions: The shares of edges that circuits keep, above 0, at most 1; none and all are added, and shares that
             come to the same number of edges are measured once.
         by: `"signed"` keeps first the edges whose corruption costs most (for CPR), `"absolute"` those whose corruption
             changes most (for CMD).
         heads: Sets of heads by name, such as those that `localize` found: each is measured as the circuit of all edges
             among them, the embedding, the MLPs and the logits (`Graph.among`).
-        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `circuit` (`"edges"`, or a name of `heads`), `fraction` (share of edges kept), `edges` (their
@@ -86,7 +78,7 @@ def faithfulness(
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
     if by not in ("signed", "absolute"):
         raise ValueError(f"by={by!r}: choose 'signed' or 'absolute'")
-    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    runs = _CircuitRuns(model, pair, options)
     graph, order = runs.graph, _order(scores, runs.graph, by)
     counts = sorted({0, *(round(fraction * len(order)) for fraction in fractions), len(order)})
     circuits: list[tuple[str, Circuit]] = []
@@ -94,16 +86,16 @@ def faithfulness(
         kept = torch.zeros_like(graph.edges)
         kept[tuple(order[:count].T)] = True
         circuits.append(("edges", kept))
-    circuits += [(name, graph.among(some)) for name, some in (heads or {}).items()]
-    said = runs.of([kept for _, kept in circuits])
-    none, all_of = said[0], said[len(counts) - 1]
+    circuits += [(name, graph.among(heads_of_set)) for name, heads_of_set in (heads or {}).items()]
+    values = runs.measure([kept for _, kept in circuits])
+    none, all_of = values[0], values[len(counts) - 1]
     if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
-        raise ValueError("the corrupted prompts change nothing that the model says: take another corruption")
-    value, low, high = stats.ratio(said - none, all_of - none, runs.weights)
+        raise ValueError("the corrupted prompts change no prediction of the model: take another corruption")
+    value, low, high = stats.ratio(values - none, all_of - none, runs.weights)
     edges = [int(kept.sum()) for _, kept in circuits]
     keys = {"circuit": [name for name, _ in circuits], "fraction": np.array(edges) / len(order), "edges": edges}
-    provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by, "kind": kind})
-    outcome = runs.pair.outcome.table(pd.DataFrame({**keys, "metric": metric}), said, provenance).frame
+    provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})
+    outcome = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.metrics[0]}), values, provenance).frame
     of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
     return Table(pd.concat([of_model.assign(n=outcome["n"]), outcome], ignore_index=True), provenance)
 
@@ -128,17 +120,13 @@ def circuit_model_distance(table: Table) -> float:
 
 
 def completeness(
-    model: Any,
+    model: HookedModel,
     heads: Sequence[Head],
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     draws: int = 10,
     seed: int = 0,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what the circuit of some heads and the model say when both lose the same heads.
 
@@ -149,14 +137,10 @@ def completeness(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         heads: The circuit, with all edges among them, the embedding, the MLPs and the logits.
-        clean: Prompts with targets.
-        corrupted: Their other halves.
+        pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         draws: How many random sets, each head with probability one half.
         seed: Of the sets.
-        metric: `"log_prob"` of the gold token, in nats, or its `"logit"` above the mean.
-        kind: Which targets count.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by `without` (K, as people write heads), `of` (`"circuit"`, `"model"`, or their `"difference"`)
@@ -165,35 +149,35 @@ def completeness(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    runs = _CircuitRuns(model, pair, options)
     sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
     sets = list(dict.fromkeys(sets))
-    everybody = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head >= 0]
-    left = [[head for head in some if head not in lost] for some in (heads, everybody) for lost in sets]
-    said = runs.of([runs.graph.among(some) for some in left])
-    circuit, whole = said[: len(sets)], said[len(sets) :]
+    every = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head >= 0]
+    remaining = [[head for head in of if head not in removed] for of in (heads, every) for removed in sets]
+    values = runs.measure([runs.graph.among(kept) for kept in remaining])
+    circuit, model_values = values[: len(sets)], values[len(sets) :]
     keys = pd.DataFrame(
-        [(describe(lost) or "nothing", of, metric) for of in ("circuit", "model", "difference") for lost in sets],
+        [
+            (describe(removed) or "nothing", of, runs.targets.metrics[0])
+            for of in ("circuit", "model", "difference")
+            for removed in sets
+        ],
         columns=["without", "of", "metric"],
     )
     provenance = runs.provenance(
         "completeness", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
     )
-    return runs.pair.outcome.table(keys, np.concatenate([said, circuit - whole]), provenance)
+    return runs.targets.table(keys, np.concatenate([values, circuit - model_values]), provenance)
 
 
 def minimality(
-    model: Any,
+    model: HookedModel,
     heads: Sequence[Head],
+    pair: Pair,
     *,
-    clean: Prompts,
-    corrupted: Prompts,
     draws: int = 10,
     seed: int = 0,
-    metric: Metric = "log_prob",
-    kind: str = "all",
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what each head of a circuit is needed for: F(C - K - head) - F(C - K), for the K that shows it most.
 
@@ -207,50 +191,55 @@ def minimality(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    runs = _Runs(model, clean, corrupted, metric, kind, engine, batch_size)
+    runs = _CircuitRuns(model, pair, options)
     sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
-    asked = [(head, lost) for head in heads for lost in sets if head not in lost]
-    left = [
-        tuple(other for other in heads if other not in gone) for head, lost in asked for gone in ((*lost, head), lost)
+    cases = [(head, removed) for head in heads for removed in sets if head not in removed]
+    remaining = [
+        tuple(other for other in heads if other not in gone)
+        for head, removed in cases
+        for gone in ((*removed, head), removed)
     ]
-    circuits = list(dict.fromkeys(left))
-    said = runs.of([runs.graph.among(some) for some in circuits])
-    place = [circuits.index(some) for some in left]
-    change = said[place[::2]] - said[place[1::2]]
+    circuits = list(dict.fromkeys(remaining))  # several cases share a circuit, which is run once
+    values = runs.measure([runs.graph.among(kept) for kept in circuits])
+    place = [circuits.index(kept) for kept in remaining]
+    change = values[place[::2]] - values[place[1::2]]
     means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
-    best = [max((i for i, (of, _) in enumerate(asked) if of == head), key=lambda i: means[i]) for head in heads]
+    best = [max((i for i, (of, _) in enumerate(cases) if of == head), key=lambda i: means[i]) for head in heads]
     keys = pd.DataFrame(
-        [(*asked[i][0], describe(asked[i][1]) or "nothing", metric) for i in best],
+        [(*cases[i][0], describe(cases[i][1]) or "nothing", runs.targets.metrics[0]) for i in best],
         columns=["layer", "head", "without", "metric"],
     )
     provenance = runs.provenance("minimality", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed})
-    return runs.pair.outcome.table(keys, change[best], provenance)
+    return runs.targets.table(keys, change[best], provenance)
 
 
-class _Runs:
-    """Runs of circuits on a pair of prompts."""
+class _CircuitRuns:
+    """Runs of circuits on clean prompts, in which all other edges carry what they carry on the corrupted ones."""
 
-    def __init__(
-        self, model: Any, clean: Prompts, corrupted: Prompts, metric: str, kind: str, engine: Any, batch_size: Any
-    ):
-        self.pair = Pair.of(clean, corrupted, "noise", metric, kind)
-        check_fits(model, clean)
-        self._model, self._wires = model, residual_edges_of(model, clean)
-        self.graph = self._wires.graph
-        self._options: dict[str, Any] = {"engine": choose(model, engine, touched(self.graph)), "batch_size": batch_size}
-        self._source = capture(model, corrupted, sent_from(self.graph), **self._options)
-        self.weights = self.pair.outcome.weights
+    def __init__(self, model: HookedModel, pair: Pair, options: RunOptions):
+        if pair.direction != "noise":
+            raise ValueError(
+                "direction='denoise': circuits are measured on clean prompts, with all other edges corrupted; give "
+                "Pair(clean, corrupted, direction='noise')"
+            )
+        check_fits(model, pair.clean)
+        self._model, self._pair, self.targets = model, pair, pair.target_metrics
+        self._residual_edges = residual_edges_of(model, pair.clean)
+        self.graph = self._residual_edges.graph
+        self._options = replace(options, engine=choose_engine(model, options, hook_points(self.graph)))
+        self._source = capture(model, pair.corrupted, sent_from(self.graph), options=self._options)
+        self.weights = self.targets.weights
 
-    def of(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
-        """What the model says on average in each prompt when it keeps only a circuit."""
+    def measure(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
+        """Returns the mean metric of each prompt when the model keeps only a circuit."""
         patched = torch.stack([self.graph.edges & ~kept for kept in circuits])
-        edit = PatchEdges(self._wires, self._source, patched)
-        said, _ = self.pair.outcome.measured(self._model, [edit], len(circuits), **self._options)
-        return self.pair.outcome.by_prompt(said)[0]
+        edit = PatchEdges(self._residual_edges, self._source, patched)
+        values, _ = self.targets.measure(self._model, [edit], len(circuits), options=self._options)
+        return self.targets.by_prompt(values[0])[0]
 
     def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
-        """Where the runs came from."""
-        return self.pair.provenance(verb, self._model, settings, self._options["engine"])
+        """Returns where the runs came from."""
+        return self._pair.provenance(verb, self._model, settings, self._options.engine)
 
 
 def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:

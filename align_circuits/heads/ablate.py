@@ -17,12 +17,9 @@ from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.evaluation import Predictions, by_kind, predict_with_edits, prompt_means
 from align_circuits.run.forward_pass import capture, forward
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table, with_level
 
 How = Literal["zero", "mean", "resample"]
-
-NO_HEAD = -1
-"""The `head` of rows about a whole layer."""
 
 
 def ablate_heads(
@@ -49,9 +46,9 @@ def ablate_heads(
         batch_size: As for `evaluate`.
 
     Returns:
-        A table keyed by layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`, the
-        change of the mean log-probability of the target's token in nats, and `"accuracy"`, the change of accuracy. The
-        95% bootstrap intervals are over prompts, paired.
+        A table keyed by level, layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`,
+        the change of the mean log-probability of the target's token in nats, and `"accuracy"`, the change of accuracy.
+        The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
         ValueError: A head that the model does not have, prompts without targets, or a reference that does not fit.
@@ -178,13 +175,15 @@ def effects_table(
     Args:
         prompts: Whose targets changed.
         changes: What `change` returned, by the values of `columns`.
-        columns: The key columns beside `kind` and `metric`.
+        columns: The key columns beside `kind` and `metric`, layer and head among them.
         provenance: Where the changes came from.
     """
     groups = by_kind(prompts)
-    keys = pd.DataFrame(
-        [(*key, kind, metric) for key in changes for metric in ("log_prob", "accuracy") for kind in groups],
-        columns=[*columns, "kind", "metric"],
+    keys = with_level(
+        pd.DataFrame(
+            [(*key, kind, metric) for key in changes for metric in ("log_prob", "accuracy") for kind in groups],
+            columns=[*columns, "kind", "metric"],
+        )
     )
     values = [value for both in changes.values() for value in both]
     if not values:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from align_circuits.heads.ablate import NO_HEAD, change, effects_table
+from align_circuits.heads.ablate import change, effects_table
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, heads_of, shared_at
 from align_circuits.hooks.names import LAYER_SITES, Site
@@ -47,7 +47,7 @@ def patch_heads(
         corrupted: Their other halves, as many and as long: what `task.corrupt(clean, ...)` returns.
         direction: Which run is patched.
         sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"rot_q"`, `"rot_k"`, `"pattern"`), or of each
-            layer (`"resid_pre"`, `"resid_post"`, `"mlp_out"`), whose rows have head = -1. Under grouped-query attention
+            layer (`"resid_pre"`, `"resid_post"`, `"mlp_out"`), whose rows have no head. Under grouped-query attention
             the heads that share a key head are patched together at `"k"`, `"rot_k"` and `"v"`, and have equal rows.
         heads: Which heads, or the layers of which heads; all by default.
         positions: At which tokens: masks by name, each patched on its own; `"groups"` for `position_groups(clean)`; by
@@ -56,9 +56,9 @@ def patch_heads(
         batch_size: As for `evaluate`.
 
     Returns:
-        A table keyed by `site`, layer, head, `positions`, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`:
-        `"log_prob"`, the change of the mean log-probability of the gold tokens in nats, and `"accuracy"`. The 95%
-        bootstrap intervals are over prompts, paired.
+        A table keyed by `site`, level, layer, head, `positions`, `kind` (`"all"`, `"first"`, `"later"` targets) and
+        `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in nats, and `"accuracy"`.
+        The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
         ValueError: Clean and corrupted prompts that do not match, an unknown site or direction, a head that the model
@@ -69,7 +69,7 @@ def patch_heads(
     check_pair(clean, corrupted)
     chosen, masks = heads_of(model.cfg, heads), _masks(clean, positions)
     run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
-    keys: list[tuple[Site, list[Head], str]] = []
+    keys: list[tuple[Site, list[tuple[int, int | None]], str]] = []
     cells: list[list[Patch]] = [[]]  # the first is the run before
     for site in sites:
         for layer in sorted({layer for layer, _ in chosen}):
@@ -146,10 +146,10 @@ def _masks(
     return dict(positions)
 
 
-def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[list[Head]]:
+def _together(cfg: Any, site: Site, layer: int, chosen: Sequence[Head]) -> list[list[tuple[int, int | None]]]:
     """The heads of a layer that are patched at once: those that share a key head, or a whole layer."""
     if site in LAYER_SITES:
-        return [[(layer, NO_HEAD)]]
+        return [[(layer, None)]]
     shared = shared_at(cfg, site)
     firsts = sorted({head // shared * shared for where, head in chosen if where == layer})
     return [[(layer, first + place) for place in range(shared)] for first in firsts]

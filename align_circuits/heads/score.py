@@ -18,7 +18,7 @@ from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table, with_level
 
 STANDARD = {
     "align_query": "hit",  # paper 1's alignment accuracy is an argmax
@@ -29,9 +29,6 @@ STANDARD = {
     "duplicate": "mass",
 }
 """What a relation's plain name measures; relations of one's own measure `"mass"`."""
-
-LAYER_MEAN = -1
-"""The `head` of a layer's rows: the metric of the attention averaged over its heads, as paper 1 takes it."""
 
 _CELLS_AT_ONCE = 2**22
 
@@ -45,7 +42,7 @@ def score_heads(
     engine: Literal["auto", "fast", "reference"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
 ) -> Table:
-    """Returns every metric of every head, and of every layer's mean attention (head = -1), over the prompts.
+    """Returns every metric of every head, and of every layer's attention averaged over its heads, over the prompts.
 
     A metric named like a relation is that relation's standard measure (`STANDARD`). `_hit`, `_mass`, `_attention` and
     `_mean` after the name ask for one of the four:
@@ -68,9 +65,10 @@ def score_heads(
         batch_size: Prompts at a time; it changes memory and time, never a result.
 
     Returns:
-        A table keyed by layer, head and metric, with 95% bootstrap intervals over prompts. `n` counts the targets that
-        have a value; a metric without any, such as the induction of prompts without a repeated token, or a head that
-        pays no candidate any attention, has n = 0 and the value NaN.
+        A table keyed by level, layer, head and metric, with 95% bootstrap intervals over prompts. Rows of the level
+        `"layer"` measure the attention averaged over a layer's heads, as paper 1 does, and have no head. `n` counts the
+        targets that have a value; a metric without any, such as the induction of prompts without a repeated token, or a
+        head that pays no candidate any attention, has n = 0 and the value NaN.
 
     Raises:
         KeyError: A metric that is not known.
@@ -261,7 +259,7 @@ class ScoreAccumulator:
             layer = int((~self.seen).any(1).nonzero()[0])
             raise RuntimeError(f"the engine gave no attention for layer {layer}: this model's patterns cannot be read")
         layers, _, columns = next(iter(self.sums.values())).shape[1:]
-        heads = [*range(columns - 1), LAYER_MEAN]
+        heads = [*range(columns - 1), None]  # the last column is the mean over heads
         keys = pd.DataFrame(
             [(layer, head, name) for name in self.wanted for layer in range(layers) for head in heads],
             columns=["layer", "head", "metric"],
@@ -270,7 +268,7 @@ class ScoreAccumulator:
             torch.stack(list(self.sums.values()), 1).movedim(-1, 3).flatten(1, 3)
         )  # [part whole count, row, prompt]
         part, whole, count = by_row.numpy()
-        return keys, np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), whole, count
+        return with_level(keys), np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), whole, count
 
     def table(self, provenance: Provenance) -> Table:
         """The ratios, with intervals over prompts."""

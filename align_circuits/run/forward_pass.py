@@ -1,4 +1,4 @@
-"""The engine: runs a model on prompts, and hands rows of attention and logits to whoever asked, batch by batch."""
+"""Runs a model on prompts, and hands rows of attention and logits to callbacks, batch by batch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,9 +17,8 @@ from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.models.protocol import HookedModel, check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
-
-CPU_TOKENS = 2048
-"""Tokens a batch on the CPU: from about a thousand on, more were not faster (8 layers, width 512), only larger."""
+from align_circuits.run.batching import fitting_prompts, in_batches
+from align_circuits.run.options import RunOptions
 
 OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]
 OnLogits = Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
@@ -36,8 +35,7 @@ def forward(
     on_logits: OnLogits | None = None,
     on_activation: Mapping[str, OnActivation] | None = None,
     edits: Sequence[Edit] = (),
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> str:
     """Runs a model and hands over the attention and the logits of chosen positions, keeping nothing.
 
@@ -55,11 +53,8 @@ def forward(
         on_activation: By hook point, called with the prompts of a batch and the activation, after the edits. Columns of
             padding that all of a batch share are left out on the left.
         edits: What is changed while the model runs.
-        engine: `"fast"` is Hugging Face's own attention with exact rows on the side, `"reference"` is TransformerLens's
-            hooks; `"auto"` is fast on a `TransformerBridge` of a tested architecture without hooks attached, where all
-            hook points of `edits` and `on_activation` fire.
-        batch_size: Prompts a batch; `"auto"` fits it to the device and halves it on out-of-memory. It changes no
-            result.
+        options: Engine and batch size. `"auto"` takes the fast engine on a `TransformerBridge` of a tested architecture
+            without hooks attached, where all hook points of `edits` and `on_activation` fire.
 
     Returns:
         The engine that ran, `"fast"` or `"reference"`.
@@ -71,65 +66,34 @@ def forward(
     check_fits(model, prompts)
     check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
-    touched = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
-    ran = choose(model, engine, touched)
+    names = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
+    engine = choose_engine(model, options, names)
     device = device_of(model)
-    size = _fitting_size(model, prompts, device, ran) if batch_size == "auto" else batch_size
-    if size < 1:
-        raise ValueError(f"batch_size={batch_size}: give a positive number of prompts, or 'auto'")
-    run = _run_fast if ran == "fast" else _run_reference
-    chosen, length = prompt.unique(), prompts.mask.shape[1]
-    size = min(size, max(1, len(chosen)))
+    auto = options.batch_size == "auto"
+    size = fitting_prompts(model, prompts, device, engine) if options.batch_size == "auto" else options.batch_size
+    run = _run_fast if engine == "fast" else _run_reference
+    selected, length = prompt.unique(), prompts.mask.shape[1]
+    size = min(size, max(1, len(selected)))
 
-    def run_batch(some: Int[Tensor, " prompt"], _: int) -> None:
-        batch = Batch.of(prompts, some, prompt, query, device)
-        hooked = _hooked(model, edits, reads, BatchContext(prompts, some))
+    def run_batch(batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
+        batch = Batch.of(prompts, batch_prompts, prompt, query, device)
+        hooked = _hooked(model, edits, reads, BatchContext(prompts, batch_prompts))
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
-        within = [hook for hook in hooks if ran == "fast" and _is_inside(hook[0])]
+        within = [hook for hook in hooks if engine == "fast" and _is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
             logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
         for probes in hooked:
-            if ran == "fast" and probes.silent:
-                raise cannot(f"{probes.silent[0]} does not fire under it")
+            if engine == "fast" and probes.silent:
+                raise not_fast(f"{probes.silent[0]} does not fire under it")
             probes.check()
         if logits.amax(-1).isnan().any():
             raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
         if on_logits is not None:
             on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    with torch.no_grad(), evaluating(model), raw_attention(model) if ran == "fast" else nullcontext():
-        in_batches(run_batch, chosen, length, size * length, halve_to=length if batch_size == "auto" else None)
-    return ran
-
-
-def in_batches(
-    run: Callable[[Int[Tensor, " prompt"], int], None],
-    chosen: Int[Tensor, " prompt"],
-    length: int,
-    tokens: int,
-    *,
-    halve_to: int | None,
-) -> None:
-    """Runs prompts batch by batch; when memory runs out, the same prompts come again in smaller batches.
-
-    Args:
-        run: Called with some prompts and with how many tokens a batch may hold; what it did before it ran out of memory
-            must do no harm.
-        chosen: All prompts.
-        length: Tokens in a prompt.
-        tokens: In a batch, which holds at least one prompt.
-        halve_to: Down to how many the tokens of a batch are halved on out-of-memory; None: never.
-    """
-    while len(chosen):
-        batch = chosen[: max(1, tokens // length)]
-        try:
-            run(batch, tokens)
-        except RuntimeError as error:
-            if halve_to is None or tokens // 2 < halve_to or not _out_of_memory(error):
-                raise
-            tokens //= 2
-        else:
-            chosen = chosen[len(batch) :]
+    with torch.no_grad(), evaluating(model), raw_attention(model) if engine == "fast" else nullcontext():
+        in_batches(run_batch, selected, length, size * length, halve_to=length if auto else None)
+    return engine
 
 
 def capture(
@@ -138,8 +102,7 @@ def capture(
     names: Sequence[str],
     *,
     edits: Sequence[Edit] = (),
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
     """Returns the activations at some hook points, after the edits, on the CPU; 0 at padding.
 
@@ -167,64 +130,61 @@ def capture(
         query=last,
         on_activation={name: partial(keep, name) for name in names},
         edits=edits,
-        engine=engine,
-        batch_size=batch_size,
+        options=options,
     )
     return kept
 
 
-def choose(
-    model: HookedModel, engine: str, touched: Collection[str] = (), *, by_hooks: bool = False
+def choose_engine(
+    model: HookedModel, options: RunOptions, names: Collection[str] = (), *, by_hooks: bool = False
 ) -> Literal["fast", "reference"]:
-    """Returns the engine that `engine` means for this model, if the hook points `touched` are to be read or edited.
+    """Returns the engine that the options mean for this model, if the hook points `names` are to be read or edited.
 
     Whether they fire is found out here for `"auto"` alone: `"fast"` is taken at its word, and `forward` raises if one
-    does not. With `by_hooks` nobody meets them in the attention function, as where gradients are read, and `"fast"` is
+    does not. With `by_hooks` the attention function serves no hook point, as where gradients are read, and `"fast"` is
     refused here.
 
     Raises:
-        ValueError: `"fast"` does not apply to this model, or the name is unknown.
+        ValueError: `"fast"` does not apply to this model.
     """
-    if engine not in ("auto", "fast", "reference"):
-        raise ValueError(f"engine={engine!r}: choose 'auto', 'fast' or 'reference'")
-    if engine == "reference":
+    if options.engine == "reference":
         return "reference"
     reason = why_not_fast(model)
-    if not reason and (engine == "auto" or by_hooks):
-        reason = why_silent(model, touched, by_hooks=by_hooks)
-    if engine == "fast" and reason:
-        raise cannot(reason)
+    if not reason and (options.engine == "auto" or by_hooks):
+        reason = why_silent(model, names, by_hooks=by_hooks)
+    if options.engine == "fast" and reason:
+        raise not_fast(reason)
     return "reference" if reason else "fast"
 
 
-def cannot(reason: str) -> ValueError:
+def not_fast(reason: str) -> ValueError:
     """Returns the error of a fast engine that does not apply."""
-    return ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
+    return ValueError(f"the fast engine cannot run this model: {reason}; use RunOptions(engine='reference')")
 
 
-def why_silent(model: Any, touched: Collection[str], *, by_hooks: bool = False) -> str | None:
-    """Returns which hook point does not fire under the fast engine, found out on two tokens; None if all do.
+def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = False) -> str | None:
+    """Returns why a hook point does not fire under the fast engine, found out on two tokens; None if all do.
 
-    Without `by_hooks`, those that it meets in its attention function do.
+    Without `by_hooks`, those inside its attention function do.
     """
-    touched = [name for name in touched if by_hooks or not _is_inside(name)]
-    if not touched:
+    names = [name for name in names if by_hooks or not _is_inside(name)]
+    if not names:
         return None
     with raw_attention(model):
-        silent = dry_run(model, touched).silent
+        silent = dry_run(model, names).silent
     return f"{silent[0]} does not fire under it" if silent else None
 
 
 def _is_inside(name: str) -> bool:
-    """Whether the fast engine meets an activation in its attention function, on any architecture."""
+    """Whether an activation is inside the fast engine's attention function, on any architecture."""
     place = site_of(name)
     return place is not None and place[1] in INSIDE_SITES
 
 
 def _hooked(
-    model: Any, edits: Sequence[Edit], reads: Mapping[str, OnActivation], context: BatchContext
+    model: HookedModel, edits: Sequence[Edit], reads: Mapping[str, OnActivation], context: BatchContext
 ) -> tuple[Probes, Probes]:
-    """The edits, then the readers, which so see what was edited."""
+    """The edits, then the readers, which thus see edited activations."""
     changes: dict[str, Change] = {name: partial(read, context.rows) for name, read in reads.items()}
     return Probes(model, changes_of(edits, model, context)), Probes(model, changes)
 
@@ -244,19 +204,19 @@ class Batch:
 
     @classmethod
     def of(
-        cls, prompts: Prompts, chosen: Int[Tensor, " chosen"], prompt: Tensor, query: Tensor, device: torch.device
+        cls, prompts: Prompts, selected: Int[Tensor, " selected"], prompt: Tensor, query: Tensor, device: torch.device
     ) -> "Batch":
-        """Takes the chosen prompts, ascending, with their rows."""
+        """Takes the selected prompts, ascending, with their rows."""
         rows = torch.arange(
-            int(torch.searchsorted(prompt, chosen[0])), int(torch.searchsorted(prompt, chosen[-1], right=True))
+            int(torch.searchsorted(prompt, selected[0])), int(torch.searchsorted(prompt, selected[-1], right=True))
         )
-        mask = prompts.mask[chosen]
+        mask = prompts.mask[selected]
         cropped = int(mask.any(0).int().argmax())
         return cls(
-            prompts.tokens[chosen, cropped:].to(device),
+            prompts.tokens[selected, cropped:].to(device),
             mask[:, cropped:].to(device),
             rows,
-            torch.searchsorted(chosen, prompt[rows]).to(device),
+            torch.searchsorted(selected, prompt[rows]).to(device),
             (query[rows] - cropped).to(device),
             cropped,
         )
@@ -276,7 +236,7 @@ Hooks = Sequence[tuple[str, Callable[..., Tensor | None]]]
 
 
 def _run_fast(
-    model: Any, batch: Batch, on_pattern: OnPattern | None, within: Hooks, *, keep_logits: bool
+    model: HookedModel, batch: Batch, on_pattern: OnPattern | None, within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     named: dict[str, list[Change]] = {}
     for name, change in within:
@@ -285,12 +245,14 @@ def _run_fast(
     probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
     logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_within=parts))
     if probe is not None and probe.seen != model.cfg.n_layers:
-        raise ValueError(f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use engine='reference'")
+        raise ValueError(
+            f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use RunOptions(engine='reference')"
+        )
     return logits
 
 
 def _run_reference(
-    model: Any, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
+    model: HookedModel, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
     def rows_of(layer: int, pattern: Float[Tensor, "prompt head pos pos"]) -> None:
         if on_pattern is not None:
@@ -318,7 +280,7 @@ def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) 
 
 
 def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:
-    """Raises unless rows ascend by prompt and ask at tokens.
+    """Raises unless rows ascend by prompt and their queries are tokens.
 
     Raises:
         ValueError: They do not.
@@ -329,20 +291,4 @@ def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor,
         raise ValueError(f"rows of prompts {int(prompt[0])} to {int(prompt[-1])}, but there are {len(prompts)}")
     length = prompts.mask.shape[1]
     if not ((query >= 0) & (query < length) & prompts.mask[prompt, query.clamp(0, length - 1)]).all():
-        raise ValueError("a row asks at a position that holds no token: queries are positions of real tokens")
-
-
-def _fitting_size(model: Any, prompts: Prompts, device: torch.device, ran: str) -> int:
-    """How many prompts keep the device busy without filling its memory."""
-    length, config = prompts.mask.shape[1], model.cfg
-    if device.type != "cuda":
-        return max(1, CPU_TOKENS // length)
-    wide = getattr(config, "d_mlp", None) or 4 * config.d_model
-    numbers = length * (12 * config.d_model + 4 * wide) + 2 * length * config.d_vocab
-    numbers += 4 * config.n_heads * length * (length if ran == "reference" else 64)
-    return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Whether smaller batches may help."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        raise ValueError("a query lies at padding: queries are positions of real tokens")

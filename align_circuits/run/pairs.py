@@ -1,7 +1,9 @@
-"""Two runs of minimal pairs: the one that is measured, and the one whose activations are put into it."""
+"""Clean and corrupted prompts: one run is measured, and activations of the other are put into it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
@@ -10,15 +12,143 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.patch import check_pair
 from align_circuits.hooks.graph import Graph
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.forward_pass import CPU_TOKENS, capture, in_batches
-from align_circuits.run.target_metrics import Outcome
+from align_circuits.run.batching import CPU_TOKENS, in_batches
+from align_circuits.run.forward_pass import capture
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import Metric, TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
 Direction = Literal["noise", "denoise"]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Clean prompts and corrupted ones, token for token alike in shape, and what is measured of them.
+
+    Targets are those of the clean prompts in both runs.
+
+    Raises:
+        ValueError: Prompts that differ in number, length or targets, or that are given the wrong way round; an unknown
+            metric, kind of targets, or direction.
+    """
+
+    clean: Prompts
+    corrupted: Prompts
+    """What `task.corrupt(clean, ...)` returns."""
+    metric: Metric | None = None
+    """`"log_prob"` of the target's token in nats, its `"logit"` above the mean logit, its `"prob"`, or `"accuracy"`
+    (where no gradient is needed). None: the verb's own choice."""
+    kind: str | None = None
+    """Which targets count: `"all"`, `"first"` or `"later"`. None: the verb's own choice."""
+    direction: Direction = "denoise"
+    """`"denoise"` puts clean activations into corrupted runs: above zero, they bring some of the answer back.
+    `"noise"` puts corrupted ones into clean runs: below zero, they are needed."""
+
+    def __post_init__(self):
+        if self.direction not in ("noise", "denoise"):
+            raise ValueError(
+                f"direction={self.direction!r}: choose 'noise' (corrupted into clean) or 'denoise' (the reverse)"
+            )
+        check_pair(self.clean, self.corrupted)
+        if self.metric is not None or self.kind is not None:
+            TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
+
+    @property
+    def base(self) -> Prompts:
+        """The prompts whose run is measured."""
+        return self.clean if self.direction == "noise" else self.corrupted
+
+    @property
+    def source(self) -> Prompts:
+        """The prompts whose activations are put into it."""
+        return self.corrupted if self.direction == "noise" else self.clean
+
+    @cached_property
+    def target_metrics(self) -> TargetMetrics:
+        """One metric of the base run: by default the log-probability of all targets."""
+        return TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
+
+    def in_batches(
+        self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], options: RunOptions
+    ) -> Float[Tensor, "... prompt"]:
+        """Returns what `measure` finds for all prompts, some of them at a time, fewer when memory runs out."""
+        count, length = self.base.mask.shape
+        parts: list[Tensor] = []
+
+        def run(prompts: Int[Tensor, " batch"], _: int) -> None:
+            rows = slice(int(prompts[0]), int(prompts[-1]) + 1)
+            parts.append(measure(self._part(rows)))
+
+        size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
+        tokens = min(size, max(1, count)) * length
+        halve_to = length if options.batch_size == "auto" else None
+        in_batches(run, torch.arange(count), length, tokens, halve_to=halve_to)
+        return torch.cat(parts, -1)
+
+    def _part(self, rows: slice) -> "Pair":
+        """Some of the prompts, with their share of the targets, which may be none; the whole was checked."""
+        part = copy(self)
+        parts = {"clean": self.clean[rows], "corrupted": self.corrupted[rows]}
+        for name, value in {**parts, "target_metrics": self.target_metrics.select(rows)}.items():
+            object.__setattr__(part, name, value)
+        return part
+
+    def cache(
+        self, model: HookedModel, names: Sequence[str], options: RunOptions, device: torch.device | None = None
+    ) -> "CachedPair":
+        """Returns the activations of both runs at some hook points."""
+        both = (capture(model, prompts, names, options=options) for prompts in (self.base, self.source))
+        base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
+        return CachedPair(base, source)
+
+    def inputs(self, device: torch.device) -> tuple[Int[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]:
+        """Returns the tokens of the base run and their mask."""
+        return self.base.tokens.to(device), self.base.mask.to(device)
+
+    def mean_metric(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Float[Tensor, ""]:
+        """Returns the sum over prompts of each one's mean over its targets: what attribution takes gradients of."""
+        targets = self.target_metrics
+        prompt = targets.prompt.to(logits.device)
+        at_targets = logits[prompt, targets.query.to(logits.device)]
+        wide = at_targets.to(
+            torch.promote_types(at_targets.dtype, torch.float32)
+        )  # bfloat16 would round gradients away
+        values = targets.numbers(wide, torch.arange(len(prompt)))[0]
+        return (values / prompt.bincount(minlength=len(logits))[prompt]).sum()
+
+    def provenance(self, verb: str, model: HookedModel, settings: Mapping[str, Any], engine: str) -> Provenance:
+        """Returns where a measurement of the pair came from."""
+        settings = {
+            **settings,
+            "metric": self.metric,
+            "kind": self.kind,
+            "direction": self.direction,
+            "corrupted": dict(self.corrupted.task),
+            "corrupted_digest": self.corrupted.digest,
+        }
+        return Provenance(verb, settings, model_provenance(model), self.clean.provenance, engine)
+
+    def edge_table(
+        self,
+        graph: Graph,
+        edges: Bool[Tensor, "receiver sender"],
+        values: Float[ndarray, "edge prompt"],
+        provenance: Provenance,
+    ) -> Table:
+        """Returns what was measured of edges as a table, keyed by sender, receiver and metric."""
+        receiver, sender = edges.nonzero().T.tolist()
+        keys = pd.DataFrame(
+            {
+                "level": "edge",
+                "sender": [graph.senders[place].name for place in sender],
+                "receiver": [graph.receivers[place].name for place in receiver],
+                "metric": self.target_metrics.metrics[0],
+            }
+        )
+        return self.target_metrics.table(keys, values, provenance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,117 +163,29 @@ class CachedPair:
         return self.source[name] - self.base[name]
 
     def between(self, name: str, share: float) -> Float[Tensor, "prompt pos ..."]:
-        """Returns the activation that lies so far on the way from the source to the base."""
+        """Returns the activation that lies a share of the way from the source to the base."""
         return torch.lerp(self.source[name], self.base[name], share)
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """The base run is measured; what the source run says is put into it. Targets are those of the clean prompts."""
+def check_pair(clean: Prompts, corrupted: Prompts) -> None:
+    """Raises unless two sets of prompts are halves of minimal pairs.
 
-    base: Prompts
-    source: Prompts
-    outcome: Outcome
-    """Of the base run."""
-    direction: Direction
-
-    @classmethod
-    def of(cls, clean: Prompts, corrupted: Prompts, direction: str, metric: str, kind: str) -> "Pair":
-        """Returns the pair of a direction.
-
-        Raises:
-            ValueError: Prompts that do not match, or an unknown direction, metric or kind of targets.
-        """
-        if direction not in ("noise", "denoise"):
-            raise ValueError(
-                f"direction={direction!r}: choose 'noise' (corrupted into clean) or 'denoise' (clean into corrupted)"
-            )
-        check_pair(clean, corrupted)
-        base, source = (clean, corrupted) if direction == "noise" else (corrupted, clean)
-        return cls(base, source, Outcome.of(base, metric, kind), direction)  # pyright: ignore[reportArgumentType]
-
-    def in_batches(
-        self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], size: int | Literal["auto"]
-    ) -> Float[Tensor, "... prompt"]:
-        """Returns what `measure` finds for all prompts, some of them at a time, fewer when memory runs out.
-
-        Raises:
-            ValueError: A size below 1.
-        """
-        count, length = self.base.mask.shape
-        if size != "auto" and size < 1:
-            raise ValueError(f"batch_size={size}: give a positive number of prompts, or 'auto'")
-        found: list[Tensor] = []
-
-        def run(prompts: Int[Tensor, " batch"], _: int) -> None:
-            found.append(measure(self._part(slice(int(prompts[0]), int(prompts[-1]) + 1))))
-
-        fitting = max(1, CPU_TOKENS // length) if size == "auto" else size
-        tokens = min(fitting, max(1, count)) * length
-        in_batches(run, torch.arange(count), length, tokens, halve_to=length if size == "auto" else None)
-        return torch.cat(found, -1)
-
-    def _part(self, rows: slice) -> "Pair":
-        """Some of the prompts."""
-        mine = (self.outcome.prompt >= rows.start) & (self.outcome.prompt < rows.stop)
-        outcome = replace(
-            self.outcome,
-            prompts=self.base[rows],
-            prompt=self.outcome.prompt[mine] - rows.start,
-            query=self.outcome.query[mine],
-            gold=self.outcome.gold[mine],
+    Raises:
+        ValueError: They differ in number, in length, or in their targets, or are given the wrong way round.
+    """
+    if "corrupted" in clean.task and "corrupted" not in corrupted.task:
+        raise ValueError(
+            "clean= is what task.corrupt returned, and corrupted= what it was made from: swap them; to put clean "
+            "activations into corrupted runs, take direction='denoise'"
         )
-        return replace(self, base=self.base[rows], source=self.source[rows], outcome=outcome)
-
-    def held(self, model: Any, names: Sequence[str], engine: Any, device: torch.device | None = None) -> CachedPair:
-        """Returns the activations of both runs at some hook points."""
-        both = (capture(model, prompts, names, engine=engine) for prompts in (self.base, self.source))
-        base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
-        return CachedPair(base, source)
-
-    def inputs(self, device: torch.device) -> tuple[Int[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]:
-        """Returns the tokens of the base run and their mask."""
-        return self.base.tokens.to(device), self.base.mask.to(device)
-
-    def mean_outcome(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Float[Tensor, ""]:
-        """Returns the sum over prompts of each one's mean over its targets."""
-        prompt = self.outcome.prompt.to(logits.device)
-        asked = logits[prompt, self.outcome.query.to(logits.device)]
-        wide = asked.to(torch.promote_types(asked.dtype, torch.float32))  # a softmax in bfloat16 has no fine gradients
-        said = self.outcome.says(wide, torch.arange(len(prompt)))
-        return (said / prompt.bincount(minlength=len(logits))[prompt]).sum()
-
-    def provenance(self, verb: str, model: Any, settings: Mapping[str, Any], engine: str) -> Provenance:
-        """Returns where a measurement of the pair came from."""
-        clean, corrupted = (self.base, self.source) if self.direction == "noise" else (self.source, self.base)
-        return Provenance(
-            verb,
-            settings={
-                **settings,
-                "metric": self.outcome.metric,
-                "direction": self.direction,
-                "corrupted": dict(corrupted.task),
-                "corrupted_digest": corrupted.digest,
-            },
-            model=model_provenance(model),
-            data=clean.provenance,
-            engine=engine,
+    if clean.mask.shape != corrupted.mask.shape or not bool((clean.mask == corrupted.mask).all()):
+        raise ValueError(
+            f"clean prompts {tuple(clean.mask.shape)} and corrupted ones {tuple(corrupted.mask.shape)} do not match "
+            "token by token: make the corrupted ones with task.corrupt(clean, ...)"
         )
-
-    def edges(
-        self,
-        graph: Graph,
-        edges: Bool[Tensor, "receiver sender"],
-        values: Float[ndarray, "edge prompt"],
-        provenance: Provenance,
-    ) -> Table:
-        """Returns what was measured of edges as a table, keyed by sender, receiver and metric."""
-        receiver, sender = edges.nonzero().T.tolist()
-        keys = pd.DataFrame(
-            {
-                "sender": [graph.senders[place].name for place in sender],
-                "receiver": [graph.receivers[place].name for place in receiver],
-                "metric": self.outcome.metric,
-            }
+    same = ["prompt", "query_pos", "target_pos", "token"]
+    if not clean.targets[same].equals(corrupted.targets[same]):
+        raise ValueError(
+            "clean and corrupted prompts have different targets: make the corrupted ones with "
+            "task.corrupt(clean, ...), which keeps them"
         )
-        return self.outcome.table(keys, values, provenance)

@@ -1,8 +1,8 @@
-"""What a model says at its targets, as one number a target, for many edited runs at once."""
+"""What a model predicts at its targets, as numbers: one machine for evaluation, patching, attribution and edges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -11,116 +11,189 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.metrics import gold_log_prob, gold_logit, gold_prob
 from align_circuits.hooks.edits import Edit
-from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.edited_runs import sweep
-from align_circuits.run.evaluation import by_kind
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts.prompts import KINDS, Prompts
+from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 
-Metric = Literal["log_prob", "logit", "prob"]
+LogitMetric = Literal["log_prob", "logit", "prob"]
+Metric = Literal["accuracy", "log_prob", "logit", "prob"]
 
-METRICS: dict[str, Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"]], Float[Tensor, " row"]]] = {
-    "log_prob": gold_log_prob,
-    "logit": gold_logit,
-    "prob": gold_prob,
+BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")
+"""What the verbs of heads report if no metric is named."""
+
+_LOGITS_AT_ONCE = 2**24
+
+
+def log_prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns the log-probability of each row's token, in nats, at most 0.
+
+    Misleads attribution where the model is sure: its gradient then vanishes (Kramár et al., 2024, §3).
+    """
+    return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
+
+
+def logit(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns by how much the logit of each row's token exceeds the mean logit: linear in the logits.
+
+    The mean is subtracted since a constant added to all logits changes no prediction.
+    """
+    return logits.gather(1, token[:, None])[:, 0] - logits.mean(1)
+
+
+def prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """Returns the probability of each row's token, in [0, 1]."""
+    return log_prob(logits, token).exp()
+
+
+LOGIT_METRICS: dict[str, Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"]], Float[Tensor, " row"]]] = {
+    "log_prob": log_prob,
+    "logit": logit,
+    "prob": prob,
 }
-"""By name: the gold token's log-probability, in nats; its logit above the mean logit; its probability."""
+"""The metrics that have a gradient, by name."""
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """A differentiable number for each target of some prompts."""
+class TargetMetrics:
+    """Numbers for each target of some prompts, under one run of a model or under many edited runs."""
 
     prompts: Prompts
-    metric: Metric
+    metrics: tuple[Metric, ...]
     prompt: Int[Tensor, " target"]
+    """The prompt of each target, ascending."""
     query: Int[Tensor, " target"]
-    gold: Int[Tensor, " target"]
+    """The position where it is predicted."""
+    token: Int[Tensor, " target"]
+    """The token that is to be predicted."""
+    correct: Bool[Tensor, "target answer"] | None = None
+    """Which of the prompts' `answer_tokens` are right; None where only the target's own token is."""
 
     @classmethod
-    def of(cls, prompts: Prompts, metric: str = "log_prob", kind: str = "all") -> "Outcome":
-        """Returns what is asked of the targets of one kind.
+    def of(cls, prompts: Prompts, metrics: Sequence[str] = ("log_prob",), kind: str = "all") -> "TargetMetrics":
+        """Returns the metrics of the targets of one kind.
 
         Raises:
             ValueError: No targets of that kind, or an unknown metric.
         """
-        if metric not in METRICS:
-            raise ValueError(f"metric={metric!r}: choose one of {', '.join(map(repr, METRICS))}")
+        if unknown := [metric for metric in metrics if metric != "accuracy" and metric not in LOGIT_METRICS]:
+            known = ", ".join(map(repr, ("accuracy", *LOGIT_METRICS)))
+            raise ValueError(f"metric={unknown[0]!r}: choose one of {known}")
         kinds = by_kind(prompts)
         if kind not in kinds or not kinds[kind].any():
             known = ", ".join(map(repr, kinds)) if len(prompts.targets) else "no targets at all"
             raise ValueError(f"no targets of kind {kind!r}: these prompts have {known}")
-        chosen: Bool[ndarray, " target"] = kinds[kind]
-        columns = {name: prompts.column(name)[torch.from_numpy(chosen)] for name in ("prompt", "query_pos", "token")}
-        return cls(prompts, metric, columns["prompt"], columns["query_pos"], columns["token"])  # pyright: ignore[reportArgumentType]
+        rows = torch.from_numpy(kinds[kind])
+        prompt, query, token = (prompts.column(name)[rows] for name in ("prompt", "query_pos", "token"))
+        correct = None if prompts.correct is None else prompts.correct[rows]
+        return cls(prompts, tuple(metrics), prompt, query, token, correct)  # pyright: ignore[reportArgumentType]
+
+    def select(self, rows: slice) -> "TargetMetrics":
+        """Returns the metrics of some of the prompts."""
+        mine = (self.prompt >= rows.start) & (self.prompt < rows.stop)
+        return replace(
+            self,
+            prompts=self.prompts[rows],
+            prompt=self.prompt[mine] - rows.start,
+            query=self.query[mine],
+            token=self.token[mine],
+            correct=None if self.correct is None else self.correct[mine],
+        )
 
     @property
     def weights(self) -> Float[ndarray, " prompt"]:
         """By how much each prompt counts: the number of its targets."""
         return np.bincount(self.prompt.numpy(), minlength=len(self.prompts)).astype(float)
 
-    def says(self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-        """Returns the number of some targets from the logits where they are predicted."""
-        return METRICS[self.metric](logits, self.gold[rows].to(logits.device))
+    def numbers(self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]) -> Float[Tensor, "metric row"]:
+        """Returns the metrics of some targets from the logits where they are predicted."""
+        return torch.stack([self._number(metric, logits, rows) for metric in self.metrics])
 
-    def measured(
-        self,
-        model: Any,
-        edits: Sequence[Edit] = (),
-        cells: int = 1,
-        *,
-        engine: Literal["auto", "fast", "reference"] = "auto",
-        batch_size: int | Literal["auto"] = "auto",
-    ) -> tuple[Float[ndarray, "cell target"], str]:
-        """Runs a model and returns what it says, and the engine that ran.
+    def _number(self, metric: str, logits: Tensor, rows: Tensor) -> Tensor:
+        token = self.token[rows].to(logits.device)
+        if metric != "accuracy":
+            return LOGIT_METRICS[metric](logits, token)
+        predicted = logits.argmax(1)
+        if self.correct is None:
+            return (predicted == token).to(logits.dtype)
+        answers, correct = (part.to(logits.device) for part in (self.prompts.answer_tokens, self.correct[rows]))
+        return ((predicted[:, None] == answers) & correct).any(1).to(logits.dtype)
+
+    def measure(
+        self, model: HookedModel, edits: Sequence[Edit] = (), copies: int = 1, *, options: RunOptions = RunOptions()
+    ) -> tuple[Float[ndarray, "metric copy target"], str]:
+        """Runs a model and returns the metrics, and the engine that ran.
 
         Args:
             model: A model with TransformerLens's hooks.
-            edits: What is changed while it runs. With several cells, edits that tell them apart (`hooks.wires`).
-            cells: How many times the prompts run, in as few batches as `batch_size` allows.
-            engine: As for `evaluate`.
-            batch_size: Prompts at a time, those of all cells together.
+            edits: What is changed while it runs. With several copies, edits that tell them apart
+                (`hooks.residual_edges`).
+            copies: How many times the prompts run, in as few batches as the options allow.
+            options: Engine and batch size, in prompts of all copies together.
         """
-        count, size = len(self.prompts), len(self.gold)
-        found = torch.full((cells, size), torch.nan, dtype=torch.float64)
+        count, size = len(self.prompts), len(self.token)
+        values = np.full((len(self.metrics), copies * size), np.nan)
 
         def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            found.view(-1)[rows] = self.says(logits, rows % size).cpu().double()
+            self._keep(values, rows, rows % size, logits)
 
-        ran = forward(
+        engine = forward(
             model,
-            repeated(self.prompts, cells),
-            prompt=(self.prompt + count * torch.arange(cells)[:, None]).flatten(),
-            query=self.query.repeat(cells),
+            repeat(self.prompts, copies),
+            prompt=(self.prompt + count * torch.arange(copies)[:, None]).flatten(),
+            query=self.query.repeat(copies),
             on_logits=keep,
             edits=edits,
-            engine=engine,
-            batch_size=batch_size,
+            options=options,
         )
-        return found.numpy(), ran
+        return values.reshape(len(self.metrics), copies, size), engine
 
-    def swept(
-        self, model: Any, cells: Sequence[Sequence[Edit]], **options: Any
-    ) -> tuple[Float[ndarray, "cell target"], str]:
-        """Runs a model once for each set of edits and returns what it says, and what ran: `sweep`, with its options."""
-        found = np.full((len(cells), len(self.gold)), np.nan)
+    def measure_edited(
+        self,
+        model: HookedModel,
+        edit_sets: Sequence[Sequence[Edit]],
+        *,
+        source: Prompts | None = None,
+        options: RunOptions = RunOptions(),
+    ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
+        """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does."""
+        values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
 
-        def keep(cell: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            found[cell, rows.numpy()] = self.says(logits, rows).cpu().double().numpy()
+        def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+            self._keep(values[index], rows, rows, logits)
 
-        ran = sweep(model, self.prompts, cells, prompt=self.prompt, query=self.query, on_logits=keep, **options)
-        return found, ran
+        engine = run_edited(
+            model,
+            self.prompts,
+            edit_sets,
+            prompt=self.prompt,
+            query=self.query,
+            on_logits=keep,
+            source=source,
+            options=options,
+        )
+        return values.swapaxes(0, 1), engine
+
+    def _keep(
+        self,
+        values: Float[ndarray, "metric row"],
+        columns: Int[Tensor, " row"],
+        rows: Int[Tensor, " row"],
+        logits: Tensor,
+    ) -> None:
+        """Assigns the metrics of some rows, a part at a time, since a softmax doubles the logits."""
+        step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+        for column, row, part in zip(columns.split(step), rows.split(step), logits.split(step), strict=True):
+            values[:, column.numpy()] = self.numbers(part, row).cpu().double().numpy()
 
     def by_prompt(
         self, values: Float[ndarray, "row target"]
     ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
         """Returns each prompt's mean over its targets, and their number."""
-        prompt, count = self.prompt.numpy(), len(self.prompts)
-        weights = np.tile(self.weights, (len(values), 1))
-        sums = np.stack([np.bincount(prompt, weights=row, minlength=count) for row in values])
-        return np.divide(sums, weights, out=np.full_like(weights, np.nan), where=weights > 0), weights
+        return means_by_prompt(self.prompts, self.prompt.numpy(), values, [np.full(len(self.token), True)])
 
     def table(self, keys: pd.DataFrame, values: Float[ndarray, "row prompt"], provenance: Provenance) -> Table:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
@@ -128,7 +201,28 @@ class Outcome:
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
 
 
-def repeated(prompts: Prompts, times: int) -> Prompts:
+def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
+    """Returns the targets of each kind that occurs, those of all kinds first."""
+    kind = prompts.targets["kind"].to_numpy()
+    return {"all": np.full(len(kind), True)} | {name: kind == name for name in KINDS if (kind == name).any()}
+
+
+def means_by_prompt(
+    prompts: Prompts,
+    prompt: Int[ndarray, " target"],
+    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "row target"],
+    groups: Sequence[Bool[ndarray, " target"]],
+) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+    """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""
+    counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups])
+    sums = [
+        np.bincount(prompt[rows], weights=value[rows], minlength=len(prompts)) for value in values for rows in groups
+    ]
+    weights = np.tile(counts, (len(values), 1)).astype(float)
+    return np.divide(np.stack(sums), weights, out=np.full_like(weights, np.nan), where=weights > 0), weights
+
+
+def repeat(prompts: Prompts, times: int) -> Prompts:
     """Returns prompts several times over, without targets and relations: all of them, then all of them again."""
     if times == 1:
         return prompts

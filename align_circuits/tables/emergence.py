@@ -8,20 +8,20 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import VALUES, Provenance, Table
 
-LEAST = 0.3
+MIN_RISE = 0.3
 """The smallest rise that counts as emergence."""
 
 SUSTAINED = 3
-"""The number of probes in a row that a level must hold."""
+"""The number of probes in a row that must reach a level."""
 
 
 def emergence_step(
     steps: Float[ndarray, " probe"],
     values: Float[ndarray, " probe"],
     *,
-    least: float = LEAST,
+    min_rise: float = MIN_RISE,
     sustained: int = SUSTAINED,
 ) -> float:
     """Returns the step at which a metric first crosses half of its rise and stays there; NaN if it did not emerge.
@@ -31,8 +31,8 @@ def emergence_step(
 
     Args:
         steps: The step of each probe, ascending.
-        values: The metric there; a probe without a value (NaN) sustains nothing.
-        least: A smaller rise is no emergence.
+        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
+        min_rise: A smaller rise is no emergence.
         sustained: The number of probes in a row.
 
     Raises:
@@ -51,10 +51,11 @@ def emergence_step(
             f"{len(values)} probes show no rise that {sustained} in a row sustain: probe more often, at least "
             f"{sustained + 1} times"
         )
-    runs = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained).min(1)
-    rise = runs.max() - values[0]
-    there = runs >= values[0] + rise / 2
-    return float(steps[there.argmax()]) if rise >= least else float("nan")
+    windows = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained)
+    reached = windows.min(1)  # by each probe and those after it
+    rise = reached.max() - values[0]
+    crossed = reached >= values[0] + rise / 2
+    return float(steps[crossed.argmax()]) if rise >= min_rise else float("nan")
 
 
 def emergence(
@@ -62,7 +63,7 @@ def emergence(
     metric: str,
     *,
     best: bool = True,
-    least: float = LEAST,
+    min_rise: float = MIN_RISE,
     sustained: int = SUSTAINED,
     **keys: Any,
 ) -> Table:
@@ -73,8 +74,8 @@ def emergence(
         metric: Such as `"accuracy"` or `"align_query"`.
         best: Whether to follow, in each run, the one head that is best at its last `sustained` probes; else every head
             and layer mean apart. Metrics of the whole model have no heads to choose from.
-        least: The smallest rise that counts.
-        sustained: The number of probes in a row that a level must hold.
+        min_rise: The smallest rise that counts.
+        sustained: The number of probes in a row that must reach a level.
         **keys: Which rows, such as `kind="first"`, `ood=False`.
 
     Returns:
@@ -89,27 +90,33 @@ def emergence(
     tables = [runs] if isinstance(runs, Table) else list(runs)
     if not tables:
         raise ValueError("no runs: give the table of at least one")
-    found = []
+    followed = ("step", "level", "layer", "head") if best else ("step",)
+    by = [key for key in tables[0].keys if key not in followed]
+    steps_by_run: list[dict[tuple, float]] = []
     for table in tables:
-        frame: Any = table.where(metric=metric, **keys).frame
-        if best and (frame["head"] >= 0).any():
-            frame = best_head(frame[frame["head"] >= 0], sustained)
-        by = [key for key in table.keys if key != "step" and not (best and key in ("layer", "head"))]
-        steps = {
-            where: emergence_step(
-                rows["step"].to_numpy(float), rows["value"].to_numpy(float), least=least, sustained=sustained
-            )
-            for where, rows in frame.sort_values("step").groupby(by, sort=False)
-        }
-        found.append(pd.Series(steps, index=pd.MultiIndex.from_tuples(steps, names=by)))
-    if any(set(one.index) != set(found[0].index) for one in found):
+        selected = table.where(metric=metric, **keys)
+        heads: Any = selected.heads().frame
+        frame: Any = best_head(heads, sustained) if best and len(heads) else selected.frame
+        steps_by_run.append(
+            {
+                tuple(None if pd.isna(value) else value for value in group): emergence_step(
+                    course["step"].to_numpy(float),
+                    course["value"].to_numpy(float),
+                    min_rise=min_rise,
+                    sustained=sustained,
+                )
+                for group, course in frame.sort_values("step").groupby(by, sort=False, dropna=False)
+            }
+        )
+    groups = list(steps_by_run[0])
+    if any(set(steps) != set(groups) for steps in steps_by_run):
         raise ValueError("the runs do not hold the same rows: give runs of one task and model, probed alike")
-    values = np.stack([one.loc[found[0].index].to_numpy() for one in found], 1)
+    values = np.array([[steps[group] for steps in steps_by_run] for group in groups])
     emerged = ~np.isnan(values)
-    rows: Any = found[0].index.to_frame(index=False)
+    rows = pd.DataFrame(groups, columns=by)
     measures = pd.concat([rows.assign(measure="step"), rows.assign(measure="emerged")], ignore_index=True)
     value, weight = np.concatenate([values, emerged]), np.concatenate([emerged, np.ones_like(emerged)]).astype(float)
-    settings = {"metric": metric, "best": best, "least": least, "sustained": sustained, "runs": len(tables)}
+    settings = {"metric": metric, "best": best, "min_rise": min_rise, "sustained": sustained, "runs": len(tables)}
     table = Table.from_prompts(
         measures,
         value,
@@ -123,12 +130,17 @@ def emergence(
 
 
 def best_head(frame: Any, last: int) -> Any:
-    """Returns, of each group of rows, those of the head that is best on average over the last probes."""
-    late = frame[frame["step"].isin(sorted(frame["step"].unique())[-last:])]
-    kept = []
-    others = [key for key in frame.columns if key not in ("step", "layer", "head", "value", "low", "high", "n")]
-    for where, rows in late.groupby(others, sort=False):
-        layer, head = rows.groupby(["layer", "head"])["value"].mean().idxmax()
-        here = (frame[others] == list(where)).all(axis=1)
-        kept.append(frame[here & (frame["layer"] == layer) & (frame["head"] == head)])
-    return pd.concat(kept)
+    """Returns, of each group of rows, those of the head that is best on average over the last probes.
+
+    Args:
+        frame: Rows of single heads, keyed by step, layer, head and whatever tells groups apart.
+        last: The number of probes.
+    """
+    late = sorted(frame["step"].unique())[-last:]
+    by = [key for key in frame.columns if key not in ("step", "layer", "head", *VALUES)]
+    best = []
+    for _, rows in frame.groupby(by, sort=False, dropna=False):
+        mean = rows[rows["step"].isin(late)].groupby(["layer", "head"])["value"].mean()
+        layer, head = mean.idxmax()
+        best.append(rows[(rows["layer"] == layer) & (rows["head"] == head)])
+    return pd.concat(best)

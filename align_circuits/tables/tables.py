@@ -20,6 +20,12 @@ from align_circuits.tables import intervals as stats
 VALUES = ("value", "low", "high", "n")
 """The columns that are measured; every other column is a key."""
 
+INTEGER_KEYS = ("layer", "head", "offset", "draw")
+"""Key columns of whole numbers that may be missing (`<NA>`): a layer's mean attention has a layer and no head."""
+
+FILES = ("table.csv", "table.csv.xz")
+"""The names under which a table is saved: as text, or compressed."""
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -62,7 +68,8 @@ class Table:
     """
 
     frame: pd.DataFrame
-    """One row a measurement. Key columns such as layer, head, metric; then `VALUES`."""
+    """One row a measurement. Key columns such as level, layer, head, metric; then `VALUES`. `level` says what a row is
+    about (`"model"`, `"layer"`, `"head"`, `"kv_head"`, `"edge"`); keys that it does not have are missing (`<NA>`)."""
     provenance: Provenance
     values: Float[ndarray, "row prompt"] | None = None
     """The same measurement prompt by prompt, where it was kept: what paired differences are computed from."""
@@ -72,6 +79,7 @@ class Table:
     def __post_init__(self):
         if missing := [column for column in VALUES if column not in self.frame.columns]:
             raise ValueError(f"a table needs the columns {', '.join(VALUES)}; {', '.join(missing)} is missing")
+        object.__setattr__(self, "frame", _with_integer_keys(self.frame))
 
     @classmethod
     def from_prompts(
@@ -124,23 +132,30 @@ class Table:
     def where(self, **keys: Any) -> "Table":
         """Returns the rows whose key columns have the given values; a list of values means any of them.
 
+        None stands for a missing value: `where(head=None)` selects the rows that are about no head.
+
         Raises:
             KeyError: A column or a value that the table does not have.
         """
         keep = np.ones(len(self), dtype=bool)
-        for column, wanted in keys.items():
+        for column, value in keys.items():
             if column not in self.keys:
                 raise KeyError(f"no key column {column!r}; this table has {', '.join(self.keys)}")
-            wanted = wanted if isinstance(wanted, list | tuple | set) else [wanted]
-            if absent := [value for value in wanted if value not in set(self.frame[column])]:
-                known = ", ".join(map(str, self.frame[column].unique()[:20]))
+            values = list(value) if isinstance(value, list | tuple | set) else [value]
+            # a missing value equals nothing, not even itself
+            present = [None if pd.isna(key) else key for key in self.frame[column].unique()]
+            values = [None if pd.isna(value) else value for value in values]
+            if absent := [value for value in values if value not in present]:
+                known = ", ".join(map(str, present[:20]))
                 raise KeyError(f"no {column} {absent[0]!r} in this table; it has {known}")
-            keep &= self.frame[column].isin(list(wanted)).to_numpy()
+            selected = self.frame[column].isin([value for value in values if value is not None])
+            keep &= (selected | (self.frame[column].isna() & (None in values))).to_numpy(dtype=bool)
         return self._rows(np.flatnonzero(keep))
 
     def heads(self) -> "Table":
-        """Returns the rows of single heads, without the layer means (head = -1)."""
-        return self._rows(np.flatnonzero((self.frame["head"] >= 0).to_numpy()))
+        """Returns the rows of single heads, without those of layers and of the whole model."""
+        single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
+        return self._rows(np.flatnonzero(single))
 
     def top(self, metric: str, n: int = 5) -> "Table":
         """Returns the `n` heads with the highest value of `metric`, best first; heads without a value are left out."""
@@ -157,7 +172,7 @@ class Table:
         """
         frame = self.where(metric=metric).heads().frame
         if frame.duplicated(["layer", "head"]).any():
-            others = [key for key in self.keys if key not in ("layer", "head", "metric")]
+            others = [key for key in self.keys if key not in ("level", "layer", "head", "metric")]
             raise ValueError(f"several rows a head: choose one value of {' and '.join(others)} with .where(...) first")
         return frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
 
@@ -169,32 +184,39 @@ class Table:
         """
         if sorted(self.keys) != sorted(other.keys):
             raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
-        at = other.frame.reset_index().set_index(self.keys)["index"]
-        mine = self.frame.set_index(self.keys).index
-        if at.index.has_duplicates or not mine.isin(at.index).all() or len(at) != len(mine):
+        # merge pairs missing keys with missing keys, which an index does not
+        places = other.frame[self.keys].assign(_place=np.arange(len(other)))
+        paired = self.frame[self.keys].merge(places, how="left", on=self.keys)["_place"]
+        if len(self) != len(other) or sorted(paired.fillna(-1)) != list(range(len(other))):
             raise ValueError(
                 "the tables do not hold the same rows: select the same keys with .where(...) on both sides"
             )
-        order = at.loc[mine].to_numpy()
-        there = other._rows(order)
+        right = other._rows(paired.to_numpy(dtype=int))
         same = self.provenance.data == other.provenance.data
         low = high = np.full(len(self), np.nan)
-        if same and self.values is not None and there.values is not None:
-            low, high = stats.bootstrap(self.values, self.weights, minus=(there.values, there.weights))  # pyright: ignore[reportArgumentType]
+        if same and self.values is not None and right.values is not None:
+            low, high = stats.bootstrap(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
         frame = self.frame.assign(
-            value=self.frame["value"].to_numpy() - there.frame["value"].to_numpy(),
+            value=self.frame["value"].to_numpy() - right.frame["value"].to_numpy(),
             low=low,
             high=high,
-            n=np.minimum(self.frame["n"].to_numpy(), there.frame["n"].to_numpy()),
+            n=np.minimum(self.frame["n"].to_numpy(), right.frame["n"].to_numpy()),
         )
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
 
-    def save(self, folder: str | Path) -> None:
-        """Writes `table.csv` and `provenance.json` into `folder`; per-prompt values are not kept."""
+    def save(self, folder: str | Path, *, compress: bool = False) -> None:
+        """Writes the table and `provenance.json` into `folder`; per-prompt values are not kept.
+
+        Args:
+            folder: Where to; made if it does not exist.
+            compress: Whether to write `table.csv.xz` instead of `table.csv`.
+        """
         folder = Path(folder)
-        with replacing(folder / "table.csv") as path:
-            self.frame.to_csv(path, index=False)
+        written, other = FILES[::-1] if compress else FILES
+        with replacing(folder / written) as path:
+            self.frame.to_csv(path, index=False, compression="xz" if compress else None)
+        (folder / other).unlink(missing_ok=True)  # of an earlier save: one table to a folder
         with replacing(folder / "provenance.json") as path:
             path.write_text(self.provenance.to_json(), encoding="utf-8")
 
@@ -206,19 +228,40 @@ class Table:
             ValueError: `folder` does not hold both files.
         """
         folder = Path(folder)
-        if missing := [name for name in ("table.csv", "provenance.json") if not (folder / name).is_file()]:
+        path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
+        if missing := [file.name for file in (path, folder / "provenance.json") if not file.is_file()]:
             raise ValueError(
                 f"no table in {str(folder)!r}: {' and '.join(missing)} missing; give a folder that Table.save wrote"
             )
         provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
         try:
-            return cls(pd.read_csv(folder / "table.csv"), provenance)
+            return cls(pd.read_csv(path), provenance)
         except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
-            raise ValueError(f"{str(folder / 'table.csv')!r} is no table ({error})") from error
+            raise ValueError(f"{str(path)!r} is no table ({error})") from error
 
     def _rows(self, index: ndarray) -> "Table":
         kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
+
+
+def with_level(keys: pd.DataFrame) -> pd.DataFrame:
+    """Returns key columns with `level` before `layer`: a row without a head is about a layer, or about the model."""
+    level = np.select([keys["head"].notna(), keys["layer"].notna()], ["head", "layer"], "model")
+    place = keys.columns.tolist().index("layer")
+    return pd.concat([keys.iloc[:, :place], pd.Series(level, keys.index, name="level"), keys.iloc[:, place:]], axis=1)
+
+
+def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
+    """Makes `INTEGER_KEYS` whole numbers, which pandas turns into floats or objects where some are missing."""
+    types = {
+        name: "Int64" if frame[name].isna().any() else "int64"
+        for name in INTEGER_KEYS
+        if name in frame and pd.api.types.infer_dtype(frame[name], skipna=True) in _NUMBERS
+    }
+    return frame.astype(types)
+
+
+_NUMBERS = ("integer", "integer-na", "floating", "empty")
 
 
 @cache

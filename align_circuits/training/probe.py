@@ -26,9 +26,6 @@ from align_circuits.tables.tables import Provenance, Table
 WATCHED = ("align_query", "align_key", "lookup")
 """The metrics of heads that every probe takes."""
 
-WHOLE = -1
-"""The `layer` and `head` of rows that speak about the whole model."""
-
 
 class Watch:
     """What the probes found, in memory or in a file for each step."""
@@ -57,7 +54,7 @@ class Watch:
                 at = here & ((keys["metric"] == "accuracy") & (keys["kind"] == kind)).to_numpy()
                 row |= {prefix + kind: float(mean[at][0])} if at.any() else {}
             for metric in WATCHED:
-                at = here & ((keys["metric"] == metric) & (keys["head"] != WHOLE)).to_numpy()
+                at = here & ((keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
                 row |= {prefix + metric: float(np.nanmax(mean[at], initial=0))} if at.any() else {}
         return row
 
@@ -66,7 +63,7 @@ class Watch:
         taken = [self.taken[step] if self.folder is None else self._read(step) for step in steps]
         keys: Any = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, taken, strict=True)])
         value, weight, count = (np.concatenate([found[name] for _, found in taken]) for name in taken[0][1])
-        order = ["step", "ood", "metric", "kind", "offset", "layer", "head"]
+        order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
         table = Table.from_prompts(keys[order], value, weight, provenance, counts=count, bounded=bounded)
         return replace(table, values=None, weights=None)
@@ -116,6 +113,6 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
     whole: Any
     whole, means, counts = scored.measured()
     named = whole["predictor"].where(whole["predictor"] != "model", whole["metric"])
-    whole = whole.assign(metric=named, layer=WHOLE, head=WHOLE).drop(columns="predictor")
+    whole = whole.assign(metric=named, level="model", layer=None, head=None).drop(columns="predictor")
     pairs = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}
     return pd.concat([heads, whole], ignore_index=True), {name: np.concatenate(both) for name, both in pairs.items()}

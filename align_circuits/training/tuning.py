@@ -137,9 +137,9 @@ class TuneRun:
     model: Any
     """A TransformerLens model: the given one's weights, shared with it and frozen, and the adapter."""
     table: Table
-    """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset, layer and
-    head. Metrics of the model (accuracy, log_prob, and the references) have layer = head = -1; those of heads
-    (`WATCHED`) have kind "all" and offset -1, and head = -1 for a layer's mean attention."""
+    """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset,
+    level, layer and head. Metrics of the model (accuracy, log_prob, and the references) have the level "model"; those
+    of heads and of a layer's mean attention (`WATCHED`) have kind "all" and no offset."""
     log: pd.DataFrame
     """One row a probe: step, loss (the mean since the row before), lr, grad_norm, and the probe in a few numbers."""
     config: TuneConfig

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from frozen import Twin, of_lengths
@@ -52,10 +53,10 @@ def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
 
 
 def test_heads_equal_finite_differences(model, pair):
-    found = by_head(attribute_heads(model, **pair, sites=list(SITES)))
+    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=list(SITES)))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
-        column = head // 2 if site in ("k", "v") else None if head < 0 else head
+        column = head // 2 if site in ("k", "v") else None if pd.isna(head) else head
         name = f"blocks.{layer}.{SITES[site]}"
         assert value == pytest.approx(slope(lambda share: twin.patched(name, share, column)), abs=1e-6)  # noqa: B023
     assert len(found) == 2 * (4 * 4 + 2)
@@ -64,7 +65,11 @@ def test_heads_equal_finite_differences(model, pair):
 
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
     pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
-    found = by_head(attribute_heads(model, **pair, sites=["z", "v", "mlp_out", "resid_post"], graddrop=True))
+    found = by_head(
+        attribute_heads(
+            model, ac.Pair(**pair, direction="noise"), sites=["z", "v", "mlp_out", "resid_post"], graddrop=True
+        )
+    )
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
         name, column = f"blocks.{layer}.{SITES[site]}", {"v": head // 2, "z": head}.get(site)
@@ -79,8 +84,8 @@ def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
 
 @pytest.mark.parametrize("site", ["q", "k"])
 def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pair, site):
-    found = by_head(attribute_heads(model, **pair, sites=[site, "z"], method="atp_star"))
-    plain = by_head(attribute_heads(model, **pair, sites=[site, "z"]))
+    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=[site, "z"], method="atp_star"))
+    plain = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=[site, "z"]))
     twin = Twin(model, *pair.values())
     for (at, layer, head), value in found.items():
         if at == "z":
@@ -104,7 +109,7 @@ def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pa
 
 def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair):
     """By gradients that are taken by hand, at `rot_k` those of the key head that two heads share."""
-    found = by_head(attribute_heads(model, **pair, sites=["rot_q", "rot_k"]))
+    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=["rot_q", "rot_k"]))
     assert len(found) == 2 * 2 * 4
     names = [f"blocks.{layer}.attn.hook_{site}" for site in ("rot_q", "rot_k") for layer in range(2)]
     _, other = model.run_with_cache(pair["corrupted"].tokens, names_filter=names)
@@ -127,12 +132,12 @@ def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair):
 
 def test_where_hooks_are_silent_under_the_fast_engine_the_reference_runs(random_hf_model, pair):
     gpt2 = ac.load(random_hf_model("gpt2", seed=2))
-    found = attribute_heads(gpt2, **pair)
+    found = attribute_heads(gpt2, ac.Pair(**pair, direction="noise"))
     assert found.provenance.engine == "reference"
-    expected = attribute_heads(gpt2, **pair, engine="reference")
+    expected = attribute_heads(gpt2, ac.Pair(**pair, direction="noise"), options=ac.RunOptions(engine="reference"))
     np.testing.assert_array_equal(found.frame["value"], expected.frame["value"])
-    with pytest.raises(ValueError, match=r"hook_z does not fire under it; use engine='reference'"):
-        attribute_heads(gpt2, **pair, engine="fast")
+    with pytest.raises(ValueError, match=r"hook_z does not fire under it; use RunOptions\(engine='reference'"):
+        attribute_heads(gpt2, ac.Pair(**pair, direction="noise"), options=ac.RunOptions(engine="fast"))
 
 
 def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair):
@@ -143,14 +148,18 @@ def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair):
         sure.lm_head.weight[7] += 16 * hidden / hidden.square().sum()
         assert (sure(pair["clean"].tokens).logits[:, 7].softmax(-1)[:, 7] > 0.98).all()
     narrow = copy.deepcopy(sure).bfloat16()
-    wide, rounded = (attribute_heads(ac.load(some), **pair).frame["value"] for some in (sure, narrow))
+    wide, rounded = (
+        attribute_heads(ac.load(some), ac.Pair(**pair, direction="noise")).frame["value"] for some in (sure, narrow)
+    )
     assert np.abs(wide - rounded).max() < 0.2 * np.abs(wide).max()
 
 
 def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
     """The mean over runs in which one output is moved, by a displacement of what the MLP reads and autograd."""
     steps = 3
-    found = by_edge(attribute_edges(model, **pair, method="eap_ig_all_activations", steps=steps))
+    found = by_edge(
+        attribute_edges(model, ac.Pair(**pair, direction="noise"), method="eap_ig_all_activations", steps=steps)
+    )
     twin = Twin(model, *pair.values())
     said = "blocks.0.hook_resid_pre"
     names = [said, *(f"blocks.{layer}.{SITES[site]}" for layer in range(2) for site in ("z", "mlp_out"))]
@@ -174,8 +183,10 @@ def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
 
 
 def test_edges_equal_finite_differences(model, pair):
-    found = by_edge(attribute_edges(model, **pair, method="eap", batch_size=2))
-    fixed = by_edge(attribute_edges(model, **pair, method="atp_star"))
+    found = by_edge(
+        attribute_edges(model, ac.Pair(**pair, direction="noise"), method="eap", options=ac.RunOptions(batch_size=2))
+    )
+    fixed = by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method="atp_star"))
     twin = Twin(model, *pair.values())
     for edge, value in list(found.items())[::7]:
         effect = slope(lambda share: twin.effect(*edge, freeze_mlps=True, share=share))  # noqa: B023
@@ -197,22 +208,24 @@ def test_a_batch_that_runs_out_of_memory_is_halved(model, pair, attribute: Any, 
                 raise torch.OutOfMemoryError("out of memory")
 
     model.blocks[1].mlp.original_component.register_forward_pre_hook(small_memory)
-    expected = attribute(model, **pair, method=method, steps=2).frame["value"]
+    expected = attribute(model, ac.Pair(**pair, direction="noise"), method=method, steps=2).frame["value"]
     enough = len(sizes)
     assert sizes == enough * [3]
     sizes.clear()
-    found = attribute(model, **pair, method=method, steps=2).frame["value"]
+    found = attribute(model, ac.Pair(**pair, direction="noise"), method=method, steps=2).frame["value"]
     assert sizes == enough * [3] + 3 * enough * [1]
     np.testing.assert_allclose(found, expected, atol=1e-9)
     sizes.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        attribute(model, **pair, method=method, steps=2, batch_size=3)
+        attribute(
+            model, ac.Pair(**pair, direction="noise"), method=method, steps=2, options=ac.RunOptions(batch_size=3)
+        )
 
 
 def test_the_qk_fix_of_an_edge(model, pair):
     """An edge that brings all that another run says to a query changes attention as patching the query does."""
-    edges = by_edge(attribute_edges(model, **pair, method="atp_star"))
-    heads = by_head(attribute_heads(model, **pair, sites=["q", "k"], method="atp_star"))
+    edges = by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method="atp_star"))
+    heads = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=["q", "k"], method="atp_star"))
     for head in range(4):  # of layer 0, which reads the embedding alone
         assert edges["input", f"L0H{head}.q"] == pytest.approx(heads["q", 0, head], abs=1e-9)
         assert edges["input", f"L0KV{head // 2}.k"] == pytest.approx(heads["k", 0, head], abs=1e-9)
@@ -221,9 +234,9 @@ def test_the_qk_fix_of_an_edge(model, pair):
 def test_integrated_gradients_are_means_over_runs_between(model, pair):
     clean, corrupted = pair.values()
     steps = 3
-    heads = by_head(attribute_heads(model, **pair, method="ig_inputs", steps=steps))
+    heads = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), method="ig_inputs", steps=steps))
     inputs, activations, every = (
-        by_edge(attribute_edges(model, **pair, method=method, steps=steps))
+        by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method=method, steps=steps))
         for method in ("eap_ig_inputs", "eap_ig_activations", "eap_ig_all_activations")
     )
     whole = Twin(model, clean, corrupted)
@@ -273,16 +286,18 @@ def test_on_padded_prompts_with_both_engines(random_hf_model):
     """One prompt at a time needs no padding."""
     model = ac.load(random_hf_model("llama", seed=2))
     clean, corrupted = of_lengths((9, 6, 11), 0), of_lengths((9, 6, 11), 1)
-    padded = attribute_edges(model, clean=clean, corrupted=corrupted, method="eap")
+    padded = attribute_edges(model, ac.Pair(clean, corrupted, direction="noise"), method="eap")
     assert padded.provenance.engine == "fast"
-    reference = attribute_edges(model, clean=clean, corrupted=corrupted, method="eap", engine="reference")
+    reference = attribute_edges(
+        model, ac.Pair(clean, corrupted, direction="noise"), method="eap", options=ac.RunOptions(engine="reference")
+    )
     np.testing.assert_allclose(reference.frame["value"], padded.frame["value"], atol=1e-5)
     assert padded.values is not None
     for prompt, length in enumerate((9, 6, 11)):
         cut = [ac.Prompts.from_tokens(some.tokens[[prompt], -length - 1 :].tolist()) for some in (clean, corrupted)]
         pair = [some._take(torch.tensor([0])) for some in cut]
         pair = [replace(some, targets=some.targets.tail(1).reset_index(drop=True), relations={}) for some in cut]
-        alone = attribute_edges(model, clean=pair[0], corrupted=pair[1], method="eap")
+        alone = attribute_edges(model, ac.Pair(pair[0], pair[1], direction="noise"), method="eap")
         np.testing.assert_allclose(alone.frame["value"], padded.values[:, prompt], atol=1e-5)
 
 
@@ -295,9 +310,12 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     aligner, lookups = places["align_query"], (places["lookup"], places["backup"])
     true = {("input", f"{aligner}.v")}
     true |= {edge for one in lookups for edge in ((aligner, f"{one}.q"), (one, "logits"))}
-    exact = by_edge(patch_edges(model, **pair, edges=true))
+    exact = by_edge(patch_edges(model, ac.Pair(**pair, direction="noise"), edges=true))
     assert max(exact.values()) < -0.1
-    found = {method: by_edge(attribute_edges(model, **pair, method=method)) for method in ("eap", "eap_ig_inputs")}
+    found = {
+        method: by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method=method))
+        for method in ("eap", "eap_ig_inputs")
+    }
     best = sorted(found["eap_ig_inputs"].items(), key=lambda scored: -abs(scored[1]))[: len(true)]
     assert {edge for edge, _ in best} == true
     missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
@@ -309,11 +327,21 @@ def test_refusals(model, pair):
         (attribute_heads, {"method": "eap"}, "method='eap': choose one of 'atp', 'atp_star', 'ig_inputs'"),
         (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),
         (attribute_edges, {"steps": 0}, "steps=0: integrated gradients take at least 1"),
-        (attribute_edges, {"batch_size": 0}, "batch_size=0: give a positive number"),
         (attribute_heads, {"sites": ["o"]}, "site='o': choose one of"),
-        (attribute_heads, {"kind": "first"}, "no targets of kind 'first'"),
     ):
         with pytest.raises(ValueError, match=message):
-            inspect.unwrap(verb)(model, **{**pair, **wrong})  # annotations unchecked
-    with pytest.raises(ValueError, match="hook_pattern does not fire under it; use engine='reference'"):
-        attribute_heads(model, **pair, sites=["q"], method="atp_star", engine="fast")
+            inspect.unwrap(verb)(model, ac.Pair(**pair, direction="noise"), **wrong)  # annotations unchecked
+    for metric, message in (
+        ("accuracy", "metric='accuracy' has no gradient"),
+        ("log_prob", "no targets of kind 'first'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attribute_heads(model, ac.Pair(**pair, metric=metric, kind="all" if metric == "accuracy" else "first"))
+    with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; use RunOptions\(engine='reference'"):
+        attribute_heads(
+            model,
+            ac.Pair(**pair, direction="noise"),
+            sites=["q"],
+            method="atp_star",
+            options=ac.RunOptions(engine="fast"),
+        )

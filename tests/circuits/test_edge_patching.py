@@ -1,12 +1,11 @@
 """Edges and paths beside runs that freeze everything else by hooks, one head at a time."""
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from frozen import Twin, of_lengths
+from frozen import Twin, of_lengths, unchecked
 from peft import LoraConfig, get_peft_model
 
 import align_circuits as ac
@@ -51,7 +50,7 @@ def values_of(table: ac.Table) -> dict[tuple[str, str], float]:
 def test_edges_equal_runs_with_everything_frozen(models, name, clean, corrupted):
     model, graph = models[name], Graph.of(models[name].cfg)
     some = None if name == "llama" else edges_of(graph)[::6]
-    found = values_of(patch_edges(model, clean=clean, corrupted=corrupted, edges=some))
+    found = values_of(patch_edges(model, ac.Pair(clean, corrupted, direction="noise"), edges=some))
     twin = Twin(model, clean, corrupted)
     assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in found}, abs=1e-5)
     assert set(found) == set(edges_of(graph) if some is None else some)
@@ -90,12 +89,14 @@ def test_paths_equal_runs_with_heads_frozen(models, name, clean, corrupted):
     model, senders = models[name], ["input", "L0H1", "M0"]
     shared = "KV" if name in ("llama", "qwen3") else "H"
     receivers = ["L1H0.q", f"L1{shared}1.k", f"L1{shared}0.v", "M1", "logits"]
-    found = values_of(patch_paths(model, clean=clean, corrupted=corrupted, senders=senders, receivers=receivers))
+    found = values_of(
+        patch_paths(model, ac.Pair(clean, corrupted, direction="noise"), senders=senders, receivers=receivers)
+    )
     twin = Twin(model, clean, corrupted)
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in found}
     assert found == pytest.approx(expected, abs=1e-5)
     assert len(found) == len(senders) * len(receivers)
-    direct = values_of(patch_edges(model, clean=clean, corrupted=corrupted, edges=found))
+    direct = values_of(patch_edges(model, ac.Pair(clean, corrupted, direction="noise"), edges=found))
     if name != "gpt_neox":  # whose heads and MLP read side by side
         assert found["L0H1", "logits"] != pytest.approx(direct["L0H1", "logits"], abs=1e-3), "an MLP lies between"
     assert found["M0", "L1H0.q"] == pytest.approx(direct["M0", "L1H0.q"], abs=1e-5), "none lies between"
@@ -110,12 +111,20 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
     run, other = of_lengths(lengths, 0), of_lengths(lengths, 1)
     exact: Any = {"abs": 1e-10 if double else 1e-5}
     some = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    edges = values_of(patch_edges(model, clean=run, corrupted=other, edges=some, batch_size=2))
+    edges = values_of(
+        patch_edges(model, ac.Pair(run, other, direction="noise"), edges=some, options=ac.RunOptions(batch_size=2))
+    )
     twin = Twin(model, run, other)
     assert edges == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in edges}, **exact)
     receivers, senders = ["L1H3.q", "L1KV0.k", "L1KV1.v", "M1", "logits"], ["L0H0", "L0H3", "L1H0"]
     paths = values_of(
-        patch_paths(model, clean=run, corrupted=other, senders=senders, receivers=receivers, batch_size=2)
+        patch_paths(
+            model,
+            ac.Pair(run, other, direction="noise"),
+            senders=senders,
+            receivers=receivers,
+            options=ac.RunOptions(batch_size=2),
+        )
     )
     expected = {pair: twin.effect(*pair, freeze_mlps=False) for pair in paths}
     assert paths == pytest.approx(expected, **exact)
@@ -140,28 +149,28 @@ def test_refusals(models, random_hf_model, clean, corrupted):
     model: Any = models["llama"]
     pair: Any = {"clean": clean, "corrupted": corrupted}
     with pytest.raises(KeyError, match="no sender 'L0H9' in this model: it has input, L0H0"):
-        patch_edges(model, **pair, edges=[("L0H9", "logits")])
+        patch_edges(model, ac.Pair(**pair, direction="noise"), edges=[("L0H9", "logits")])
     with pytest.raises(KeyError, match=r"no receiver 'L1H0\.k'"):
-        patch_edges(model, **pair, edges=[("L0H1", "L1H0.k")])
+        patch_edges(model, ac.Pair(**pair, direction="noise"), edges=[("L0H1", "L1H0.k")])
     with pytest.raises(ValueError, match=r"no edge from L1H0 to L1H2\.q: L1H2\.q reads before"):
-        patch_edges(model, **pair, edges=[("L1H0", "L1H2.q")])
+        patch_edges(model, ac.Pair(**pair, direction="noise"), edges=[("L1H0", "L1H2.q")])
     with pytest.raises(ValueError, match="no edges: name at least one"):
-        patch_edges(model, **pair, edges=[])
+        patch_edges(model, ac.Pair(**pair, direction="noise"), edges=[])
     with pytest.raises(ValueError, match="none of the receivers comes after"):
-        patch_paths(model, **pair, senders=["M1"], receivers=["L1H2.q"])
+        patch_paths(model, ac.Pair(**pair, direction="noise"), senders=["M1"], receivers=["L1H2.q"])
     for wrong, message in (
-        ({"metric": "loss"}, "metric='loss': choose one of 'log_prob', 'logit', 'prob'"),
+        ({"metric": "loss"}, "metric='loss': choose one of 'accuracy', 'log_prob', 'logit', 'prob'"),
         ({"direction": "up"}, "direction='up': choose 'noise'"),
     ):
         with pytest.raises(ValueError, match=message):
-            inspect.unwrap(patch_edges)(model, **pair, **wrong)  # annotations unchecked
+            unchecked(ac.Pair, **pair, **wrong)
     with pytest.raises(ValueError, match="no targets of kind 'later': these prompts have 'all', 'first'"):
-        patch_edges(model, **pair, kind="later")
+        ac.Pair(**pair, kind="later")
     with pytest.raises(ValueError, match="do not match"):
-        patch_paths(model, clean=clean, corrupted=corrupted[:2])
+        patch_paths(model, ac.Pair(clean, corrupted[:2], direction="noise"))
     normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
     with pytest.raises(ValueError, match="is not what the model's weights make of its parts"):
-        patch_edges(normed, clean=of_lengths((8, 8), 0), corrupted=of_lengths((8, 8), 1))
+        patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -175,4 +184,4 @@ def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, clean, corrup
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.01)
     with pytest.raises(ValueError, match=r"q_proj.* carries an adapter, .* merge it first"):
-        patch_edges(ac.load(adapted), clean=clean, corrupted=corrupted)
+        patch_edges(ac.load(adapted), ac.Pair(clean, corrupted, direction="noise"))

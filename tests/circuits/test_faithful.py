@@ -20,7 +20,7 @@ from align_circuits.circuits.faithful import (
     minimality,
 )
 from align_circuits.hooks.graph import Graph
-from align_circuits.run.target_metrics import Outcome
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Provenance, Table
 
@@ -40,12 +40,15 @@ def llama(random_hf_model, char_tokenizer):
 
 def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair):
     """With one edge patched, and with all of the embedding's edges patched, a run says what hooks by hand say."""
-    scores = attribute_edges(llama, **pair, method="eap")
-    curve = faithfulness(llama, scores, **pair, heads={"all heads": [(i, j) for i in range(2) for j in range(4)]})
+    scores = attribute_edges(llama, ac.Pair(**pair, direction="noise"), method="eap")
+    curve = faithfulness(
+        llama,
+        scores,
+        ac.Pair(**pair, direction="noise"),
+        heads={"all heads": [(i, j) for i in range(2) for j in range(4)]},
+    )
     said: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
-    ends = {
-        name: float(Outcome.of(pair[name], "log_prob").measured(llama)[0].mean()) for name in ("clean", "corrupted")
-    }
+    ends = {name: float(TargetMetrics.of(pair[name]).measure(llama)[0].mean()) for name in ("clean", "corrupted")}
     n = int(Graph.of(llama.cfg).edges.sum())
     assert said["edges", n] == pytest.approx(ends["clean"], abs=1e-5)
     assert said["edges", 0] == pytest.approx(ends["corrupted"], abs=1e-5)
@@ -116,17 +119,25 @@ def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     places = {kind: place for place, kind in model.kinds.items()}
     true = [places[kind] for kind in ("align_query", "align_key", "lookup", "backup")]
     idle = [*true, places["gold_without_output"]]
-    scores = attribute_edges(model, **pair)
-    curve = faithfulness(model, scores, **pair, fractions=(0.002, 0.01), heads={"true": true, "without": true[1:]})
+    scores = attribute_edges(model, ac.Pair(**pair, direction="noise"))
+    curve = faithfulness(
+        model,
+        scores,
+        ac.Pair(**pair, direction="noise"),
+        fractions=(0.002, 0.01),
+        heads={"true": true, "without": true[1:]},
+    )
     f: Any = curve.where(metric="faithfulness").frame.set_index(["circuit", "edges"])["value"]
     n = int(f["edges"].index.max())
     assert f["true"].iloc[0] == pytest.approx(1, abs=0.02)
     assert f["without"].iloc[0] < 0.2
     assert f["edges", round(0.01 * n)] == pytest.approx(1, abs=0.05), "eleven edges of a thousand are enough"
-    whole = completeness(model, true, **pair, draws=2)
+    whole = completeness(model, true, ac.Pair(**pair, direction="noise"), draws=2)
     assert np.abs(whole.where(of="difference").frame["value"]).max() < 0.05
     assert np.min(whole.where(of="model").frame["value"]) < -0.5
-    needed: Any = minimality(model, idle, **pair, draws=2).frame.set_index(["layer", "head"])["value"]
+    needed: Any = minimality(model, idle, ac.Pair(**pair, direction="noise"), draws=2).frame.set_index(
+        ["layer", "head"]
+    )["value"]
     assert (needed[true] < -0.01).all()
     assert needed[idle[-1]] == pytest.approx(0, abs=1e-5)
 
@@ -156,24 +167,28 @@ def test_the_interval_of_a_ratio_is_that_of_means():
 
 
 def test_refusals(llama, pair):
-    scores = attribute_edges(llama, **pair, method="eap")
+    scores = attribute_edges(llama, ac.Pair(**pair, direction="noise"), method="eap")
     for options, message in (
         ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
         ({"by": "size"}, "by='size': choose 'signed' or 'absolute'"),
         ({"scores": replace(scores, frame=scores.frame[:5])}, "5 scores, but the model has 82 edges"),
-        ({"corrupted": pair["clean"]}, "change nothing that the model says"),
         ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),
         ({"scores": replace(scores, frame=scores.frame.iloc[[0, *range(81)]])}, "has two scores: give one an edge"),
         ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
     ):
         with pytest.raises(ValueError, match=message):
-            inspect.unwrap(faithfulness)(llama, **{"scores": scores, **pair, **options})  # annotations unchecked
-    other_way = attribute_edges(llama, **pair, method="eap", direction="denoise")
+            given = {"scores": scores, "pair": ac.Pair(**pair, direction="noise"), **options}
+            inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
+    with pytest.raises(ValueError, match="change no prediction of the model"):
+        faithfulness(llama, scores, ac.Pair(pair["clean"], pair["clean"], direction="noise"))
+    with pytest.raises(ValueError, match="direction='denoise': circuits are measured on clean prompts"):
+        faithfulness(llama, scores, ac.Pair(**pair))
+    other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
-        faithfulness(llama, other_way, **pair, by="signed")
-    assert len(faithfulness(llama, other_way, **pair, by="absolute"))
+        faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="signed")
+    assert len(faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="absolute"))
     for verb in (completeness, minimality):
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
-            verb(llama, [], **pair)
+            verb(llama, [], ac.Pair(**pair, direction="noise"))
         with pytest.raises(ValueError, match="draws=-1: give how many random sets"):
-            verb(llama, [(0, 0)], **pair, draws=-1)
+            verb(llama, [(0, 0)], ac.Pair(**pair, direction="noise"), draws=-1)

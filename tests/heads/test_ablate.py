@@ -102,7 +102,7 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
 def test_equals_a_loop(model, prompts, how, char_tokenizer):
     others = TASK.sample(3, char_tokenizer, seed=8)
     for reference in (None, others) if how == "mean" else (None,):
-        table = ablate_heads(model, prompts, how, reference=reference, batch_size=2)
+        table = ablate_heads(model, prompts, how, reference=reference, options=ac.RunOptions(batch_size=2))
         expected = looped(model, prompts, how, reference or prompts)
         value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
         assert value == pytest.approx(expected, abs=1e-5) and len(value) == 2 * 4 * 3 * 2
@@ -153,14 +153,14 @@ def test_a_planted_aligner_is_missed_and_an_idle_head_is_not(char_tokenizer):
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_a_batch_that_fails_is_averaged_once(random_hf_model, char_tokenizer, prompts, engine):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    expected = ablation_baseline(model, prompts, engine=engine).means
+    expected = ablation_baseline(model, prompts, options=ac.RunOptions(engine=engine)).means
 
     def small_memory(_module, args):
         if len(args[0]) > 2:
             raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
 
     model.original_model.lm_head.register_forward_pre_hook(small_memory)
-    found = ablation_baseline(model, prompts, engine=engine).means
+    found = ablation_baseline(model, prompts, options=ac.RunOptions(engine=engine)).means
     assert found.keys() == expected.keys() == {"blocks.0.attn.hook_z", "blocks.1.attn.hook_z"}
     for name, mean in found.items():
         torch.testing.assert_close(mean, expected[name], atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -61,7 +61,7 @@ def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tens
     shared = 2 if site in ("k", "v") and model.cfg.n_key_value_heads == 2 else 1
     found = {}
     for layer in range(2):
-        for head in [-1] if site in LAYER_SITES else range(4):
+        for head in [None] if site in LAYER_SITES else range(4):
             name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
             def patch(x: Tensor, hook: Any, name: str = name, head: int = head) -> Tensor:  # noqa: ARG001
@@ -82,13 +82,21 @@ def values_of(table: ac.Table, **keys: Any) -> dict[tuple, float]:
     frame: Any = table.frame
     for column, value in keys.items():
         frame = frame[frame[column] == value]
-    return frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
+    assert (frame["level"] == np.where(frame["head"].isna(), "layer", "head")).all()
+    return dict(zip(keys_of(frame, ["layer", "head", "kind", "metric"]), frame["value"], strict=True))
+
+
+def keys_of(frame: Any, columns: list[str]) -> list[tuple]:
+    """Each row's keys, None where one is missing."""
+    return [tuple(None if pd.isna(key) else key for key in row) for row in frame[columns].itertuples(index=False)]
 
 
 @pytest.mark.parametrize(("name", "direction"), [("llama", "denoise"), ("gpt2", "noise")])
 def test_equals_a_loop_at_every_site(models, name, direction, clean, corrupted):
     model, everywhere = models[name], torch.ones_like(clean.mask)
-    table = patch_heads(model, clean=clean, corrupted=corrupted, direction=direction, sites=SITES, batch_size=3)
+    table = patch_heads(
+        model, ac.Pair(clean, corrupted, direction=direction), sites=SITES, options=ac.RunOptions(batch_size=3)
+    )
     run, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     accuracies = set()
     for site in SITES:
@@ -117,7 +125,7 @@ def test_equals_transformer_lens(models, clean, corrupted):
             site: getattr(patching, f"get_act_patch_attn_head_{name}_all_pos")(model, corrupted.tokens, cache, metric)
             for site, name in {"z": "out", "q": "q", "k": "k", "v": "v", "pattern": "pattern"}.items()
         }
-    mine = patch_heads(model, clean=clean, corrupted=corrupted, sites=HEAD_SITES)  # pyright: ignore[reportArgumentType]
+    mine = patch_heads(model, ac.Pair(clean, corrupted), sites=HEAD_SITES)  # pyright: ignore[reportArgumentType]
     for site, expected in theirs.items():
         found = values_of(mine, site=site, kind="all", metric="log_prob")
         for (layer, head, *_), value in found.items():
@@ -127,7 +135,7 @@ def test_equals_transformer_lens(models, clean, corrupted):
 
     some = [14, int(targets[1].max()) - 1, int(targets[1].max())]
     masks = {str(pos): (torch.arange(clean.mask.shape[1]) == pos).expand_as(clean.mask) for pos in some}
-    mine = patch_heads(model, clean=clean, corrupted=corrupted, sites=["z", "resid_pre"], positions=masks)
+    mine = patch_heads(model, ac.Pair(clean, corrupted), sites=["z", "resid_pre"], positions=masks)
     heads = pd.DataFrame([(layer, pos, head) for layer in range(2) for pos in some for head in range(4)])
     layers = pd.DataFrame([(layer, pos) for layer in range(2) for pos in some])
     options: dict[str, Any] = {"index_axis_names": None}
@@ -137,18 +145,16 @@ def test_equals_transformer_lens(models, clean, corrupted):
         )
         by_layer = patching.get_act_patch_resid_pre(model, corrupted.tokens, cache, metric, index_df=layers, **options)
     expected = {(layer, head, str(pos)): by_head[i] - before for i, (layer, pos, head) in enumerate(heads.to_numpy())}
-    expected |= {(layer, -1, str(pos)): by_layer[i] - before for i, (layer, pos) in enumerate(layers.to_numpy())}
+    expected |= {(layer, None, str(pos)): by_layer[i] - before for i, (layer, pos) in enumerate(layers.to_numpy())}
     frame = mine.frame[(mine.frame["kind"] == "all") & (mine.frame["metric"] == "log_prob")]
-    found = frame.set_index(["layer", "head", "positions"])["value"].to_dict()
+    found = dict(zip(keys_of(frame, ["layer", "head", "positions"]), frame["value"], strict=True))
     assert found == pytest.approx({key: float(value) for key, value in expected.items()}, abs=1e-5)
     assert max(map(abs, found.values())) > 1e-2
 
 
 @pytest.mark.parametrize("site", ["z", "pattern"])
 def test_position_groups_equal_a_loop(models, clean, corrupted, site):
-    table = patch_heads(
-        models["llama"], clean=clean, corrupted=corrupted, direction="noise", sites=[site], positions="groups"
-    )
+    table = patch_heads(models["llama"], ac.Pair(clean, corrupted, direction="noise"), sites=[site], positions="groups")
     assert table.frame["positions"].unique().tolist() == ["examples", "test input", "test output"]
     for name, mask in position_groups(clean).items():
         expected = looped(models["llama"], clean, corrupted, site, mask)
@@ -176,7 +182,7 @@ def test_masks_of_ones_own(models, clean, corrupted):
 
 
 def test_heads_that_share_keys_have_equal_rows(models, clean, corrupted):
-    table = patch_heads(models["llama"], clean=clean, corrupted=corrupted, sites=["k", "v"], heads=[(1, 0), (1, 3)])
+    table = patch_heads(models["llama"], ac.Pair(clean, corrupted), sites=["k", "v"], heads=[(1, 0), (1, 3)])
     for site in ("k", "v"):
         found = values_of(table, site=site)
         assert {key[:2] for key in found} == {(1, head) for head in range(4)}
@@ -186,7 +192,7 @@ def test_heads_that_share_keys_have_equal_rows(models, clean, corrupted):
 
 
 def test_intervals_and_engines(models, clean, corrupted):
-    table = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)])
+    table = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)])
     frame: Any = table.frame
     assert np.isfinite(frame[["low", "value", "high"]]).all(axis=None)
     assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
@@ -196,7 +202,7 @@ def test_intervals_and_engines(models, clean, corrupted):
     assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
     others: tuple[dict[str, Any], ...] = ({"engine": "reference"}, {"batch_size": 1})
     for options in others:
-        other = patch_heads(models["llama"], clean=clean, corrupted=corrupted, heads=[(1, 0), (0, 3)], **options)
+        other = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)], **options)
         pd.testing.assert_frame_equal(other.frame, frame, atol=1e-5)
     pair = {"clean": clean, "corrupted": corrupted, "heads": [(0, 0)]}
     ran = {
@@ -222,7 +228,7 @@ def test_a_planted_aligner_restores_the_answer(char_tokenizer):
     signs: dict[Literal["denoise", "noise"], int] = {"denoise": 1, "noise": -1}
     for direction, sign in signs.items():
         table = patch_heads(
-            planted, clean=clean, corrupted=task.corrupt(clean, "query"), direction=direction, heads=[aligner, idle]
+            planted, ac.Pair(clean, task.corrupt(clean, "query"), direction=direction), heads=[aligner, idle]
         )
         found = values_of(table, kind="first", metric="log_prob")
         assert sign * found[*aligner, "first", "log_prob"] > 1
@@ -241,7 +247,7 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
         (others, "ask for different targets"),
     ]:
         with pytest.raises(ValueError, match=message):
-            patch_heads(model, clean=clean, corrupted=other)
+            patch_heads(model, ac.Pair(clean, other))
         with pytest.raises(ValueError, match=message):
             check_pair(clean, other)
     padded = Prompts.from_tokens([[1, 2, 3], [4, 5]])
@@ -250,7 +256,7 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
     check_pair(padded, padded)
     for site in ("z", "k", "pattern", "mlp_out"):
         with pytest.raises(ValueError, match="no head L0H4"):
-            patch_heads(model, clean=clean, corrupted=corrupted, sites=[site], heads=[(0, 4), (2, 0)])
+            patch_heads(model, ac.Pair(clean, corrupted), sites=[site], heads=[(0, 4), (2, 0)])
     pair = {"clean": clean, "corrupted": corrupted}
     for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0H1"]):
         with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
@@ -277,9 +283,14 @@ def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, 
     clean = task.sample(3, char_tokenizer, seed=0)
     corrupted = task.corrupt(clean, "query")
     with pytest.raises(ValueError, match="swap them"):
-        patch_heads(model, clean=corrupted, corrupted=clean)
+        patch_heads(model, ac.Pair(corrupted, clean))
     longer = torch.zeros(3, clean.mask.shape[1] + 5, dtype=torch.bool)
     longer[:, -5:] = True
     for engine in ("auto", "reference"):
         with pytest.raises(ValueError, match=f"the edit holds 3 prompts of {longer.shape[1]} tokens"):
-            ac.evaluate(model, clean, edits=[ac.Ablate([(0, 0)], how="zero", positions=longer)], engine=engine)
+            ac.evaluate(
+                model,
+                clean,
+                edits=[ac.Ablate([(0, 0)], how="zero", positions=longer)],
+                options=ac.RunOptions(engine=engine),
+            )

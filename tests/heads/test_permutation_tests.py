@@ -132,14 +132,14 @@ class TestBesideLoops:
     @pytest.mark.parametrize("engine", ["fast", "reference"])
     def test_a_batch_that_fails_counts_once(self, random_hf_model, char_tokenizer, prompts, engine):
         model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-        one = p_values(model, prompts, NAMES, engine=engine)
+        one = p_values(model, prompts, NAMES, options=ac.RunOptions(engine=engine))
 
         def small_memory(_module, args):
             if len(args[0]) > 2:
                 raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
 
         model.original_model.lm_head.register_forward_pre_hook(small_memory)
-        for name, found in p_values(model, prompts, NAMES, engine=engine).items():
+        for name, found in p_values(model, prompts, NAMES, options=ac.RunOptions(engine=engine)).items():
             np.testing.assert_allclose(found, one[name], atol=2e-3)
 
 

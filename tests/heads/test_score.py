@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformer_lens.head_detector import detect_head
@@ -13,11 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from align_circuits.heads import score as scoring
 from align_circuits.heads.metrics import TIE
-from align_circuits.heads.score import LAYER_MEAN, score_heads
+from align_circuits.heads.score import score_heads
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -91,8 +93,8 @@ def looped(
             keys = [p for p in candidates if key_label[p] == key_value]
             keys = [p for p in keys if p < query] if relation.keys_before_query else keys
             for layer, pattern in by_layer.items():
-                for head in [*range(len(pattern)), LAYER_MEAN]:
-                    attention = pattern.mean(0) if head == LAYER_MEAN else pattern[head]
+                for head in [*range(len(pattern)), None]:
+                    attention = pattern.mean(0) if head is None else pattern[head]
                     row_of_attention = attention[query - left].tolist()
                     attends = {p: row_of_attention[p - left] for p in candidates}
                     rows[layer, head].append((sum(attends[p] for p in keys), sum(attends.values()), attends, keys))
@@ -117,7 +119,8 @@ def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every
 
 def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
     frame = frame_of(table, metric=metric)
-    return dict(zip(zip(frame["layer"], frame["head"], strict=True), frame["value"], strict=True))
+    heads = [None if pd.isna(head) else head for head in frame["head"]]
+    return dict(zip(zip(frame["layer"], heads, strict=True), frame["value"], strict=True))
 
 
 @pytest.mark.parametrize(("name", "engine"), RUNS)
@@ -125,7 +128,7 @@ def test_every_relation_equals_loops_over_the_cache(models, prompts, name, engin
     model = models[name]
     suffixes = ("", "_hit", "_mass", "_attention", "_mean")
     metrics = [f"{relation}{suffix}" for relation in prompts.relations for suffix in suffixes]
-    table = score_heads(model, prompts, metrics, engine=engine)
+    table = score_heads(model, prompts, metrics, options=RunOptions(engine=engine))
     assert table.provenance.engine == engine
     assert len(table) == len(metrics) * model.cfg.n_layers * (model.cfg.n_heads + 1)
     attention_of = patterns(model, prompts)
@@ -142,7 +145,7 @@ def test_sink_and_entropy_equal_loops_over_the_cache(models, name, engine):
     model = models[name]
     tokens = [[1, 20, 21, 22, 20], [1, 30, 31]]
     prompts = Prompts.from_tokens(tokens if name != "planted" else tokens[:1])
-    table = score_heads(model, prompts, ["sink", "entropy"], engine=engine)
+    table = score_heads(model, prompts, ["sink", "entropy"], options=RunOptions(engine=engine))
     attention_of = patterns(model, prompts)
     for layer in range(model.cfg.n_layers):
         for head in range(model.cfg.n_heads):
@@ -163,7 +166,7 @@ def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, 
     tokens = model.to_tokens(text)[0].tolist()
     assert tokens == char_tokenizer(text)["input_ids"]
     asking_everywhere = [*tokens, 0]  # the last token asks nothing, so one more is put behind
-    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), engine=engine)
+    table = score_heads(model, Prompts.from_tokens([asking_everywhere]), options=RunOptions(engine=engine))
     for metric in ("previous", "duplicate", "induction"):
         detected = detect_head(model, text, f"{metric}_token_head" if metric != "induction" else "induction_head")  # pyright: ignore[reportArgumentType]
         rows = table.where(metric=metric).frame["n"].iloc[0]
@@ -187,9 +190,9 @@ def test_planted_heads_are_found(models, prompts):
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
-    whole = score_heads(models["llama"], prompts, engine=engine, batch_size=5)
+    whole = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=5))
     monkeypatch.setattr(scoring, "_CELLS_AT_ONCE", 4000)
-    chunked = score_heads(models["llama"], prompts, engine=engine, batch_size=2)
+    chunked = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=2))
     columns = ["value", "low", "high", "n"]
     np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)
 
@@ -318,3 +321,10 @@ def test_a_head_that_does_not_exist(models, prompts):
         table.where(layer=99)
     with pytest.raises(KeyError, match="no head 4 in this table"):
         table.where(layer=0, head=[0, 4])
+
+
+def test_a_layers_mean_attention_has_no_head(models, prompts):
+    table = score_heads(models["llama"], prompts, ["previous"])
+    means = frame_of(table, head=None)
+    assert means["level"].tolist() == ["layer"] * 3 and means["layer"].tolist() == [0, 1, 2]
+    assert set(frame_of(table.heads())["level"]) == {"head"} and len(table.heads()) == 3 * 4

@@ -16,7 +16,6 @@ from align_circuits.hooks.edits import AblationBaseline, Edit
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run.evaluation import predict
 from align_circuits.run.forward_pass import capture, forward
 
 HEADS = [(0, 2), (0, 3), (1, 0), (1, 1)]
@@ -66,7 +65,9 @@ def models(random_hf_model):
     return make
 
 
-def logits_of(model: Any, prompts: Prompts, **options: Any) -> tuple[Tensor, str]:
+def logits_of(
+    model: Any, prompts: Prompts, engine: Any = "auto", batch_size: Any = "auto", **options: Any
+) -> tuple[Tensor, str]:
     """The logits at every target, and the engine that ran."""
     found = torch.full((len(prompts.targets), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
     ran = forward(
@@ -75,6 +76,7 @@ def logits_of(model: Any, prompts: Prompts, **options: Any) -> tuple[Tensor, str
         prompt=prompts.column("prompt"),
         query=prompts.column("query_pos"),
         on_logits=lambda rows, logits: found.__setitem__(rows, logits.double()),
+        options=ac.RunOptions(engine, batch_size),
         **options,
     )
     assert not found.isnan().any()
@@ -180,7 +182,7 @@ class TestBesideHooksByHand:
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         names = [name_of(site, layer) for layer in LAYERS]
         held = {layer: computed(model, other, site, layer) for layer in LAYERS}
-        values = capture(model, other, names, engine="reference", batch_size=2)
+        values = capture(model, other, names, options=ac.RunOptions(engine="reference", batch_size=2))
         expected = by_hand(
             model,
             PADDED,
@@ -212,7 +214,7 @@ class TestBesideHooksByHand:
             return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
-        reference = ablation_baseline(model, others, "mean", site=site, batch_size=3)
+        reference = ablation_baseline(model, others, "mean", site=site, options=ac.RunOptions(batch_size=3))
         edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", reference=reference)
         assert_edit_is(model, PADDED, edit, expected)
 
@@ -315,7 +317,9 @@ class TestTogether:
     def test_a_clamped_head_hits(self, models):
         model = models("llama")
         clamp = ac.Clamp([(0, 1), (1, 3)], "induction")
-        table = ac.score_heads(model, PADDED, ["induction_hit", "induction"], edits=[clamp], engine="reference")
+        table = ac.score_heads(
+            model, PADDED, ["induction_hit", "induction"], edits=[clamp], options=ac.RunOptions(engine="reference")
+        )
         value: Any = table.frame.set_index(["metric", "layer", "head"])["value"]
         for metric in ("induction_hit", "induction"):
             assert value[metric, 0, 1] == value[metric, 1, 3] == pytest.approx(1, abs=1e-6)
@@ -330,7 +334,7 @@ class TestTogether:
             query=torch.full((3,), 8),
             on_activation={"blocks.0.attn.hook_z": lambda rows, z: found.update({int(rows[0]): z.clone()})},
             edits=[ac.Ablate([(0, 1)])],
-            batch_size=2,
+            options=ac.RunOptions(batch_size=2),
         )
         assert set(found) == {0, 2} and all((z[:, :, 1] == 0).all() and (z[:, :, 0] != 0).any() for z in found.values())
 
@@ -363,8 +367,8 @@ class TestEngines:
                 )
             else:
                 names = [[name_of(which, layer) for layer in LAYERS] for which in (site, plain)]
-                values = [capture(model, other, names[0], engine="fast")]
-                values.append(capture(model, other, names[1], engine="reference"))
+                values = [capture(model, other, names[0], options=ac.RunOptions(engine="fast"))]
+                values.append(capture(model, other, names[1], options=ac.RunOptions(engine="reference")))
                 fast, reference = (
                     logits_of(model, PADDED, edits=[ac.Patch(**whole, site=s, values=v)], engine=e)
                     for s, v, e in zip((site, plain), values, ("fast", "reference"), strict=True)
@@ -386,8 +390,8 @@ class TestEngines:
                 PADDED,
                 **rows,
                 edits=[edit],
-                engine=engine,
                 on_pattern=lambda _, layer, x, engine=engine: found.update({(engine, layer): x.clone()}),
+                options=ac.RunOptions(engine=engine),
             )
         for layer in LAYERS:
             torch.testing.assert_close(found["fast", layer], found["reference", layer], atol=1e-5, rtol=0)
@@ -399,7 +403,7 @@ class TestEngines:
         assert logits_of(model, EQUAL)[1] == "fast"
         assert logits_of(model, EQUAL, edits=[edit])[1] == "reference"
         with pytest.raises(
-            ValueError, match=rf"hook_{site}' does not fire under it; use engine='reference'|hook_{site} d"
+            ValueError, match=rf"hook_{site}' does not fire under it; use RunOptions\(engine='reference'|hook_{site} d"
         ):
             logits_of(model, EQUAL, edits=[edit], engine="fast")
 
@@ -408,7 +412,11 @@ class TestEngines:
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         values = capture(model, other, ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"])
         for edits in (
-            [ac.Ablate(HEADS, how="mean", reference=ablation_baseline(model, other, batch_size=1))],
+            [
+                ac.Ablate(
+                    HEADS, how="mean", reference=ablation_baseline(model, other, options=ac.RunOptions(batch_size=1))
+                )
+            ],
             [ac.Patch(HEADS, values=values, positions=POSITIONS)],
             [ac.Clamp(HEADS, "previous"), ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))],
         ):
@@ -421,7 +429,10 @@ class TestEngines:
     def test_capture_is_what_each_prompt_computes_alone(self, models, name):
         model = models(name)
         for site in SITES:
-            held, expected = capture(model, PADDED, [name_of(site, 1)], batch_size=2), computed(model, PADDED, site, 1)
+            held, expected = (
+                capture(model, PADDED, [name_of(site, 1)], options=ac.RunOptions(batch_size=2)),
+                computed(model, PADDED, site, 1),
+            )
             for index, activation in enumerate(held[name_of(site, 1)]):
                 left = alone(PADDED, index)[1]
                 mine = activation[:, left:, left:] if site == "pattern" else activation[left:]
@@ -445,7 +456,12 @@ class TestAfterwards:
             assert torch.equal(model(EQUAL.tokens), before)
             for engine in ("auto", "reference"):
                 with pytest.raises(ValueError, match="cannot be added"):
-                    ac.evaluate(model, EQUAL, edits=[ac.Steer(HEADS, vector=torch.ones(3))], engine=engine)
+                    ac.evaluate(
+                        model,
+                        EQUAL,
+                        edits=[ac.Steer(HEADS, vector=torch.ones(3))],
+                        options=ac.RunOptions(engine=engine),
+                    )
                 assert torch.equal(model(EQUAL.tokens), before)
         assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
@@ -613,4 +629,6 @@ def test_provenance_tells_edits_apart(models):
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
     assert ac.Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
-    assert predict(model, EQUAL, edits=edits)[1] == "fast", "the pattern is clamped inside the attention function"
+    assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (
+        "the pattern is clamped inside the attention function"
+    )

@@ -22,7 +22,7 @@ plots: Any = typed_plots  # plotly's figures are built at run time: a type check
 
 @pytest.fixture
 def scores():
-    keys = pd.DataFrame([(m, layer, head) for m in ("a", "b") for layer in range(3) for head in (-1, 0, 1)])
+    keys = pd.DataFrame([(m, layer, head) for m in ("a", "b") for layer in range(3) for head in (None, 0, 1)])
     keys.columns = ["metric", "layer", "head"]
     values = np.random.default_rng(0).random((len(keys), 8))
     return Table.from_prompts(keys, values, np.ones_like(values), Provenance("test"))

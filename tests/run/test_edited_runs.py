@@ -1,4 +1,4 @@
-"""Sweeps by the causal cone beside the reference engine, run by run: random models, prompts, edits and splits."""
+"""Edited runs by replay beside the reference engine, run by run: random models, prompts, edits and splits."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks import replay as cone
+from align_circuits.hooks import replay
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run import edited_runs as module
-from align_circuits.run.edited_runs import sweep
+from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -139,25 +139,28 @@ def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | 
         return ac.Patch(**place)
     resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
     how: Any = what if what == "mean" or resamples else "zero"
-    reference = ablation_baseline(model, prompts, how, site=place["site"], engine="reference")
+    reference = ablation_baseline(model, prompts, how, site=place["site"], options=ac.RunOptions(engine="reference"))
     return ac.Ablate(**place, how=how, reference=reference)
 
 
-def logits_of(model: Any, prompts: Prompts, cells: Any, rows: Any, **options: Any) -> tuple[Tensor, str]:
+def logits_of(
+    model: Any, prompts: Prompts, cells: Any, rows: Any, engine: Any = "auto", batch_size: Any = "auto", **options: Any
+) -> tuple[Tensor, str]:
     """The logits [cell row d_vocab], and what ran."""
     found = torch.full((len(cells), len(rows[0]), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
 
     def keep(cell: int, some: Tensor, logits: Tensor) -> None:
         found[cell, some] = logits.double()
 
-    ran = sweep(model, prompts, cells, prompt=rows[0], query=rows[1], on_logits=keep, **options)
+    options |= {"on_logits": keep, "options": ac.RunOptions(engine, batch_size)}
+    ran = run_edited(model, prompts, cells, prompt=rows[0], query=rows[1], **options)
     assert not found.isnan().any(), "every row of every cell is handed over"
     return found, ran
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(case=cases())
-def test_the_cone_equals_the_reference_engine(models, case):
+def test_replay_equals_the_reference_engine(models, case):
     model, prompts = models(case.kind, case.dtype), prompts_of(case, case.seed)
     others = prompts_of(case, case.seed + 1)
     same = torch.arange(prompts.mask.shape[1]) < case.shared
@@ -171,7 +174,7 @@ def test_the_cone_equals_the_reference_engine(models, case):
         patch.setattr(module, "CPU_TOKENS", case.tokens)
         options = {"source": source, "batch_size": case.batch_size}
         found, ran = logits_of(model, prompts, cells, rows, engine=case.engine, **options)
-    assert ran == "cone"
+    assert ran == "replay"
     atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype] * max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
@@ -200,7 +203,7 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
     for hook in hooks:
         hook.remove()
     once, other, one = 3 * 8, 3 * 3, 3 * 1  # columns up to the query, from the first other token on, and the query
-    assert ran == "cone"
+    assert ran == "replay"
     assert passed == {0: once + other, 1: once + other + 4 * other, 2: one + one + 8 * one}
 
 
@@ -210,8 +213,8 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
     mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
-    expected = cone._fused(query, key, value, 0.3, mask if masked else None)
-    found = cone._plain(query, key, value, 0.3, mask if masked else None)
+    expected = replay._fused(query, key, value, 0.3, mask if masked else None)
+    found = replay._plain(query, key, value, 0.3, mask if masked else None)
     torch.testing.assert_close(found, tuple(expected))
 
 
@@ -228,7 +231,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
 
     model.blocks[1].mlp.original_component.down_proj.register_forward_pre_hook(small_memory)
     found, ran = logits_of(model, prompts, cells, every_row(prompts))
-    assert ran == "cone" and max(sizes) > 30 >= sizes[-1]
+    assert ran == "replay" and max(sizes) > 30 >= sizes[-1]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     with pytest.raises(torch.OutOfMemoryError):
         logits_of(model, prompts, cells, every_row(prompts), batch_size=8)
@@ -239,7 +242,7 @@ def test_bfloat16_stays_near(random_hf_model):
     cells = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
     found, ran = logits_of(model, prompts, cells, every_row(prompts))
     expected, _ = logits_of(model, prompts, cells, every_row(prompts), engine="reference")
-    assert ran == "cone"
+    assert ran == "replay"
     scale = expected.abs().mean()
     assert (found - expected).abs().mean() < 0.02 * scale and (expected[1] - expected[0]).abs().mean() > 0.1 * scale
 
@@ -261,12 +264,10 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
 
 def test_refusals(models):
     model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
-    plain = inspect.unwrap(sweep)  # annotations unchecked
+    plain = inspect.unwrap(run_edited)  # annotations unchecked
     rows = dict(zip(("prompt", "query"), every_row(prompts), strict=True))
     for options, message in [
-        ({"batch_size": 0}, "batch_size=0: give a positive number"),
-        ({"engine": "cone"}, "engine='cone': choose 'auto'"),
-        ({"source": prompts[:2]}, "the other run holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match"),
+        ({"source": prompts[:2]}, "the other run holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match")
     ]:
         with pytest.raises(ValueError, match=message):
             plain(model, prompts, [[]], **rows, on_logits=lambda *_: None, **options)

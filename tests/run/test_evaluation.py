@@ -14,6 +14,7 @@ from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -79,7 +80,7 @@ def value(table: Table, **keys) -> float:
 def test_equal_to_loops_over_logits(llama, prompts, engine, own_token):
     if own_token:
         prompts = replace(prompts, correct=None)
-    table = evaluate(llama, prompts, engine=engine)
+    table = evaluate(llama, prompts, options=RunOptions(engine=engine))
     rows = looped(llama, prompts)
     assert table.provenance.engine == engine
     groups = {("all", ALL_OFFSETS): rows}
@@ -135,7 +136,7 @@ def test_a_model_that_is_always_right_has_an_interval(char_tokenizer):
 
 
 def test_batches_chunks_and_repeats_change_nothing(llama, prompts, monkeypatch):
-    whole = evaluate(llama, prompts, batch_size=12)
+    whole = evaluate(llama, prompts, options=RunOptions(batch_size=12))
     module = sys.modules["align_circuits.run.evaluation"]  # as an attribute of the package it is the function
     real = module.forward
 
@@ -149,7 +150,9 @@ def test_batches_chunks_and_repeats_change_nothing(llama, prompts, monkeypatch):
     monkeypatch.setattr(module, "forward", twice)
     monkeypatch.setattr(module, "_CELLS_AT_ONCE", 130)
     columns = ["value", "low", "high", "n"]
-    np.testing.assert_allclose(evaluate(llama, prompts, batch_size=5).frame[columns], whole.frame[columns], atol=1e-5)
+    np.testing.assert_allclose(
+        evaluate(llama, prompts, options=RunOptions(batch_size=5)).frame[columns], whole.frame[columns], atol=1e-5
+    )
 
 
 def test_own_text_has_no_references(llama):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from frozen import unchecked
 from peft import LoraConfig, get_peft_model
 from transformer_lens import HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
@@ -10,7 +11,7 @@ from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
 from align_circuits.run import forward_pass as engine
-from align_circuits.run.forward_pass import choose, forward
+from align_circuits.run.forward_pass import forward
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
 LENGTHS = (17, 12, 17, 5, 20)
@@ -29,7 +30,7 @@ def some_rows(prompts):
     return prompts.column("prompt")[keep], prompts.column("query_pos")[keep]
 
 
-def run(model, prompts, rows=None, **options):
+def run(model, prompts, rows=None, engine="auto", batch_size="auto", **arguments):
     """Returns the pattern [layer row head pos], the logits [row d_vocab] and the engine that ran."""
     prompt, query = rows or some_rows(prompts)
     config = model.cfg
@@ -45,7 +46,9 @@ def run(model, prompts, rows=None, **options):
     def on_logits(rows, values):
         logits[rows] = values.double()
 
-    ran = forward(model, prompts, prompt=prompt, query=query, on_pattern=on_pattern, on_logits=on_logits, **options)
+    options = ac.RunOptions(engine, batch_size)
+    arguments |= {"on_pattern": on_pattern, "on_logits": on_logits, "options": options}
+    ran = forward(model, prompts, prompt=prompt, query=query, **arguments)
     assert not pattern.isnan().any() and not logits.isnan().any(), "every row is handed over"
     return pattern, logits, ran
 
@@ -201,7 +204,7 @@ def test_auto_is_reference_while_hooks_are_attached(random_hf_model, prompts):
 def test_unknown_engines_and_sizes(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
     with pytest.raises(ValueError, match="engine='quick': choose"):
-        choose(model, "quick")
+        unchecked(ac.RunOptions, engine="quick")
     with pytest.raises(ValueError, match="batch_size=0"):
         run(model, prompts, batch_size=0)
 

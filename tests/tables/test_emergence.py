@@ -12,14 +12,14 @@ from align_circuits.tables.emergence import emergence, emergence_step
 from align_circuits.tables.tables import Provenance, Table
 
 
-def looped(steps, values, least, sustained):
+def looped(steps, values, min_rise, sustained):
     """Tries every probe."""
     best = -math.inf
     for at in range(len(values) - sustained + 1):
         held = values[at : at + sustained]
         if not any(math.isnan(value) for value in held):
             best = max(best, min(held))
-    if best - values[0] < least:
+    if best - values[0] < min_rise:
         return math.nan
     for at in range(len(values) - sustained + 1):
         if all(value >= values[0] + (best - values[0]) / 2 for value in values[at : at + sustained]):
@@ -31,13 +31,13 @@ def looped(steps, values, least, sustained):
 @given(
     values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
     sustained=st.integers(1, 4),
-    least=st.sampled_from([0.1, 0.3, 0.6]),
+    min_rise=st.sampled_from([0.1, 0.3, 0.6]),
 )
-def test_it_equals_a_slow_search(values, sustained, least):
+def test_it_equals_a_slow_search(values, sustained, min_rise):
     values[0] = 0.0 if math.isnan(values[0]) else values[0]
     steps = [10.0 * at for at in range(len(values))]
-    found = emergence_step(np.array(steps), np.array(values), least=least, sustained=sustained)
-    np.testing.assert_equal(found, looped(steps, values, least, sustained))
+    found = emergence_step(np.array(steps), np.array(values), min_rise=min_rise, sustained=sustained)
+    np.testing.assert_equal(found, looped(steps, values, min_rise, sustained))
 
 
 def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
@@ -48,14 +48,15 @@ def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
     assert math.isnan(emergence_step(steps, np.array([0.9, 0.5, 0.1, 0.1, 0.1, 0.1]))), "a fall is no rise"
 
 
-def table(courses: dict[tuple[int, int], list[float]], metric="align_query") -> Table:
+def table(courses: dict[tuple[int | None, int | None], list[float]], metric="align_query") -> Table:
     rows = [
         {
             "step": 10 * at,
             "ood": False,
             "metric": metric,
             "kind": "all",
-            "offset": -1,
+            "offset": None,
+            "level": "model" if layer is None else "layer" if head is None else "head",
             "layer": layer,
             "head": head,
             "value": value,
@@ -73,7 +74,7 @@ EARLY, LATE, NEVER = [0.0, 0.8, 0.8, 0.8, 0.8, 0.8], [0.0, 0.0, 0.0, 0.9, 0.9, 0
 
 
 def test_the_best_head_of_each_run_is_followed():
-    one, other = table({(0, 0): EARLY, (1, 1): LATE, (1, -1): EARLY}), table({(0, 0): NEVER, (1, 1): NEVER})
+    one, other = table({(0, 0): EARLY, (1, 1): LATE, (1, None): EARLY}), table({(0, 0): NEVER, (1, 1): NEVER})
     found = emergence(one, "align_query").frame.set_index("measure")
     assert found.loc["step", "value"] == 30 and found.loc["emerged", "value"] == 1
     assert bool(found[["low", "high"]].isna().to_numpy().all()), "one run has no interval"
@@ -93,10 +94,14 @@ def test_every_head_apart():
     assert steps.loc[(0, 0), "value"] == 20 and steps.loc[(0, 0), "n"] == 2
     assert steps.loc[(0, 0), "low"] == 10 and steps.loc[(0, 0), "high"] == 30
     assert steps.loc[(1, 1), "value"] == 30 and steps.loc[(1, 1), "n"] == 1
+    mean = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False).where(
+        head=None, measure="step"
+    )
+    assert mean.frame[["level", "layer", "value"]].to_numpy().tolist() == [["layer", 0, 10.0]]
 
 
 def test_metrics_of_the_whole_model():
-    found = emergence(table({(-1, -1): LATE}, "accuracy"), "accuracy", kind="all")
+    found = emergence(table({(None, None): LATE}, "accuracy"), "accuracy", kind="all")
     assert found.where(measure="step").frame["value"].item() == 30
 
 

@@ -1,13 +1,14 @@
 """Tables: selecting, ranking, pairing, saving."""
 
 import json
+import lzma
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Provenance, Table, with_level
 
 DATA = {"task": {"name": "made"}, "digest": "d"}
 
@@ -15,9 +16,10 @@ DATA = {"task": {"name": "made"}, "digest": "d"}
 def table(values=None, *, data=DATA, seed: int = 0) -> Table:
     """Two metrics of two layers with two heads and their mean, over five prompts."""
     keys = pd.DataFrame(
-        [(layer, head, metric) for metric in ("a", "b") for layer in (0, 1) for head in (0, 1, -1)],
+        [(layer, head, metric) for metric in ("a", "b") for layer in (0, 1) for head in (0, 1, None)],
         columns=["layer", "head", "metric"],
     )
+    keys = with_level(keys)
     values = np.random.default_rng(seed).random((12, 5)) if values is None else values
     return Table.from_prompts(keys, values, np.ones((12, 5)), Provenance("made", {"x": 1}, {"name": "m"}, data, "fast"))
 
@@ -28,7 +30,7 @@ def frame_of(made: Table, **keys) -> Any:  # pandas' own annotations take every 
 
 def test_from_prompts():
     frame = frame_of(table())
-    assert list(frame.columns) == ["layer", "head", "metric", "value", "low", "high", "n"]
+    assert list(frame.columns) == ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     assert (frame["n"] == 5).all()
     assert ((frame["low"] < frame["value"]) & (frame["value"] < frame["high"])).all()
 
@@ -45,7 +47,11 @@ def test_counts_and_bounds_apart_from_weights():
 
 def test_where():
     some = table().where(layer=1, metric=["a"])
-    assert some.frame[["layer", "head", "metric"]].to_numpy().tolist() == [[1, 0, "a"], [1, 1, "a"], [1, -1, "a"]]
+    assert some.frame[["level", "layer", "head"]].to_numpy().tolist() == [
+        ["head", 1, 0],
+        ["head", 1, 1],
+        ["layer", 1, pd.NA],
+    ]
     assert some.values is not None and some.values.shape == (3, 5)
     np.testing.assert_allclose(some.values.mean(1), some.frame["value"])
     assert len(table().where()) == 12
@@ -56,12 +62,48 @@ def test_where():
     [
         ({"layer": 99}, "no layer 99 in this table; it has 0, 1"),
         ({"metric": ["a", "c"]}, "no metric 'c' in this table; it has a, b"),
-        ({"value": 1}, "no key column 'value'; this table has layer, head, metric"),
+        ({"value": 1}, "no key column 'value'; this table has level, layer, head, metric"),
     ],
 )
 def test_where_something_is_not(keys, message):
     with pytest.raises(KeyError, match=message):
         table().where(**keys)
+
+
+def test_missing_keys_are_selected_by_none():
+    made = table()
+    means = frame_of(made, head=None)
+    assert means["layer"].tolist() == [0, 1, 0, 1] and means["head"].isna().all()
+    assert len(made.where(head=[None, 1])) == 8 and len(made.where(head=pd.NA)) == 4
+    assert str(made.frame["head"].dtype) == "Int64"
+    assert str(made.heads().frame["head"].dtype) == "int64", "nothing is missing there"
+    with pytest.raises(KeyError, match="no layer None in this table; it has 0, 1"):
+        made.where(layer=None)
+    with pytest.raises(KeyError, match="no head 7 in this table; it has 0, 1, None"):
+        made.where(head=7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "level"), [(0, 3, "head"), (0, None, "layer"), (None, None, "model"), (0, 0, "head")]
+)
+def test_levels(layer, head, level):
+    keys = with_level(pd.DataFrame({"site": ["z"], "layer": [layer], "head": [head], "metric": ["a"]}))
+    assert keys.columns.tolist() == ["site", "level", "layer", "head", "metric"]
+    assert keys["level"].tolist() == [level]
+
+
+def test_heads_of_a_table_without_levels():
+    made = table()
+    bare = Table(made.frame.drop(columns="level"), made.provenance)
+    assert frame_of(bare.heads())["head"].tolist() == frame_of(made.heads())["head"].tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize("values", [[0, None], [0.0, np.nan], pd.array([0, None], dtype="Int64"), [None, None]])
+def test_keys_with_gaps_are_whole_numbers(values):
+    frame = pd.DataFrame({"offset": values, "text": ["a", None], "value": 0.0, "low": 0.0, "high": 0.0, "n": 1})
+    made = Table(frame, Provenance("made"))
+    assert str(made.frame["offset"].dtype) == "Int64" and made.frame["text"].tolist()[0] == "a"
+    assert len(made.where(offset=None)) == made.frame["offset"].isna().sum()
 
 
 def test_top_ranks_single_heads():
@@ -117,13 +159,26 @@ def test_save_and_load(tmp_path):
     made = table()
     made.save(tmp_path / "out")
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["provenance.json", "table.csv"]
+    rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
+    assert rows[0].startswith("level,layer,head,metric,value") and rows[3].startswith("layer,0,,a,")
     loaded = Table.load(tmp_path / "out")
-    pd.testing.assert_frame_equal(loaded.frame, made.frame, check_dtype=False)
+    pd.testing.assert_frame_equal(loaded.frame, made.frame, check_exact=True)
     assert loaded.provenance == made.provenance
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["versions"]["torch"]
     difference = loaded - made
     assert frame_of(difference)["value"].abs().max() < 1e-12
     assert frame_of(difference)["low"].isna().all(), "without per-prompt values there is no honest interval"
+
+
+def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
+    made, plain, compressed = table(), tmp_path / "table.csv", tmp_path / "table.csv.xz"
+    made.save(tmp_path)
+    text = plain.read_text()
+    made.save(tmp_path, compress=True)
+    assert not plain.exists() and lzma.decompress(compressed.read_bytes()).decode() == text
+    pd.testing.assert_frame_equal(Table.load(tmp_path).frame, made.frame, check_exact=True)
+    made.where(layer=0).save(tmp_path)
+    assert not compressed.exists() and len(Table.load(tmp_path)) == 6
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import align_circuits as ac
 from align_circuits.models.protocol import parameters_of
 from align_circuits.prompts.prompts import Role
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.training.probe import WATCHED, WHOLE
+from align_circuits.training.probe import WATCHED
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _Data, tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -180,14 +180,14 @@ def test_a_finite_set_of_examples(llama, method):
 def test_probes_measure_what_evaluate_and_score_heads_do(llama):
     tuned: Any = run(llama)
     assert tuned.table.frame["step"].unique().tolist() == [0, 2, 4] == tuned.log["step"].tolist()
-    columns = ["value", "low", "high", "n"]
+    columns, keys = ["value", "low", "high", "n"], ["level", "layer", "head", "metric"]
     for ood in (False, True):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
             probe = tuned.table.where(step=step, ood=ood)
             heads: Any = ac.score_heads(model, prompts, list(WATCHED)).frame
             mine: Any = probe.where(metric=list(WATCHED)).frame
-            pd.testing.assert_frame_equal(mine[["layer", "head", "metric"]], heads[["layer", "head", "metric"]])
+            pd.testing.assert_frame_equal(mine[keys], heads[keys])
             np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
             right = ac.evaluate(model, prompts)
             for metric, predictor in (("accuracy", "model"), ("log_prob", "model"), ("oracle", "oracle")):
@@ -195,7 +195,7 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
                     predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy"
                 )
                 got: Any = probe.where(metric=metric).frame
-                assert (got["layer"] == WHOLE).all() and (got["head"] == WHOLE).all()
+                assert (got["level"] == "model").all() and got[["layer", "head"]].isna().all(axis=None)
                 np.testing.assert_allclose(got[columns], theirs.frame[columns], atol=1e-5)
         first = tuned.table.where(metric="accuracy", kind="first", ood=ood, offset=ALL_OFFSETS).frame["value"]
         assert tuned.log["ood_first" if ood else "first"].tolist() == pytest.approx(first.tolist())

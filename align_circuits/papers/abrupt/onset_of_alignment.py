@@ -68,11 +68,12 @@ def as_table(went: pd.DataFrame) -> Table:
     """Returns a course in the form of the tables that `tune` writes, as of a model of one head."""
     long: Any = went.reset_index().melt("step", var_name="metric")
     whole = long["metric"] == "accuracy"
-    where = np.where(whole, -1, 0)
+    where = np.where(whole, None, 0)
     frame = long.assign(
         ood=False,
         kind=np.where(whole, "first", "all"),
         offset=ALL_OFFSETS,
+        level=np.where(whole, "model", "head"),
         layer=where,
         head=where,
         low=np.nan,

@@ -52,7 +52,7 @@ def course(table: Table, until: float = np.inf) -> pd.DataFrame:
                 f"{frame['step'].nunique()} probes up to step {until:g}: give {SUSTAINED} at the least, and probe "
                 "more often"
             )
-        followed = frame if measure == "accuracy" else best_head(frame[frame["head"] >= 0], SUSTAINED)
+        followed = frame if measure == "accuracy" else best_head(frame[frame["level"] == "head"], SUSTAINED)
         columns[measure] = followed.set_index("step")["value"]
     return pd.DataFrame(columns).sort_index()
 

@@ -136,7 +136,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right: Any = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
             heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
-            whole = right.assign(layer=-1, head=-1)
+            whole = right.assign(level="model", layer=-1, head=-1)
             frames += [frame.assign(part=part, condition=condition) for frame in (whole, heads)]
     return pd.concat(frames, ignore_index=True).drop(columns="offset")
 
@@ -269,11 +269,13 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
     at = ["arm", "condition", "step", "metric", "kind", "layer"]
-    heads = frame[(frame["head"] >= 0) & frame["value"].notna()]
+    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
     best: Any = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
-    best, mean = (rows[~rows["ood"]] for rows in (best, frame[(frame["head"] < 0) & frame["metric"].isin(WATCHED)]))
+    best, mean = (
+        rows[~rows["ood"]] for rows in (best, frame[(frame["level"] == "layer") & frame["metric"].isin(WATCHED)])
+    )
     parts = {
-        "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])],
+        "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])].fillna({"layer": -1}),
         "best head": best,
         "layer mean": mean,
     }
@@ -287,9 +289,9 @@ def ended(frame: Any) -> pd.DataFrame:
     Args:
         frame: What `measure_tuned("ends", ...)` returned. The `layer` of a metric of heads is the best head's.
     """
-    whole = frame[frame["layer"] < 0]
+    whole = frame[frame["level"] == "model"]
     whole = whole.assign(metric=whole["predictor"].where(whole["predictor"] != "model", "accuracy"), of="model")
-    heads = frame[(frame["layer"] >= 0) & frame["value"].notna()]
+    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
     best = heads.loc[heads.groupby(["arm", "seed", "part", "condition", "metric"])["value"].idxmax()]
     found: Any = pd.concat([whole, best.assign(of="best head")], ignore_index=True).assign(step=-1)
     return found[[*KEYS, *VALUES]]

@@ -109,7 +109,7 @@ def run(config: Bridge, *, models: Sequence[str], jobs: int, folder: Path) -> Ta
             model = load(copy.deepcopy(net))
             rows = forced(model, prompts["ICL"], size.of(seed))
             for name, some in prompts.items():
-                shares = score_heads(model, some).where(metric="query_subject", head=-1).frame
+                shares = score_heads(model, some).where(metric="query_subject", level="layer").frame
                 rows += [
                     {"layer": layer, "place": name, "match": "attention", "value": share}
                     for layer, share in zip(shares["layer"], shares["value"], strict=True)

@@ -138,6 +138,6 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
 
 def _one_row_per_head(table: Table, by: str) -> pd.DataFrame:
     if table.frame.duplicated(["layer", "head"]).any():
-        others = [key for key in table.keys if key not in ("layer", "head", by)]
+        others = [key for key in table.keys if key not in ("level", "layer", "head", by)]
         raise ValueError(f"several rows per head: choose one value of {' and '.join(others)} with .where(...) first")
     return table.frame

@@ -119,17 +119,17 @@ def test_layers_apart_pairs_seeds():
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     course = pd.DataFrame(
         [
-            (seed, step, False, "accuracy", "first", -1, -1, -1, 0.5 * seed + 0.1 * step)
+            (seed, step, False, "accuracy", "first", -1, "model", None, None, 0.5 * seed + 0.1 * step)
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
         ]
         + [
-            (seed, step, False, "lookup", "all", -1, 0, head, 0.1 * head + 0.5 * seed)
+            (seed, step, False, "lookup", "all", -1, level, 0, head, 0.1 * (-1 if head is None else head) + 0.5 * seed)
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
-            for head in (-1, 0, 1)
+            for head, level in ((None, "layer"), (0, "head"), (1, "head"))
         ],
-        columns=["seed", "step", "ood", "metric", "kind", "offset", "layer", "head", "value"],
+        columns=["seed", "step", "ood", "metric", "kind", "offset", "level", "layer", "head", "value"],
     ).assign(arm="a", low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
     assert sorted(found["step"].unique()) == [0, 2, 3] and set(found["seed"]) == {ALL_SEEDS}

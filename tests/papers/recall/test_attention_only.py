@@ -116,7 +116,7 @@ def test_the_verbs_work_on_it():
     assert len(ac.ablate_heads(model, prompts, "mean")) == 3 * 2 * 2
     corrupted = ac.Prompts.from_tokens([rows[1], rows[0], rows[3], rows[2]])
     corrupted = ac.Prompts(**{**vars(corrupted), "targets": prompts.targets})
-    patched = ac.patch_heads(model, clean=prompts, corrupted=corrupted, sites=("z", "q", "k", "v", "pattern"))
+    patched = ac.patch_heads(model, ac.Pair(prompts, corrupted), sites=("z", "q", "k", "v", "pattern"))
     assert patched.frame["value"].to_numpy(float).any()
     assert capture(model, prompts, ["blocks.0.attn.hook_pattern"])["blocks.0.attn.hook_pattern"].shape == (4, 3, 6, 6)
 

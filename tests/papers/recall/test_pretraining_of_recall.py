@@ -199,7 +199,10 @@ def test_padded_prompts_are_for_evaluate():
 
 def test_the_verbs_work_on_padded_prompts():
     model, prompts = ac.load(network()), DemonstrationsTask(WORLD, 2, (1, 3)).sample(6)
-    fast, slow = (ac.evaluate(model, prompts, engine=engine).frame["value"] for engine in ("fast", "reference"))
+    fast, slow = (
+        ac.evaluate(model, prompts, options=ac.RunOptions(engine=engine)).frame["value"]
+        for engine in ("fast", "reference")
+    )
     assert fast.to_numpy() == pytest.approx(slow.to_numpy(), abs=1e-5)
     scores = ac.score_heads(model, prompts)
     assert set(scores.frame["metric"]) >= set(prompts.relations)

@@ -1,0 +1,73 @@
+"""Batches of prompts: how many fit, and smaller ones when memory runs out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts.prompts import Prompts
+
+CPU_TOKENS = 2048
+"""Tokens a batch on the CPU: from about a thousand on, more were not faster (8 layers, width 512), only larger."""
+
+
+def in_batches(
+    run: Callable[[Int[Tensor, " prompt"], int], None],
+    prompts: Int[Tensor, " prompt"],
+    length: int,
+    tokens: int,
+    *,
+    halve_to: int | None,
+) -> None:
+    """Runs prompts batch by batch; when memory runs out, the same prompts come again in smaller batches.
+
+    Args:
+        run: Called with the prompts of a batch and with how many tokens a batch may hold; what it did before it ran
+            out of memory must do no harm.
+        prompts: All prompts.
+        length: Tokens in a prompt.
+        tokens: In a batch, which holds at least one prompt.
+        halve_to: Down to how many the tokens of a batch are halved on out-of-memory; None: never.
+    """
+    while len(prompts):
+        batch = prompts[: max(1, tokens // length)]
+        try:
+            run(batch, tokens)
+        except RuntimeError as error:
+            if halve_to is None or tokens // 2 < halve_to or not _out_of_memory(error):
+                raise
+            tokens //= 2
+        else:
+            prompts = prompts[len(batch) :]
+
+
+def fitting_prompts(model: HookedModel, prompts: Prompts, device: torch.device, engine: str) -> int:
+    """Returns how many prompts keep the device busy in one forward pass without filling its memory."""
+    length, config = prompts.mask.shape[1], model.cfg
+    if device.type != "cuda":
+        return max(1, CPU_TOKENS // length)
+    numbers = length * (12 * config.d_model + 4 * _mlp_width(config)) + 2 * length * config.d_vocab
+    numbers += 4 * config.n_heads * length * (length if engine == "reference" else 64)
+    return max(1, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
+
+
+def fitting_tokens(model: HookedModel, prompts: Prompts, device: torch.device) -> int:
+    """Returns how many tokens of edited runs side by side keep the device busy without filling its memory."""
+    if device.type != "cuda":
+        return CPU_TOKENS
+    length, config = prompts.mask.shape[1], model.cfg
+    kept = 4 * config.n_layers * config.d_model
+    numbers = kept + 16 * config.d_model + 4 * _mlp_width(config) + 4 * config.n_heads * length + 2 * config.d_vocab
+    return max(length, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
+
+
+def _mlp_width(config: Any) -> int:
+    return getattr(config, "d_mlp", None) or 4 * config.d_model
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Whether smaller batches may help."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
