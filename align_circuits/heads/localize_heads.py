@@ -20,8 +20,9 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.evaluation import ALL_OFFSETS, predict_with_edits
 from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.task import Task
@@ -66,7 +67,7 @@ class Localization:
     """The heads that `localize` named, with all its evidence."""
 
     table: Table
-    """Keyed by layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all attention),
+    """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all attention),
     `"p"` and, if the task has a control, `"control"` (the score on it); for candidates also `"q"` (p corrected),
     `"ablation"` (the loss by mean ablation, in nats) and `"denoising"` (the gain by patching, in nats)."""
     heads_by_role: Mapping[str, tuple[Head, ...]]
@@ -180,16 +181,15 @@ def localize(
     discovery, tested = prompts[: n // 2], prompts[n // 2 :]
     roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
     metrics = [*roles, *(f"{role}_attention" for role in roles)]
-    candidates = _candidates(score_heads(model, discovery, metrics, **vars(options)), roles, thresholds)
+    candidates = _candidates(score_heads(model, discovery, metrics, options=options), roles, thresholds)
 
-    scores = score_heads(model, tested, metrics, **vars(options))
+    scores = score_heads(model, tested, metrics, options=options)
     other = task.control()
-    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, **vars(options))
-    p = p_values(model, tested, roles, seed=seed, **vars(options))
+    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
+    p = p_values(model, tested, roles, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
-    clean, corrupted = task.pairs(tested, seed)
-    ablation_effects = ablate_heads(model, tested, "mean", heads=heads, **vars(options))
-    patching_effects = patch_heads(model, clean=clean, corrupted=corrupted, heads=heads, **vars(options))
+    ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
+    patching_effects = patch_heads(model, Pair(*task.pairs(tested, seed)), heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = Provenance(
         "localize",
@@ -263,7 +263,7 @@ def _evidence(
             rows = rows[np.array(kept, dtype=bool)]
             low, high = np.sort(np.stack([sign * rows["low"], sign * rows["high"]]).astype(float), axis=0)
             frames.append(rows.assign(metric=metric, role=role, value=sign * rows["value"], low=low, high=high))
-    columns = ["layer", "head", "role", "metric", "value", "low", "high", "n"]
+    columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
     return Table(pd.concat([frame.loc[:, columns] for frame in frames if len(frame)], ignore_index=True), provenance)
 
 
@@ -328,20 +328,16 @@ def _group_ablations(
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(named, others, generator)) for draw in range(draws) if others]
         sets += [("rest", None, others)] if others else []
-    baseline = ablation_baseline(model, prompts, "mean", **vars(options))
+    baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
-    predictions, engine = predict_with_edits(model, prompts, edit_sets, **vars(options))
-    parts = []
-    for (name, draw, _), predicted in zip(sets, predictions, strict=True):
-        keys, means, weights = predicted.measured()
-        rows = (keys["predictor"] == "model") & (keys["metric"] == "accuracy") & (keys["offset"] == ALL_OFFSETS)
-        keys = keys.loc[rows, ["kind", "metric"]]
-        keys.insert(0, "ablated", name)
-        keys.insert(1, "draw", pd.array([draw] * len(keys), dtype="Int64"))
-        parts.append((keys, means[rows], weights[rows]))
-    keys, means, weights = zip(*parts, strict=True)
+    targets = TargetMetrics.of(prompts, ("accuracy",))
+    values, engine = targets.measure_edited(model, edit_sets, options=options)
+    kinds = by_kind(prompts)
+    keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"]).astype({"draw": "Int64"})
+    keys = keys.merge(pd.DataFrame({"kind": list(kinds), "metric": "accuracy"}), how="cross")
+    means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
     provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
-    return Table.from_prompts(pd.concat(keys), np.concatenate(means), np.concatenate(weights), provenance)
+    return Table.from_prompts(keys, means, weights, provenance)
 
 
 def _as_many(named: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:
