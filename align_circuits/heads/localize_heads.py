@@ -67,7 +67,7 @@ class Localization:
     """The heads that `localize` named, with all its evidence."""
 
     table: Table
-    """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all attention),
+    """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all),
     `"p"` and, if the task has a control, `"control"` (the score on it); for candidates also `"q"` (p corrected),
     `"ablation"` (the loss by mean ablation, in nats) and `"denoising"` (the gain by patching, in nats)."""
     heads_by_role: Mapping[str, tuple[Head, ...]]
