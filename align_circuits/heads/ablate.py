@@ -1,9 +1,8 @@
-"""Takes heads away, one at a time, and measures what the model then gets wrong."""
+"""Ablates heads, one at a time, and measures what it changes in the model's predictions."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -13,37 +12,36 @@ from torch import Tensor
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run.evaluation import Predictions, by_kind, predict_with_edits, prompt_means
 from align_circuits.run.forward_pass import capture, forward
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import BOTH, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table, with_level
 
 How = Literal["zero", "mean", "resample"]
 
 
 def ablate_heads(
-    model: Any,
+    model: HookedModel,
     prompts: Prompts,
     how: How = "mean",
     *,
     heads: Sequence[Head] | None = None,
-    reference: Prompts | None = None,
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    baseline: Prompts | None = None,
+    options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what ablating each head alone does to the model: the change of log-probability and of accuracy.
+    """Returns what ablating each head alone changes: the log-probability of the targets, and the accuracy.
 
-    Below zero the head was of use. See `Ablate` for the kinds of ablation, and for what misleads.
+    Below zero the model uses the head. See `Ablate` for the kinds of ablation, and for what misleads.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
         how: `"mean"` over tokens of the same role, `"resample"` from another prompt, or `"zero"`.
         heads: Which heads; all by default.
-        reference: The prompts whose activations stand in; by default those that are measured.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        baseline: The prompts whose activations replace those of the head; by default `prompts`.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by level, layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`,
@@ -51,51 +49,48 @@ def ablate_heads(
         The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
-        ValueError: A head that the model does not have, prompts without targets, or a reference that does not fit.
+        ValueError: A head that the model does not have, prompts without targets, or baseline prompts that do not fit.
     """
-    chosen = heads_of(model.cfg, heads)
-    layers = sorted({layer for layer, _ in chosen})
-    options: dict[str, Any] = {"engine": engine, "batch_size": batch_size}
-    cells: list[Sequence[Edit]] = [[]]  # the first is the intact run
-    others = None
+    selected, source = heads_of(model.cfg, heads), None
+    edit_sets: list[Sequence[Edit]] = [[]]  # the first run is intact
     if how == "resample":
-        others = _resampled(reference or prompts)
-        cells += [[Patch([head])] for head in chosen]
+        source = _next_prompts(baseline or prompts)
+        edit_sets += [[Patch([head])] for head in selected]
     else:
-        held = ablation_baseline(model, reference or prompts, how, layers=layers, **options)
-        cells += [[Ablate([head], how=how, reference=held)] for head in chosen]
-    (intact, *ablated), ran = predict_with_edits(model, prompts, cells, source=others, **options)
-    changes = {head: change(intact, after) for head, after in zip(chosen, ablated, strict=True)}
+        layers = sorted({layer for layer, _ in selected})
+        reference = ablation_baseline(model, baseline or prompts, how, layers=layers, options=options)
+        edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
+    targets = TargetMetrics.of(prompts, BOTH)
+    values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
     provenance = Provenance(
         "ablate_heads",
-        settings={"how": how, "reference": (reference or prompts).digest},
+        settings={"how": how, "baseline": (baseline or prompts).digest},
         model=model_provenance(model),
         data=prompts.provenance,
-        engine=ran,
+        engine=engine,
     )
-    return effects_table(prompts, changes, ("layer", "head"), provenance)
+    keys = pd.DataFrame(selected, columns=["layer", "head"])
+    return effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(prompts), provenance)
 
 
 def ablation_baseline(
-    model: Any,
+    model: HookedModel,
     prompts: Prompts,
     how: How = "mean",
     *,
     site: Site = "z",
     layers: Sequence[int] | None = None,
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> AblationBaseline:
-    """Returns what stands in for activations that `Ablate` takes away, measured on reference prompts.
+    """Returns the values by which `Ablate` replaces activations, measured on baseline prompts.
 
     Args:
         model: The model that will be ablated.
-        prompts: The reference prompts.
+        prompts: The baseline prompts.
         how: `"mean"` keeps one mean for each group of tokens, `"resample"` every activation; `"zero"` needs nothing.
         site: Which activations.
         layers: In which layers; all by default.
-        engine: As for `evaluate`.
-        batch_size: As for `evaluate`.
+        options: Engine and batch size.
 
     Raises:
         ValueError: An unknown kind or site, or prompts that cannot be resampled: a single one, or some of them padded.
@@ -108,14 +103,14 @@ def ablation_baseline(
     if how == "zero":
         return AblationBaseline()
     if how == "resample":
-        _check_resampled(prompts)
-        return AblationBaseline(values=capture(model, prompts, names, engine=engine, batch_size=batch_size))
+        _check_resampling(prompts)
+        return AblationBaseline(values=capture(model, prompts, names, options=options))
     if site == "pattern":
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
-    return AblationBaseline(means=_means(model, prompts, names, engine=engine, batch_size=batch_size))
+    return AblationBaseline(means=_means_by_group(model, prompts, names, options))
 
 
-def _check_resampled(prompts: Prompts) -> None:
+def _check_resampling(prompts: Prompts) -> None:
     if len(prompts) < 2 or not bool(prompts.mask.all()):
         raise ValueError(
             f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
@@ -123,20 +118,22 @@ def _check_resampled(prompts: Prompts) -> None:
         )
 
 
-def _resampled(prompts: Prompts) -> Prompts:
-    """The prompt after each, whose activations stand in for its own."""
-    _check_resampled(prompts)
+def _next_prompts(prompts: Prompts) -> Prompts:
+    """For each prompt the next one, whose activations replace its own when they are resampled."""
+    _check_resampling(prompts)
     return prompts[[*range(1, len(prompts)), 0]]
 
 
-def _means(model: Any, prompts: Prompts, names: Sequence[str], **options: Any) -> dict[str, Tensor]:
-    """The mean activation of each group of tokens."""
+def _means_by_group(
+    model: HookedModel, prompts: Prompts, names: Sequence[str], options: RunOptions
+) -> dict[str, Float[Tensor, "group ..."]]:
+    """The mean activation at each hook point of each group of tokens."""
     group, count = groups_of(prompts), 2 * len(Role)
     sums: dict[str, Tensor] = {}
     seen = {name: torch.zeros(len(prompts), dtype=torch.bool) for name in names}
 
     def add(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch pos ..."]) -> None:
-        new = ~seen[name][rows]  # the others come again, after a batch that failed
+        new = ~seen[name][rows]  # a batch that ran out of memory comes again, and counts once
         rows, activation = rows[new], activation[new.to(activation.device)]
         length = activation.shape[1]
         real = prompts.mask[rows, -length:].to(activation.device)
@@ -152,41 +149,34 @@ def _means(model: Any, prompts: Prompts, names: Sequence[str], **options: Any) -
         prompt=torch.arange(len(prompts)),
         query=torch.full((len(prompts),), prompts.mask.shape[1] - 1),
         on_activation={name: lambda rows, x, name=name: add(name, rows, x) for name in names},
-        **options,
+        options=options,
     )
     tokens = torch.bincount(group[prompts.mask], minlength=count)
     return {name: (total.cpu() / tokens.view(-1, *[1] * (total.ndim - 1))).float() for name, total in sums.items()}
 
 
-def change(before: Predictions, after: Predictions) -> tuple[Float[ndarray, " target"], Float[ndarray, " target"]]:
-    """Returns by how much the log-probability and the accuracy of each target changed."""
-    (right, log_prob), (other_right, other_log_prob) = before.by_target(), after.by_target()
-    return other_log_prob - log_prob, other_right - right
-
-
 def effects_table(
-    prompts: Prompts,
-    changes: dict[Any, tuple[Float[ndarray, " target"], Float[ndarray, " target"]]],
-    columns: Sequence[str],
+    keys: pd.DataFrame,
+    changes: Float[ndarray, "metric key target"],
+    targets: TargetMetrics,
+    kinds: dict[str, ndarray],
     provenance: Provenance,
 ) -> Table:
-    """Returns changes of log-probability and accuracy as a table.
+    """Returns by how much metrics changed under each of many edits, as a table.
 
     Args:
-        prompts: Whose targets changed.
-        changes: What `change` returned, by the values of `columns`.
-        columns: The key columns beside `kind` and `metric`, layer and head among them.
+        keys: What was edited, a row each, with the columns layer and head; `level`, `kind` and `metric` are added.
+        changes: The change of each metric at each target.
+        targets: What was measured.
+        kinds: The kinds of targets to report, each a boolean mask over targets.
         provenance: Where the changes came from.
     """
-    groups = by_kind(prompts)
-    keys = with_level(
-        pd.DataFrame(
-            [(*key, kind, metric) for key in changes for metric in ("log_prob", "accuracy") for kind in groups],
-            columns=[*columns, "kind", "metric"],
-        )
+    measured = pd.DataFrame(
+        [(kind, metric) for metric in targets.metrics for kind in kinds], columns=["kind", "metric"]
     )
-    values = [value for both in changes.values() for value in both]
-    if not values:
+    keys = with_level(keys).merge(measured, how="cross")
+    if keys.empty:
         return Table(keys.assign(value=[], low=[], high=[], n=[]), provenance)
-    means, weights = prompt_means(prompts, values, list(groups.values()))
-    return Table.from_prompts(keys, means, weights, provenance, bounded=np.zeros(len(keys), dtype=bool))
+    rows = changes.swapaxes(0, 1).reshape(-1, changes.shape[2])  # by key, then by metric, as `keys` is
+    means, weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), rows, list(kinds.values()))
+    return Table.from_prompts(keys, means, weights, provenance, bounded=False)

@@ -1,12 +1,8 @@
-"""Metrics of attention and of weights: tensors in, tensors out, no model in sight.
+"""Metrics of attention, of weights and of representations: functions of tensors, without a model.
 
-Two measures over a relation (`relations.Relation`: keys among candidates) serve every task, `hit_rate` and `mass`, with
-`pooled_mass` where a paper divides sums and not rows. Attention to the first token, the sink, is the mass of the
-relation `first_token`. What is no relation stands here as well: `entropy`, and `ov_copying`, which reads weights.
-
-`pattern` holds attention probabilities, one row for each asking position: `[row, head, pos]`, each row summing to 1
+`pattern` holds attention probabilities, one row for each query position: `[row, head, pos]`, each row summing to 1
 over the real tokens. Metrics are returned row by row, so that a mean and its interval can be taken over prompts.
-A pattern with NaN gives NaN.
+A pattern with NaN gives NaN. Ratios of attention (`mass`, `mean`) are taken where attention is summed: `heads.score`.
 """
 
 import math
@@ -18,11 +14,6 @@ from torch import Tensor, nn
 
 TIE = 1e-5
 """Attention that is lower than the highest by less than this share of it ties with it: about the error of float32."""
-
-
-def attention_on(pattern: Float[Tensor, "row head pos"], where: Bool[Tensor, "row pos"]) -> Float[Tensor, "row head"]:
-    """Returns the attention that each row pays to the positions `where` is true: Σ_k α(q, k), in [0, 1]."""
-    return torch.einsum("rhp,rp->rh", pattern, where.to(pattern.dtype))
 
 
 def hit_rate(
@@ -37,9 +28,9 @@ def hit_rate(
     in place of a fixed one; its candidates are the input tokens of the test example (the released notebook also lets
     earlier output tokens compete: `relations.with_candidates`).
 
-    Misleads when the head pays the candidates next to nothing, since the argmax does not see how much: read `mass`
-    among all tokens beside it. Refuted by a control with the same positions and another alignment, which a head that
-    looks a fixed offset back fails.
+    Misleads when the head pays the candidates next to nothing, since the argmax does not see how much: read the
+    attention to keys beside it. Refuted by a control with the same positions and another alignment, on which a head
+    that attends a fixed offset back fails.
     """
     best = pattern.masked_fill(~candidates[:, None], -math.inf).amax(-1, keepdim=True)
     tied = (pattern >= best * (1 - TIE)) & candidates[:, None]
@@ -47,51 +38,18 @@ def hit_rate(
     return hits.where((best[..., 0] > 0) | best[..., 0].isnan(), 0)
 
 
-def mass(
-    pattern: Float[Tensor, "row head pos"], keys: Bool[Tensor, "row pos"], candidates: Bool[Tensor, "row pos"]
-) -> Float[Tensor, "row head"]:
-    """Returns the share of a row's attention to its candidates that goes to keys: Σ_keys α / Σ_candidates α.
-
-    Range 0 to 1; uniform attention scores keys / candidates; NaN where the candidates get no attention at all. With all
-    real tokens as candidates the denominator is 1 and this is the "mul" measure of TransformerLens's `head_detector`,
-    row by row (which averages over all positions, those without a key included, as 0). Its mean over the targets is
-    the IC-lookup of paper 1's released notebook.
-
-    Misleads when the candidates get next to nothing: a ratio of two tiny numbers then weighs as much as one of two
-    large ones, which `pooled_mass` avoids. Refuted by ablating the head, and by keys of another symbol.
-    """
-    return attention_on(pattern, keys) / attention_on(pattern, candidates)
-
-
-def pooled_mass(
-    pattern: Float[Tensor, "row head pos"], keys: Bool[Tensor, "row pos"], candidates: Bool[Tensor, "row pos"]
-) -> Float[Tensor, " head"]:
-    """Returns attention to keys over attention to candidates, both summed over rows first.
-
-    Σ_rows Σ_keys α / Σ_rows Σ_candidates α, in [0, 1]; NaN where no row attends to its candidates. Source: IC-lookup
-    accuracy as printed in paper 1, §4.1; a row counts by the attention that it pays to the candidates.
-
-    Misleads when a few rows hold most of that attention: the value is then theirs alone. Refuted as `mass` is.
-    """
-    return attention_on(pattern, keys).sum(0) / attention_on(pattern, candidates).sum(0)
-
-
-def entropy(
-    pattern: Float[Tensor, "row head pos"], candidates: Bool[Tensor, "row pos"], *, normalised: bool = False
-) -> Float[Tensor, "row head"]:
+def entropy(pattern: Float[Tensor, "row head pos"], candidates: Bool[Tensor, "row pos"]) -> Float[Tensor, "row head"]:
     """Returns the entropy of a row's attention among its candidates, in nats: -Σ p log p, p = α / Σ_candidates α.
 
-    Range 0 (one position gets all) to log of the number of candidates; with `normalised`, divided by that, 0 to 1, and
-    NaN where there is one candidate. NaN where the candidates get no attention. Source: Shannon (1948); as a measure of
-    attention heads, Clark et al. (2019), "What Does BERT Look At?", §3.3.
+    Range 0 (one position gets all) to log of the number of candidates; NaN where the candidates get no attention.
+    Source: Shannon (1948); as a measure of attention heads, Clark et al. (2019), "What Does BERT Look At?", §3.3.
 
-    Misleads as a sign of importance: a head at rest on the sink is as sharp as one that copies. Refuted by `mass` on
-    `first_token`, which is near 1 for such a head.
+    Misleads as a sign of importance: a head that rests on the sink is as sharp as one that copies. Refuted by the
+    attention to the first token, which is near 1 for such a head.
     """
     attention = pattern * candidates[:, None]
     share = attention / attention.sum(-1, keepdim=True)
-    nats = torch.special.entr(share).sum(-1)
-    return nats / candidates.sum(-1, keepdim=True).to(nats.dtype).log() if normalised else nats
+    return torch.special.entr(share).sum(-1)
 
 
 def ov_copying(
@@ -129,27 +87,6 @@ def ov_copying(
     return (eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)).to(W_O.dtype)
 
 
-def gold_log_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-    """Returns the log-probability of each row's gold token, in nats, at most 0.
-
-    Misleads attribution where the model is sure: its gradient then vanishes (Kramár et al., 2024, §3).
-    """
-    return logits.gather(1, gold[:, None])[:, 0] - logits.logsumexp(1)
-
-
-def gold_logit(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-    """Returns by how much the logit of each row's gold token exceeds the mean logit: linear in the logits.
-
-    The mean is taken off since a number added to all logits changes nothing that the model says.
-    """
-    return logits.gather(1, gold[:, None])[:, 0] - logits.mean(1)
-
-
-def gold_prob(logits: Float[Tensor, "row d_vocab"], gold: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-    """Returns the probability of each row's gold token, in [0, 1]."""
-    return gold_log_prob(logits, gold).exp()
-
-
 MATCHES = ("exact", "type", "subject", "attribute")
 """What can be right about a predicted attribute."""
 
@@ -170,19 +107,19 @@ def recall_matches(
 
     Args:
         predicted: Token ids.
-        subject: Whom the prompt asks about.
-        type_: Which type it asks for.
+        subject: The subject of each prompt.
+        type_: The type of attribute that is to be recalled.
         facts: The token id of each subject's value of each type; no two types share a value.
     """
     equal = predicted[:, None, None] == facts
     rows = torch.arange(len(predicted))
-    found = {
+    matches = {
         "exact": equal[rows, type_, subject],
         "type": equal[rows, type_].any(1),
         "subject": equal[rows, :, subject].any(1),
         "attribute": equal.flatten(1).any(1),
     }
-    return {name: right.double() for name, right in found.items()}
+    return {name: right.double() for name, right in matches.items()}
 
 
 def group_cosines(

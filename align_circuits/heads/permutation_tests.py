@@ -1,14 +1,14 @@
-"""Null distributions of scores that keep where a head looks by habit, and take away only what it knows about the gold.
+"""Permutation tests of scores: null distributions that keep a head's positional bias.
 
-A head that always looks at the first symbol, or some tokens back, scores above chance on many tasks without knowing
-anything. So its attention stays as it is, and the gold is redrawn in a way that leaves all positions equally often
-gold. The p-value is the share of redraws that score at least as high as the true gold, the true one included.
+A head that always attends to the first symbol, or some tokens back, scores above chance on many tasks without knowing
+anything. So under the null its attention stays as it is, and the keys of the relation are redrawn such that all
+positions are equally often keys. The p-value is the share of redraws that score at least as high as the true keys,
+these included.
 """
 
 from collections.abc import Sequence
 from itertools import permutations
 from math import factorial
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,51 +16,48 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads import metrics as m
+from align_circuits.heads.metrics import hit_rate
+from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
 
 REDRAWS = 9999
-"""Redraws of the gold, beside the true one, where not all can be listed."""
+"""How often the keys are redrawn where not all redraws can be listed."""
 
-_LISTED = 5040  # seven places
+_LISTED_ORDERS = 5040
+"""Up to 7! orders of input places are all listed."""
+
 _ALIGNMENTS = ("align_query", "align_key")
 
 
 def p_values(
-    model: Any,
-    prompts: Prompts,
-    relations: Sequence[str],
-    *,
-    seed: int = 0,
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    model: HookedModel, prompts: Prompts, relations: Sequence[str], *, seed: int = 0, options: RunOptions = RunOptions()
 ) -> dict[str, Float[ndarray, "layer head"]]:
-    """Returns the p-value of every head for each relation: how often gold that is redrawn scores as high.
+    """Returns the p-value of every head for each relation: how often redrawn keys score as high as the true ones.
 
-    - `align_query`, `align_key`: the score is the hit rate. All prompts of a task share their gold positions, so
-      redrawing is done among alignments: every order of the m input places, or 9,999 of them, the same for all prompts.
-      The smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
+    - `align_query`, `align_key`: the score is the hit rate. All prompts of a task share the positions of their keys, so
+      alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
+      smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - What has its gold in the same places in all prompts, as the subjects of recall do and the induction of
-      `RepeatedTokensTask` (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets
-      of as many places; a single key of a single target needs some 30 tokens to be established. That keeps no habit of
-      position: such a head may as well know the places.
-    - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The gold of a
-      prompt is redrawn among the gold of all prompts, at the same targets: 9,999 permutations of prompts.
+    - Relations with the same keys in all prompts, as the subjects of recall and the induction of `RepeatedTokensTask`
+      (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
+      positions; a single key of a single target needs some 30 tokens to be established. This null keeps no positional
+      bias: a head that attends to these positions whatever they hold passes as well.
+    - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The keys of a
+      prompt are redrawn among the keys of all prompts, at the same targets: 9,999 permutations of prompts.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
-    true gold counts as a redraw). Misleads for the last kind where attention depends on tokens that gold depends on as
-    well, such as a head that attends to copies of its own token: compare with `duplicate`.
+    true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
+    as well, such as a head that attends to copies of its own token: compare with `duplicate`.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts of one task, alike in layout.
         relations: Their names.
         seed: Of the redraws.
-        engine: As for `score_heads`.
-        batch_size: As for `score_heads`.
+        options: Engine and batch size.
 
     Raises:
         KeyError: A relation that the prompts do not have.
@@ -69,45 +66,39 @@ def p_values(
     if unknown := [name for name in relations if name not in prompts.relations]:
         raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
     if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} prompt: redrawing the gold takes at least two")
+        raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     tests: dict[str, _Test] = {}
     for name in relations:
         relation = prompts.relations[name]
-        kind = _Places if in_one_place(relation, prompts) else _OtherPrompts
-        kind = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else kind
-        tests[name] = kind(relation, prompts, *shape)
-    asked = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
-    rows, row_of = asked.unique(dim=0, return_inverse=True)
-    places = dict(zip(tests, row_of.split([len(test.prompt) for test in tests.values()]), strict=True))
+        test = _Positions if in_one_place(relation, prompts) else _OtherPrompts
+        test = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else test
+        tests[name] = test(relation, prompts, *shape)
+    places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
+    rows, row_of = places.unique(dim=0, return_inverse=True)
+    rows_of_test = dict(zip(tests, row_of.split([len(test.prompt) for test in tests.values()]), strict=True))
 
-    def add(some: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+    def add(batch: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         pattern = pattern.cpu()
         for name, test in tests.items():
-            mine = torch.isin(places[name], some)
-            test.add(mine.nonzero()[:, 0], layer, pattern[torch.searchsorted(some, places[name][mine])])
+            in_batch = torch.isin(rows_of_test[name], batch)
+            test.add(in_batch.nonzero()[:, 0], layer, pattern[torch.searchsorted(batch, rows_of_test[name][in_batch])])
 
     forward(
-        model,
-        prompts,
-        prompt=rows[:, 0].contiguous(),
-        query=rows[:, 1].contiguous(),
-        on_pattern=add,
-        engine=engine,
-        batch_size=batch_size,
+        model, prompts, prompt=rows[:, 0].contiguous(), query=rows[:, 1].contiguous(), on_pattern=add, options=options
     )
     return {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()}
 
 
 class _Test:
-    """The score of every head under the true gold and under what it is redrawn to."""
+    """The score of every head with the true keys and with redrawn ones."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):  # noqa: ARG002
         self.relation, self.shape = relation, (layers, heads)
         self.prompt, self.query = relation.prompt, relation.query
 
     def add(self, rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        """Takes in the attention at some rows of the relation; a row that comes again is written again."""
+        """Adds the attention at some rows of the relation; a row that comes again counts once."""
         raise NotImplementedError
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
@@ -128,30 +119,32 @@ class _Alignments(_Test):
                 f"relation {relation.name!r}: the alignment differs between prompts; test prompts of one task at a time"
             )
         self.aligned = key_value.numpy()
-        # which place each row looks at, ties shared
-        self.looks = torch.zeros(layers, len(relation), heads, self.places)
+        # which place each row attends to most, ties shared
+        self.hits = torch.zeros(layers, len(relation), heads, self.places)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
         labels = self.relation.key_label[self.relation.prompt[rows]]
-        here = [m.hit_rate(pattern, candidates & (labels == place), candidates) for place in range(self.places)]
-        self.looks[layer, rows] = torch.stack(here, -1)
+        hits = [hit_rate(pattern, candidates & (labels == place), candidates) for place in range(self.places)]
+        self.hits[layer, rows] = torch.stack(hits, -1)
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        # How often a head attends to a place at a phrase decides its score under every alignment: the mean over
+        # phrases of one entry of this matrix each.
         phrases = self.phrase.unique().tolist()  # a relation may have no row of some phrase
-        confusion = np.stack([self.looks[:, self.phrase == phrase].mean(1).numpy() for phrase in phrases], -2)
-        if factorial(self.places) <= _LISTED:
+        confusion = np.stack([self.hits[:, self.phrase == phrase].mean(1).numpy() for phrase in phrases], -2)
+        if factorial(self.places) <= _LISTED_ORDERS:
             orders = np.array(list(permutations(range(self.places))))  # the first is the identity
         else:
             drawn = generator.permuted(np.tile(np.arange(self.places), (REDRAWS, 1)), axis=1)
             orders = np.concatenate([np.arange(self.places)[None], drawn])
         redrawn = orders[:, self.aligned[phrases]]
         scores = confusion[..., np.arange(len(phrases)), redrawn].mean(-1)  # [layer head order]
-        return _share(scores)
+        return _share_at_least_first(scores)
 
 
 class _Distances(_Test):
-    """Redraws how far back the gold lies."""
+    """Redraws how far back the keys lie."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, prompts, layers, heads)
@@ -164,16 +157,17 @@ class _Distances(_Test):
         self.attention[layer, rows] = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
-        return _share(self.attention.mean(1).numpy())
+        return _share_at_least_first(self.attention.mean(1).numpy())
 
 
 class _OtherPrompts(_Test):
-    """Redraws the gold of a prompt among all prompts."""
+    """Redraws the keys of a prompt among those of all prompts."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, prompts, layers, heads)
         self.n = len(prompts)
-        # a row for each prompt and each target of its layout: what stands at the same place in other prompts
+        # Rows of the relation alone would not do: a redraw reads a prompt's attention at the targets of another. So
+        # there is a row for each prompt and each target of the layout, which all prompts share.
         per_prompt = len(prompts.targets) // self.n
         query = prompts.column("query_pos").view(self.n, -1) if len(prompts.targets) % self.n == 0 else None
         if query is None or not bool((query == query[:1]).all()):
@@ -181,38 +175,39 @@ class _OtherPrompts(_Test):
         self.prompt = torch.arange(self.n).repeat_interleave(per_prompt)
         self.query = query.flatten()
         keys, _ = relation.expand()
-        self.gold = torch.zeros(per_prompt, self.n, keys.shape[1])
-        self.gold[relation.target % per_prompt, relation.prompt] = keys.float()
-        self.on = torch.zeros(layers, heads, self.n, self.n)
+        self.keys = torch.zeros(per_prompt, self.n, keys.shape[1])
+        self.keys[relation.target % per_prompt, relation.prompt] = keys.float()
+        # of each prompt to the keys of each, summed over targets
+        self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
         rows, pattern = rows[new], pattern[new].float()
-        target = rows % self.gold.shape[0]
+        target = rows % self.keys.shape[0]
         for place in target.unique():
-            mine = target == place
-            on = torch.einsum("phk,gk->hpg", pattern[mine], self.gold[place])
-            self.on[layer].index_add_(1, self.prompt[rows[mine]], on)
+            at_place = target == place
+            attention = torch.einsum("phk,gk->hpg", pattern[at_place], self.keys[place])
+            self.attention[layer].index_add_(1, self.prompt[rows[at_place]], attention)
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         drawn = generator.permuted(np.tile(np.arange(self.n), (REDRAWS, 1)), axis=1)
         orders = np.concatenate([np.arange(self.n)[None], drawn])
-        on = self.on.flatten(0, 1).double().numpy()
-        at = np.arange(self.n) * self.n + orders  # [order prompt]
-        scores = np.stack([matrix.ravel()[at].mean(1) for matrix in on])
-        return _share(scores.reshape(*self.shape, -1))
+        attention = self.attention.flatten(0, 1).double().numpy()
+        at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
+        scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
+        return _share_at_least_first(scores.reshape(*self.shape, -1))
 
 
-class _Places(_Test):
-    """Redraws which places are gold, at each target of a prompt, the same for all prompts."""
+class _Positions(_Test):
+    """Redraws which positions are keys, at each target of a prompt, the same for all prompts."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, prompts, layers, heads)
         keys, candidates = relation.expand()
         self.targets = len(relation) // len(prompts)
-        self.gold, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
+        self.keys, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
         self.attention = torch.zeros(layers, self.targets, heads, keys.shape[1])  # summed over prompts
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
 
@@ -224,33 +219,33 @@ class _Places(_Test):
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
         by_target = self.attention.double().numpy()
         scores = np.zeros((*self.shape, REDRAWS + 1))
-        for target, (gold, among) in enumerate(zip(self.gold, self.candidates, strict=True)):
-            true = gold[among]
+        for target, (keys, candidates) in enumerate(zip(self.keys, self.candidates, strict=True)):
+            true = keys[candidates]
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
-            scores += by_target[:, target][..., among] @ np.concatenate([true[None], drawn]).T.astype(float)
-        return _share(scores)
+            scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
+        return _share_at_least_first(scores)
 
 
-def _share(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
-    """The share of redraws that score at least as high as the first, the true one; equal up to rounding is equal."""
+def _share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
+    """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
     true = scores[..., :1]
     return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
 
 
 def in_one_place(relation: Relation, prompts: Prompts) -> bool:
-    """Returns whether all prompts ask at the same positions, and have their keys and candidates in the same places."""
+    """Returns whether queries, keys and candidates lie at the same positions in all prompts."""
     targets = len(relation) // max(len(prompts), 1)
     if not targets or not torch.equal(relation.prompt, torch.arange(len(prompts)).repeat_interleave(targets)):
         return False
-    asked = (part.unflatten(0, (-1, targets)) for part in (relation.query, *relation.expand()))
-    return all(bool((part == part[:1]).all()) for part in asked)
+    by_prompt = (part.unflatten(0, (-1, targets)) for part in (relation.query, *relation.expand()))
+    return all(bool((part == part[:1]).all()) for part in by_prompt)
 
 
 def fixed_offset(relation: Relation) -> float:
-    """Returns the share of a relation's rows that a look at the best single distance back would answer.
+    """Returns the share of a relation's rows that have a key at the best single distance back.
 
     1 where all keys lie equally far back, as under a monotonic alignment with phrases of one letter: there attention
-    cannot tell an aligner from a head that knows a distance.
+    cannot tell an aligner from a head that attends a fixed distance back.
     """
     keys, _ = relation.expand()
     row, position = keys.nonzero().unbind(1)

@@ -1,23 +1,24 @@
-"""Scores every head on prompts that know who should look at whom."""
+"""Scores every head on prompts whose relations say which tokens it should attend to."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads import metrics as m
+from align_circuits.heads.metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table, with_level
 
 STANDARD = {
@@ -30,28 +31,34 @@ STANDARD = {
 }
 """What a relation's plain name measures; relations of one's own measure `"mass"`."""
 
-_CELLS_AT_ONCE = 2**22
+_NUMBERS_AT_ONCE = 2**22
+"""Attention probabilities in a chunk of a batch: so many are copied and masked at a time."""
 
 
 def score_heads(
-    model: Any,
+    model: HookedModel,
     prompts: Prompts,
     metrics: Sequence[str] | None = None,
     *,
     edits: Sequence[Edit] = (),
-    engine: Literal["auto", "fast", "reference"] = "auto",
-    batch_size: int | Literal["auto"] = "auto",
+    options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns every metric of every head, and of every layer's attention averaged over its heads, over the prompts.
 
     A metric named like a relation is that relation's standard measure (`STANDARD`). `_hit`, `_mass`, `_attention` and
-    `_mean` after the name ask for one of the four:
+    `_mean` after the name select one of the four:
 
     - `hit`: the share of targets whose most attended candidate is a key (`metrics.hit_rate`);
-    - `mass`: attention to keys over attention to candidates, each summed over targets first (`metrics.pooled_mass`);
+    - `mass`: Σ_targets Σ_keys α / Σ_targets Σ_candidates α, attention to keys over attention to candidates, each summed
+      over targets first, so that a target counts by the attention that it pays to candidates;
     - `attention`: the attention to keys itself, its mean over targets: how much of the head the relation explains;
-    - `mean`: the mean over targets of that ratio (`metrics.mass`), as in paper 1's released notebook for lookup. Where
-      all tokens are candidates it equals `mass`.
+    - `mean`: the mean over targets of Σ_keys α / Σ_candidates α, as in paper 1's released notebook for lookup. Where
+      all tokens are candidates it equals `mass`, and each target's ratio is the "mul" measure of TransformerLens's
+      `head_detector` (which averages over all positions, those without a key included, as 0).
+
+    All four lie in [0, 1]; uniform attention scores keys / candidates on all but `attention`. `mass` misleads where a
+    few targets hold most of the attention to candidates, `mean` where the candidates get next to nothing: a ratio of
+    two tiny numbers weighs as much as one of two large ones. Both are refuted by ablating the head.
 
     Beside the relations there are `sink`, the attention to a prompt's first token, and `entropy` of the attention in
     nats; both at the positions that predict a target, the first token of a prompt left out.
@@ -61,8 +68,7 @@ def score_heads(
         prompts: Prompts with at least one relation.
         metrics: Names; by default each relation's standard measure, `lookup_mean`, `sink` and `entropy`.
         edits: What is changed while the model runs.
-        engine: `"fast"`, `"reference"` (TransformerLens's own hooks), or the fast one where it fits.
-        batch_size: Prompts at a time; it changes memory and time, never a result.
+        options: Engine and batch size.
 
     Returns:
         A table keyed by level, layer, head and metric, with 95% bootstrap intervals over prompts. Rows of the level
@@ -76,82 +82,87 @@ def score_heads(
     """
     if not len(prompts):
         raise ValueError("no prompts to score: give at least one")
-    tally = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
-    ran = forward(
-        model,
-        prompts,
-        prompt=tally.prompt,
-        query=tally.query,
-        on_pattern=tally.add,
-        edits=edits,
-        engine=engine,
-        batch_size=batch_size,
+    scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    engine = forward(
+        model, prompts, prompt=scores.prompt, query=scores.query, on_pattern=scores.add, edits=edits, options=options
     )
     provenance = Provenance(
         "score_heads",
-        settings={"metrics": list(tally.wanted), **edits_provenance(edits)},
+        settings={"metrics": list(scores.metrics), **edits_provenance(edits)},
         model=model_provenance(model),
         data=prompts.provenance,
-        engine=ran,
+        engine=engine,
     )
-    return tally.table(provenance)
+    return scores.table(provenance)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The rows of one relation in a chunk of a batch; the same for every layer."""
+class _Entries:
+    """The entries (a query with its keys and candidates) of one relation in a chunk; the same for every layer."""
 
     relation: Relation
-    place: Int[Tensor, " row"]
-    """Where each lies in the chunk."""
-    prompt: Int[Tensor, " row"]
+    row: Int[Tensor, " entry"]
+    """The row of the chunk at which each is."""
+    prompt: Int[Tensor, " entry"]
     """The prompt of each, on the CPU."""
-    keys: Bool[Tensor, "row pos"]
-    candidates: Bool[Tensor, "row pos"]
-    column: Int[Tensor, "row two"]
+    keys: Bool[Tensor, "entry pos"]
+    candidates: Bool[Tensor, "entry pos"]
+    columns: Int[Tensor, "entry two"]
     """The columns of the chunk's masks that hold its keys and its candidates."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some rows of a batch, and who asks there."""
+    """Some rows of a batch, and the entries of all relations there."""
 
     rows: Int[Tensor, " row"]
-    asked: list[_Asked]
+    entries: list[_Entries]
     masks: Float[Tensor, "row pos column"]
-    """All keys and candidates side by side, so that one product sums the attention on each."""
+    """All keys and candidates side by side, so that one product sums the attention to each."""
 
 
-def _hit(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    hits = m.hit_rate(pattern[asked.place], asked.keys, asked.candidates)
+@dataclass(frozen=True)
+class _Attention:
+    """One layer's attention at the entries of a relation."""
+
+    entries: _Entries
+    pattern: Float[Tensor, "row head pos"]
+    """Of the whole chunk."""
+    on_keys: Float[Tensor, "entry head"]
+    on_candidates: Float[Tensor, "entry head"]
+
+
+def _hit(attention: _Attention) -> tuple[Tensor, Tensor]:
+    entries = attention.entries
+    hits = hit_rate(attention.pattern[entries.row], entries.keys, entries.candidates)
     return hits, torch.ones_like(hits)
 
 
-def _mass(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return on_keys, on_candidates
+def _mass(attention: _Attention) -> tuple[Tensor, Tensor]:
+    return attention.on_keys, attention.on_candidates
 
 
-def _attention(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return on_keys, torch.ones_like(on_keys)
+def _attention(attention: _Attention) -> tuple[Tensor, Tensor]:
+    return attention.on_keys, torch.ones_like(attention.on_keys)
 
 
-def _mean(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return _where_attended(on_keys / on_candidates, on_candidates)
+def _mean(attention: _Attention) -> tuple[Tensor, Tensor]:
+    return _where_attended(attention.on_keys / attention.on_candidates, attention)
 
 
-def _entropy(asked: _Asked, pattern: Tensor, on_keys: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return _where_attended(m.entropy(pattern[asked.place], asked.candidates), on_candidates)
+def _entropy(attention: _Attention) -> tuple[Tensor, Tensor]:
+    entries = attention.entries
+    return _where_attended(entropy(attention.pattern[entries.row], entries.candidates), attention)
 
 
-def _where_attended(values: Tensor, on_candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives weight 0 to rows without attention to any candidate, whose ratio is undefined."""
-    attended = on_candidates != 0
+def _where_attended(values: Tensor, attention: _Attention) -> tuple[Tensor, Tensor]:
+    """Gives weight 0 to entries without attention to any candidate, whose ratio is undefined."""
+    attended = attention.on_candidates != 0
     return values.where(attended, 0), attended.to(values.dtype)
 
 
-Measure = Callable[[_Asked, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(who asks, pattern of the chunk, attention on keys, on candidates) -> (part, whole), each [row head]: the metric is
-Σ part / Σ whole over rows."""
+Measure = Callable[[_Attention], tuple[Float[Tensor, "entry head"], Float[Tensor, "entry head"]]]
+"""Attention -> (part, whole): the metric is Σ part / Σ whole over entries."""
 
 MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "attention": _attention, "mean": _mean}
 """How a relation can be measured, by suffix."""
@@ -180,18 +191,26 @@ def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Re
 
 
 class ScoreAccumulator:
-    """Sums over rows: memory grows with layers, heads, metrics and prompts, not with the length of the prompts."""
+    """Adds up metrics as attention arrives, batch by batch and layer by layer.
 
-    def __init__(self, wanted: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):
-        self.wanted = wanted
-        self.relations = list({id(relation): relation for relation, _ in wanted.values()}.values())
-        asked = torch.cat([torch.stack([relation.prompt, relation.query], 1) for relation in self.relations])
-        rows, row_of = asked.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
+    Entries of several relations, or several of one, may read attention at the same row (prompt, query). So rows are
+    computed once each, and the entries of a relation are sorted by row: a binary search finds those of any batch. In a
+    chunk of a batch all keys and candidates become the columns of one mask, and one matrix product sums the attention
+    to each of them; an entry's columns count from its place among the relation's entries at that row. All this is the
+    same for every layer, and computed at the first. Memory grows with layers, heads, metrics and prompts, not with the
+    length of the prompts.
+    """
+
+    def __init__(self, metrics: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):
+        self.metrics = metrics
+        self.relations = list({id(relation): relation for relation, _ in metrics.values()}.values())
+        places = torch.cat([torch.stack([relation.prompt, relation.query], 1) for relation in self.relations])
+        rows, row_of = places.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
         self.prompt, self.query = rows.T.contiguous()
-        self.askers = [part.sort() for part in row_of.split([len(relation) for relation in self.relations])]
-        self.on_device = cache(lambda device: [relation.to(device) for relation in self.relations])
-        # part, whole, and the number of rows with a whole
-        self.sums = {name: torch.zeros(3, layers, prompts, heads + 1, dtype=torch.float64) for name in wanted}
+        self.sorted_rows = [part.sort() for part in row_of.split([len(relation) for relation in self.relations])]
+        self.relations_on = cache(lambda device: [relation.to(device) for relation in self.relations])
+        # part, whole, and the number of entries with a whole
+        self.sums = {name: torch.zeros(3, layers, prompts, heads + 1, dtype=torch.float64) for name in metrics}
         self.seen = torch.zeros(layers, len(rows), dtype=torch.bool)
         self.chunks: dict[int, _Chunk] = {}
 
@@ -202,53 +221,54 @@ class ScoreAccumulator:
         if not new.all():
             rows, pattern = rows[new], pattern[new.to(pattern.device)]
         pattern = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
-        for chunk, some in self._chunks(rows, pattern):
-            measured = self._measure(chunk, torch.cat([some, some.mean(1, keepdim=True)], 1))
+        for chunk, part in self._chunks(rows, pattern):
+            measured = self._measure(chunk, torch.cat([part, part.mean(1, keepdim=True)], 1))
             for name, prompt, values in measured:  # all of them or, if memory ran out above, none
                 self.sums[name][:, layer].index_add_(1, prompt, values)
             self.seen[layer, chunk.rows] = True
 
     def _chunks(self, rows: Tensor, pattern: Tensor) -> Iterator[tuple[_Chunk, Tensor]]:
-        """Cuts a batch so that little is in memory at once; the layers of a batch share what is found out about it."""
-        size = max(1, _CELLS_AT_ONCE // max(1, pattern[:1].numel()))
-        parts = pattern.split(size)
-        for index, (part, some) in enumerate(zip(rows.split(size), parts, strict=True)):
-            known = self.chunks.get(index)
-            if known is None or not torch.equal(known.rows, part):
-                self.chunks[index] = known = self._chunk(part, some)
-            yield known, some
+        """Cuts a batch into chunks, so that little is in memory at once; the layers of a batch share them."""
+        size = max(1, _NUMBERS_AT_ONCE // max(1, pattern[:1].numel()))
+        for index, (chunk_rows, part) in enumerate(zip(rows.split(size), pattern.split(size), strict=True)):
+            chunk = self.chunks.get(index)
+            if chunk is None or not torch.equal(chunk.rows, chunk_rows):
+                self.chunks[index] = chunk = self._chunk(chunk_rows, part)
+            yield chunk, part
 
     def _chunk(self, rows: Tensor, pattern: Tensor) -> _Chunk:
-        """Finds out who asks at some rows, with keys and candidates as masks."""
-        asked, columns = [], 0
-        for here, there, (asker, order) in zip(
-            self.relations, self.on_device(pattern.device), self.askers, strict=True
+        """Collects the entries of each relation at some rows, with keys and candidates as masks."""
+        device, chunk_entries, n_columns = pattern.device, [], 0
+        for relation, on_device, (sorted_rows, order) in zip(
+            self.relations, self.relations_on(device), self.sorted_rows, strict=True
         ):
-            first, end = torch.searchsorted(asker, rows), torch.searchsorted(asker, rows, right=True)
-            place = torch.arange(len(rows)).repeat_interleave(end - first)
-            time = torch.arange(len(place)) - ((end - first).cumsum(0) - (end - first))[place]  # asked here before
-            which = order[first[place] + time]
-            keys, candidates = there.expand(which.to(pattern.device))
-            times = int(time.max()) + 1 if len(time) else 0
-            column = torch.stack([columns + time, columns + times + time], 1).to(pattern.device)
-            asked.append(_Asked(here, place.to(pattern.device), here.prompt[which], keys, candidates, column))
-            columns += 2 * times
-        masks = pattern.new_zeros(len(rows), columns, pattern.shape[2], dtype=torch.float32)
-        for some in asked:
-            masks[some.place[:, None], some.column] = torch.stack([some.keys, some.candidates], 1).float()
-        return _Chunk(rows, asked, masks.to(pattern.dtype).mT)
+            first, end = torch.searchsorted(sorted_rows, rows), torch.searchsorted(sorted_rows, rows, right=True)
+            count = end - first
+            row = torch.arange(len(rows)).repeat_interleave(count)
+            place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]  # among the entries at the same row
+            entry = order[first[row] + place]
+            keys, candidates = on_device.expand(entry.to(device))
+            most = int(place.max()) + 1 if len(place) else 0
+            columns = torch.stack([n_columns + place, n_columns + most + place], 1).to(device)
+            chunk_entries.append(_Entries(relation, row.to(device), relation.prompt[entry], keys, candidates, columns))
+            n_columns += 2 * most
+        masks = pattern.new_zeros(len(rows), n_columns, pattern.shape[2], dtype=torch.float32)
+        for entries in chunk_entries:
+            masks[entries.row[:, None], entries.columns] = torch.stack([entries.keys, entries.candidates], 1).float()
+        return _Chunk(rows, chunk_entries, masks.to(pattern.dtype).mT)
 
     def _measure(self, chunk: _Chunk, pattern: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """Each metric's name, prompts and [part whole count] at some rows of one layer."""
+        """Each metric's name, and the prompt and [part whole count] of its entries at some rows of one layer."""
         measured = []
-        on = pattern @ chunk.masks
-        for asked in chunk.asked:
-            on_keys, on_candidates = on[asked.place[:, None], :, asked.column].unbind(1)
-            for name, (relation, measure) in self.wanted.items():
-                if relation is asked.relation:
-                    part, whole = measure(asked, pattern, on_keys, on_candidates)
+        on_columns = pattern @ chunk.masks
+        for entries in chunk.entries:
+            on_keys, on_candidates = on_columns[entries.row[:, None], :, entries.columns].unbind(1)
+            attention = _Attention(entries, pattern, on_keys, on_candidates)
+            for name, (relation, measure) in self.metrics.items():
+                if relation is entries.relation:
+                    part, whole = measure(attention)
                     values = torch.stack([part, whole, (whole > 0).to(whole.dtype)])
-                    measured.append((name, asked.prompt, values.cpu().double()))
+                    measured.append((name, entries.prompt, values.cpu().double()))
         return measured
 
     def measured(
@@ -261,18 +281,15 @@ class ScoreAccumulator:
         layers, _, columns = next(iter(self.sums.values())).shape[1:]
         heads = [*range(columns - 1), None]  # the last column is the mean over heads
         keys = pd.DataFrame(
-            [(layer, head, name) for name in self.wanted for layer in range(layers) for head in heads],
+            [(layer, head, name) for name in self.metrics for layer in range(layers) for head in heads],
             columns=["layer", "head", "metric"],
         )
-        by_row = (
-            torch.stack(list(self.sums.values()), 1).movedim(-1, 3).flatten(1, 3)
-        )  # [part whole count, row, prompt]
-        part, whole, count = by_row.numpy()
+        sums = rearrange(list(self.sums.values()), "metric sum layer prompt head -> sum (metric layer head) prompt")
+        part, whole, count = sums.numpy()
         return with_level(keys), np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), whole, count
 
     def table(self, provenance: Provenance) -> Table:
         """The ratios, with intervals over prompts."""
         keys, values, whole, count = self.measured()
-        return Table.from_prompts(
-            keys, values, whole, provenance, counts=count, bounded=(keys["metric"] != "entropy").to_numpy()
-        )
+        bounded = (keys["metric"] != "entropy").to_numpy()
+        return Table.from_prompts(keys, values, whole, provenance, counts=count, bounded=bounded)

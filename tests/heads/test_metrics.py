@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from align_circuits.heads.metrics import attention_on, entropy, hit_rate, mass, ov_copying, pooled_mass
+from align_circuits.heads.metrics import entropy, hit_rate, ov_copying
 from align_circuits.models.loading import load
 
 
@@ -47,64 +47,23 @@ def test_hit_rate_is_the_argmax_among_candidates(drawn):
 
 
 @given(attention())
-def test_mass_is_a_ratio_in_each_row(drawn):
-    got = mass(*drawn)
-    for cell, attends, keys, candidates in cells(*drawn):
-        whole = sum(attends[k] for k in candidates)
-        expected = sum(attends[k] for k in keys) / whole if whole else math.nan
-        assert got[cell].item() == pytest.approx(expected, nan_ok=True)
-
-
-@given(attention())
-def test_pooled_mass_sums_before_it_divides(drawn):
-    got = pooled_mass(*drawn)
-    for head in range(drawn[0].shape[1]):
-        part = whole = 0.0
-        for (_, this), attends, keys, candidates in cells(*drawn):
-            if this == head:
-                part += sum(attends[k] for k in keys)
-                whole += sum(attends[k] for k in candidates)
-        assert got[head].item() == pytest.approx(part / whole if whole else math.nan, nan_ok=True)
-
-
-@given(attention(), st.booleans())
-def test_entropy_among_candidates(drawn, normalised):
+def test_entropy_among_candidates(drawn):
     pattern, _, among = drawn
-    got = entropy(pattern, among, normalised=normalised)
+    got = entropy(pattern, among)
     for cell, attends, _, candidates in cells(*drawn):
         whole = sum(attends[k] for k in candidates)
         shares = [attends[k] / whole for k in candidates] if whole else []
         expected = -sum(p * math.log(p) for p in shares if p > 0) if whole else math.nan
-        if normalised:
-            expected = expected / math.log(len(candidates)) if len(candidates) > 1 else math.nan
         assert got[cell].item() == pytest.approx(expected, nan_ok=True, abs=1e-12)
 
 
-@given(attention())
-def test_attention_on(drawn):
-    pattern, keys, _ = drawn
-    got = attention_on(pattern, keys)
-    for cell, attends, positions, _ in cells(*drawn):
-        assert got[cell].item() == pytest.approx(sum(attends[k] for k in positions))
-
-
-def test_the_two_forms_of_lookup_differ_where_rows_differ_in_attention():
-    # One row spends .8 on the candidates, a quarter of it right; the other spends .1, all of it right.
-    pattern = torch.tensor([[[0.2, 0.6, 0.2]], [[0.1, 0.0, 0.9]]])
-    keys, candidates = torch.tensor([[True, False, False]] * 2), torch.tensor([[True, True, False]] * 2)
-    assert mass(pattern, keys, candidates).mean().item() == pytest.approx((0.25 + 1) / 2)
-    assert pooled_mass(pattern, keys, candidates).item() == pytest.approx(0.3 / 0.9)
-
-
-def test_uniform_attention_scores_chance_on_every_measure():
+def test_uniform_attention_scores_chance_():
     pattern = torch.full((3, 2, 8), 1 / 8, dtype=torch.bfloat16)
     keys = torch.arange(8).expand(3, 8) < 2
     candidates = torch.arange(8).expand(3, 8) < 5
-    for measure in (hit_rate, mass):
-        torch.testing.assert_close(
-            measure(pattern, keys, candidates).float(), torch.full((3, 2), 0.4), atol=2e-3, rtol=0
-        )
-    assert entropy(pattern.float(), candidates, normalised=True).flatten().tolist() == pytest.approx([1] * 6)
+    hits = hit_rate(pattern, keys, candidates).float()
+    torch.testing.assert_close(hits, torch.full((3, 2), 0.4), atol=2e-3, rtol=0)
+    assert entropy(pattern.float(), candidates).flatten().tolist() == pytest.approx([math.log(5)] * 6)
 
 
 def test_an_argmax_outside_the_candidates_does_not_count():
@@ -120,10 +79,9 @@ def test_rounding_does_not_decide_a_tie():
     assert got.flatten().tolist() == pytest.approx([1 / 3, 0])
 
 
-@pytest.mark.parametrize("measure", [hit_rate, mass])
-def test_nan_attention_is_not_a_miss(measure):
+def test_nan_attention_is_not_a_miss():
     pattern = torch.tensor([[[torch.nan, 0.5]], [[0.5, 0.5]]])
-    got = measure(pattern, torch.tensor([[False, True]] * 2), torch.tensor([[True, True]] * 2))
+    got = hit_rate(pattern, torch.tensor([[False, True]] * 2), torch.tensor([[True, True]] * 2))
     assert got[0].isnan().all()
     assert got[1].item() == 0.5
 
