@@ -130,7 +130,7 @@ def interval(row: Any) -> str:
     return f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
-def head_value(row: Any, roles: Mapping[Head, str] | None = None) -> str:
+def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     """Returns the head of a row with its value and, in a planted circuit, its role."""
     text = f"L{row['layer']}H{row['head']} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"
