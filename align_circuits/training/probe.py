@@ -19,8 +19,10 @@ from torch import Tensor
 from align_circuits.files import replacing
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.evaluation import ALL_OFFSETS, Predictions
+from align_circuits.run.evaluation import ALL_OFFSETS, evaluation
 from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
 WATCHED = ("align_query", "align_key", "lookup")
@@ -83,7 +85,8 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
     metrics = [name for name in WATCHED if len(prompts.relations[name])]
     tally = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
-    scored = Predictions(prompts)
+    scored = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
+    predicted = np.full((2, len(scored.prompt)), np.nan)
     asked = torch.cat([torch.stack([part.prompt, part.query], 1) for part in (tally, scored)])
     rows, place = asked.unique(dim=0, return_inverse=True)
     there = torch.full((2, len(rows)), -1)  # where each row is among those of the tally, of the predictions
@@ -98,6 +101,10 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
         mine, pattern = own(0, at, pattern)
         tally.add(mine, layer, pattern)
 
+    def add_logits(at: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+        mine, logits = own(1, at, logits)
+        predicted[:, mine.numpy()] = scored.numbers(logits, mine).cpu().double().numpy()
+
     prompt, query = rows.T.contiguous()
     forward(
         model,
@@ -105,13 +112,13 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
         prompt=prompt,
         query=query,
         on_pattern=add_pattern,
-        on_logits=lambda at, logits: scored.add(*own(1, at, logits)),
-        engine="fast",
+        on_logits=add_logits,
+        options=RunOptions(engine="fast"),
     )
     heads, value, weight, count = tally.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
     whole: Any
-    whole, means, counts = scored.measured()
+    whole, means, counts = evaluation(prompts, predicted)
     named = whole["predictor"].where(whole["predictor"] != "model", whole["metric"])
     whole = whole.assign(metric=named, level="model", layer=None, head=None).drop(columns="predictor")
     pairs = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}
