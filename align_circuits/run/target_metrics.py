@@ -212,7 +212,7 @@ def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
 def means_by_prompt(
     prompts: Prompts,
     prompt: Int[ndarray, " target"],
-    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "row target"],
+    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "value target"],
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""

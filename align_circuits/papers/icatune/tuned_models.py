@@ -174,11 +174,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             drawn = changed.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
-            heads = (
-                score_heads(model, drawn, [*PROBED, *ATTENDED])
-                .heads()
-                .frame.assign(kind="all", predictor="model")
-            )
+            heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
     return pd.concat(frames, ignore_index=True)[columns]
