@@ -247,7 +247,7 @@ class TestMeaning:
         relation = prompts.relations["induction"]
         rows = torch.arange(len(relation))
         pattern = torch.rand(len(rows), 2, prompts.mask.shape[1], generator=torch.Generator().manual_seed(0))
-        once, again = (nulls._Places(relation, prompts, 1, 2) for _ in range(2))
+        once, again = (nulls._Positions(relation, prompts, 1, 2) for _ in range(2))
         once.add(rows, 0, pattern)
         for some in (rows[:7], rows):
             again.add(some, 0, pattern[some])

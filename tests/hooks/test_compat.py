@@ -4,6 +4,7 @@ import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_the_tested_versions_are_installed_and_allowed():
     allowed = {entry.name: entry.specifier for entry in map(Requirement, project["dependencies"])}
     for package, tested in compat.TESTED.items():
         assert Version(version(package)).release == Version(tested).release, f"run the suite, then update {package}"
-        assert Version(tested).release in allowed[package]
+        assert tested in allowed[package]
     for package in ("transformers", "transformer-lens"):
         assert f"{Version(compat.TESTED[package]).major + 1}.0" not in allowed[package]
 
@@ -68,11 +69,13 @@ def test_without_bridge_is_a_module_of_hugging_face(bridge):
 
 def test_weights_have_a_row_for_each_key_head(bridge):
     attention = bridge.blocks[0].attn
-    assert [compat.head_weight(attention, name).shape[0] for name in ("W_Q", "W_K", "W_V", "W_O")] == [4, 2, 2, 4]
+    weights: Any = [compat.head_weight(attention, name) for name in ("W_Q", "W_K", "W_V", "W_O")]
+    assert [len(weight) for weight in weights] == [4, 2, 2, 4]
     attention = torch.nn.Module()
     attention.W_K, attention._W_K = torch.ones(4, 3, 2), torch.ones(2, 3, 2)
     assert compat.head_weight(attention, "W_K") is not None and compat.head_weight(attention, "b_K") is None
-    assert compat.head_weight(attention, "W_K").shape == (2, 3, 2)
+    weight = compat.head_weight(attention, "W_K")
+    assert weight is not None and weight.shape == (2, 3, 2)
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):
