@@ -5,10 +5,10 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import in_one_place, p_values
-from align_circuits.papers.recall.theory.constructions import HEADS, finetuned, pretrained
 from align_circuits.papers.recall.task.next_token import SlotsTask
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import HEADS, finetuned, pretrained
 from align_circuits.report import save_localization
 
 WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
@@ -79,6 +79,6 @@ def test_slots_know_what_may_come():
         assert prompts.targets["token"][row] in accepted
         key = prompts.relations["mark"].keys_of(row)[0]
         assert tokens[key] in relations if has_relation else key == len(tokens) - len(own)
-    assert ac.evaluate(BEFORE, prompts).where(metric="accuracy", kind="all", offset=-1).frame["value"].item() == 1
+    assert ac.evaluate(BEFORE, prompts).where(metric="accuracy", kind="all", offset=None).frame["value"].item() == 1
     with pytest.raises(ValueError, match="no slots"):
         SlotsTask(RecallWorld.small())

@@ -67,9 +67,7 @@ def _jobs(config: ForcedAttention, inputs: Inputs) -> list[Measurement]:
     ]
 
 
-def force(
-    *, setup: Mapping[str, Any], kind: Literal["pt"] | Finetuned, trained: str, seed: int
-) -> list[dict[str, Any]]:
+def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> list[dict[str, Any]]:
     """Forces the attention of one model on ICL about held-out subjects; the function of a job.
 
     Returns:

@@ -127,10 +127,8 @@ def _clusters(
     rng = torch.Generator().manual_seed(seed)
     for t in demos:
         groups = by_type(setup.demonstrations(seed, "icl", held_out=True, n_demos=t), contexts, seed)
-        correct = np.concatenate(
-            [TargetMetrics.of(prompts, ("accuracy",)).measure(model)[0][0, 0] for prompts in groups]
-        )
-        rows.append({"demos": t, "metric": "exact", "value": float(correct.mean())})
+        correct = [TargetMetrics.of(prompts, ("accuracy",)).measure(model)[0] for prompts in groups]
+        rows.append({"demos": t, "metric": "exact", "value": float(np.concatenate(correct, 2).mean())})
         activations = [representations(model, prompts, list(SITES.values())) for prompts in groups]
         for (layer, site), name in SITES.items():
             vectors = torch.stack([group[name] for group in activations])
