@@ -110,7 +110,7 @@ def test_the_verbs_work_on_it():
     assert set(scores.heads().frame["head"]) == {0, 1, 2}
     intact = ac.evaluate(model, prompts)
     zero = ac.Ablate([(0, 0), (0, 1), (0, 2)], how="zero")
-    silent = ac.evaluate(model, prompts, edits=[zero]).where(metric="log_prob", kind="all", offset=-1).frame["value"]
+    silent = ac.evaluate(model, prompts, edits=[zero]).where(metric="log_prob", kind="all", offset=None).frame["value"]
     assert silent.item() == pytest.approx(-math.log(WORLD.d_vocab), rel=1e-5)  # nothing else writes the logits
     assert intact.provenance.engine == "reference"
     assert len(ac.ablate_heads(model, prompts, "mean")) == 3 * 2 * 2

@@ -7,14 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from align_circuits.papers.recall.forced_attention import BACK, BRIDGE, forced, looking_at
-from align_circuits.papers.recall.head_exchange import EXCHANGE, EXCHANGED, exchanged, parts_of
-from align_circuits.papers.recall.layer_2_attention import CARRIER, last_demonstrations, measure, places_of
-from align_circuits.papers.recall.mixed_training import MIXING
-from align_circuits.papers.recall.subject_head import STRATEGIES
 
 import align_circuits as ac
 from align_circuits.heads.metrics import MATCHES
+from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
+from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER, last_demonstrations, measure, token_groups
+from align_circuits.papers.recall.beyond.mixed_training import MIXING
+from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
+from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE, SITES, parts_of, swapped
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import MixedTask
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
@@ -38,7 +38,7 @@ def table(rows: Any) -> Table:
     return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=10), Provenance("test"))
 
 
-def test_the_constructions_exchange_what_the_theorem_says():
+def test_swapping_heads_of_the_constructions_does_what_the_theorem_says():
     context = CONTEXT.sample(48, seed=0)
     parts = parts_of(PT, FACTS.sample(16, seed=0))
     assert parts == {
@@ -46,20 +46,20 @@ def test_the_constructions_exchange_what_the_theorem_says():
         (0, HEAD["relation"]): "relation head",
         (0, HEAD["grammar"]): "other head",
     }
-    rows = {(row["site"], row["head"]): row["value"] for row in exchanged(FT, PT, context)}
-    assert set(rows) == {("none", -1)} | {(site, head) for site in EXCHANGED for head in range(3)}
-    assert rows["none", -1] == 1
+    rows = {(row["site"], row["head"]): row["value"] for row in swapped(FT, PT, context)}
+    assert set(rows) == {("none", None)} | {(site, head) for site in SITES for head in range(3)}
+    assert rows["none", None] == 1
     assert rows["pattern", HEAD["relation"]] < 0.7  # it looked for relation tokens, of which there are none
-    assert all(rows[site, HEAD["grammar"]] == 1 for site in EXCHANGED)
-    alone = {row["value"] for row in exchanged(FT, FT, context)}
+    assert all(rows[site, HEAD["grammar"]] == 1 for site in SITES)
+    alone = {row["value"] for row in swapped(FT, FT, context)}
     assert alone == {1.0}
 
 
-def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
+def test_swapped_heads_are_those_of_a_hook_by_hand():
     nets: list[Any] = [ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=seed)) for seed in (0, 1)]
     prompts = ICL.sample(200, seed=0)
     tokens, gold = prompts.tokens, prompts.column("token")
-    rows = {(row["site"], row["layer"]): row["value"] for row in exchanged(nets[0], nets[1], prompts)}
+    rows = {(row["site"], row["layer"]): row["value"] for row in swapped(nets[0], nets[1], prompts)}
     for (site, layer), found in rows.items():
         hooks = []
         if site != "none":
@@ -70,9 +70,9 @@ def test_what_is_exchanged_is_what_a_hook_by_hand_puts_in():
         assert found == pytest.approx((logits.argmax(-1) == gold).double().mean().item())
 
 
-def test_places_are_what_a_reader_finds():
+def test_token_groups_partition_the_prompt():
     prompts = ICL.sample(4, seed=0)
-    places = places_of(prompts)
+    places = token_groups(prompts)
     assert (torch.stack(list(places.values())).sum(0) == 1).all()
     assert places["query"].nonzero()[:, 1].tolist() == [15] * 4
     assert places["attributes"].nonzero()[:5, 1].tolist() == [1, 4, 7, 10, 13]
@@ -87,7 +87,7 @@ def test_patching_the_whole_prompt_is_the_other_prompt():
     clean = ICL.sample(60, seed=1)
     corrupted = ICL.corrupt(clean, "type", seed=1)
     found = table(measure(model, clean, corrupted)).where(metric="log_prob")
-    rows = {"predictor": "model", "metric": "log_prob", "kind": "all", "offset": -1}
+    rows = {"predictor": "model", "metric": "log_prob", "kind": "all", "offset": None}
     tables = [ac.evaluate(model, prompts).where(**rows).frame for prompts in (clean, corrupted)]
     own, other = (frame["value"].to_numpy(float).item() for frame in tables)
     whole = {
@@ -105,7 +105,7 @@ def test_patching_the_whole_prompt_is_the_other_prompt():
 
 
 @pytest.mark.parametrize("carries", [True, False])
-def test_a_carrier_is_told_from_one_that_only_steers(carries):
+def test_attention_that_carries_the_type_is_distinguished_from_attention_that_only_steers(carries):
     rows = []
     for seed in range(3):
         for edit, sign in (("denoise", 1), ("noise", -1), ("ablate", -1)):
@@ -131,7 +131,7 @@ def test_a_carrier_is_told_from_one_that_only_steers(carries):
     assert all(check.control_fails for check in checks)
 
 
-def test_strategies_are_told_apart():
+def test_suppressing_heads_are_distinguished_from_boosting_ones():
     def of(suppressing: list[bool]) -> Table:
         rows: list[dict[str, Any]] = []
         for seed, suppresses in enumerate(suppressing):
@@ -213,7 +213,7 @@ def test_a_mixture_draws_from_both_tasks():
         MixedTask(facts, replace(shown, world=replace(CHAINS, world_seed=1)), 0.5)
 
 
-def test_what_is_forced_is_what_a_hook_by_hand_forces():
+def test_forced_attention_is_that_of_a_hook_by_hand():
     net: Any = ac.load(small_gpt2(CHAINS.d_vocab, ICL.length, d_model=16, seed=3))
     prompts = ICL.sample(300, seed=1)
     rows = {
@@ -223,17 +223,17 @@ def test_what_is_forced_is_what_a_hook_by_hand_forces():
     for (layer, place), value in rows.items():
 
         def look(pattern: torch.Tensor, hook: Any, place: str = place) -> torch.Tensor:  # noqa: ARG001
-            row = torch.nn.functional.one_hot(torch.tensor(pattern.shape[3] - 1 - BACK[place]), pattern.shape[3])
+            row = torch.nn.functional.one_hot(torch.tensor(pattern.shape[3] - 1 - DISTANCES[place]), pattern.shape[3])
             return torch.cat([pattern[:, :, :-1], row.to(pattern).expand_as(pattern[:, :, -1:])], 2)
 
-        hooks = [(f"blocks.{layer}.attn.hook_pattern", look)] if layer >= 0 else []
+        hooks = [(f"blocks.{layer}.attn.hook_pattern", look)] if layer is not None else []
         said = net.run_with_hooks(prompts.tokens, fwd_hooks=hooks)[:, -1].argmax(-1)
         assert value == pytest.approx(float((type_of[said] == asked).double().mean()))
     assert len(set(rows.values())) > 2  # places and layers differ
 
 
-def test_a_prompt_can_be_made_to_look_anywhere():
-    prompts = looking_at(ICL.sample(2, seed=0), "before", 3)
+def test_a_relation_to_an_earlier_token_is_added():
+    prompts = with_relation_back(ICL.sample(2, seed=0), "before", 3)
     relation, last = prompts.relations["before"], prompts.mask.shape[1] - 1
     assert relation.query.tolist() == [last, last]
     assert relation.keys_of(1) == [last - 3]
@@ -254,7 +254,7 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
             }
             for kind in kinds
             for seed in seeds
-            for layer, place in [(-1, "as it is"), *((layer, place) for layer in (0, 1) for place in BACK)]
+            for layer, place in [(None, INTACT), *((layer, place) for layer in (0, 1) for place in DISTANCES)]
         ]
         looks = [
             {

@@ -8,13 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from align_circuits.papers.recall.figs_2_3_4_15_learning import FIG2, FIG3, FIG15
-from align_circuits.papers.recall.figs_5_6_7_dependence import FIG5, FIG6
-from align_circuits.papers.recall.figs_8_16_17_18_representations import FIG8, FIG16, FIG17, FIG18, by_type
-from align_circuits.papers.recall.figs_13_14_19_24_attributes import FIG13, FIG14
-from align_circuits.papers.recall.trainings import SMOKE, Study, best, finetuned, pretrained, reached, study
 
 from align_circuits.heads.metrics import MATCHES
+from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import FIG2, FIG3, FIG15
+from align_circuits.papers.recall.figures.figs_5_6_7_dependence import FIG5, FIG6
+from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18, by_type
+from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
+from align_circuits.papers.recall.figures.gpt2_models import SMOKE, finetuned, pretrained
+from align_circuits.papers.recall.figures.training_curves import Trainings, best, curves_study, reached
 from align_circuits.tables.tables import Provenance, Table
 
 STEPS = np.arange(0, 101, 10)
@@ -75,7 +76,7 @@ def test_generalization_is_seen_where_it_is(generalizes):
     assert holds(FIG3.check(table(found))) == [True, generalizes]
 
 
-def test_the_format_that_is_learned_first_is_told():
+def test_the_check_names_the_format_that_is_learned_first():
     def at(first: str) -> Table:
         return table(
             curves(
@@ -127,7 +128,7 @@ def test_steps_that_are_never_reached_are_infinite():
     assert best(found, probe="pt", match="type").tolist() == [1] * 3
 
 
-def looked_at(strength: Callable[[float, float], float], steers: bool = True) -> Table:
+def clusters(strength: Callable[[float, float], float], steers: bool = True) -> Table:
     """A table of clusters in which layer-2 attention has the silhouette `strength(div, demos)` after finetuning."""
     rows: list[dict[str, Any]] = []
     for div in (0.2, 0.5):
@@ -167,15 +168,15 @@ def looked_at(strength: Callable[[float, float], float], steers: bool = True) ->
     return table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=50))
 
 
-def test_clusters_that_grow_are_told_from_clusters_that_are_there():
-    grow = looked_at(lambda div, demos: div * demos / 8)
+def test_clusters_that_grow_are_distinguished_from_constant_ones():
+    grow = clusters(lambda div, demos: div * demos / 8)
     assert [holds(figure.check(grow)) for figure in (FIG8, FIG16, FIG17, FIG18)] == [
         [True] * 4,
         [True] * 2,
         [True],
         [True] * 3,
     ]
-    stay = looked_at(lambda _div, _demos: 0.4, steers=False)
+    stay = clusters(lambda _div, _demos: 0.4, steers=False)
     assert [check.holds for check in FIG8.check(stay)] == [False] * 4
     assert [check.holds for check in FIG17.check(stay)] == [True]
     assert not FIG17.check(stay)[0].control_fails  # together without demonstrations: nothing is shown
@@ -189,7 +190,7 @@ def test_as_many_contexts_of_each_type():
     assert [len(group) for group in groups] == [5] * 3
     for place, group in enumerate(groups):
         assert (group.latent["type"] == place).all()
-        assert not set(group.latent["subject"][:, -1].tolist()) & set(SMOKE.of(0).split(8, seed=0)[0])
+        assert not set(group.latent["subject"][:, -1].tolist()) & set(SMOKE.world_of(0).split(8, seed=0)[0])
 
 
 def test_values_seen_and_subjects_are_credited_only_where_they_matter():
@@ -250,28 +251,28 @@ def test_a_size_follows_its_world():
 
 
 def test_trainings_in_two_processes_are_those_of_one(tmp_path):
-    size = replace(SMOKE, seeds=2, pretraining=replace(SMOKE.pretraining, steps=2), probe=8)
-    config = Study(
-        replace(size, finetuning=replace(size.finetuning, steps=2)), ("pt", "icl"), ({"n_seen": 6}, {"n_seen": 8})
-    )
-    alone = study(config, folder=tmp_path / "alone")
-    assert [len(cell.config["trainings"]) for cell in config.chains(tmp_path)] == [4, 4]
-    together = study(config, jobs=2, folder=tmp_path / "together")
+    setup = replace(SMOKE, seeds=2, pretraining=replace(SMOKE.pretraining, steps=2), n_prompts=8)
+    setup = replace(setup, finetuning=replace(setup.finetuning, steps=2))
+    config = Trainings(setup, ("pt", "icl"), ({"n_seen": 6}, {"n_seen": 8}))
+    study = curves_study("test", config, config, config)
+    alone = study.run(config, folder=tmp_path / "alone")
+    together = study.run(config, jobs=2, folder=tmp_path / "together")
     pd.testing.assert_frame_equal(alone.frame, together.frame)
-    trained = {path.name for path in (tmp_path / "alone" / "training").iterdir()}
-    assert {path.name for path in (tmp_path / "together" / "training").iterdir()} == trained
+    trained = {path.name for path in (tmp_path / "alone" / "trained").iterdir()}
+    assert {path.name for path in (tmp_path / "together" / "trained").iterdir()} == trained
     assert len(trained) == 2 + 4
-    assert len(list((tmp_path / "together" / "cells").glob("*.json"))) == 2
+    jobs = [path.name.partition("-")[0] for path in (tmp_path / "together" / "jobs").glob("*.json")]
+    assert sorted(jobs) == ["finetune"] * 4 + ["pretrain"] * 2  # both cells of the grid share the pretrainings
 
 
 def test_a_cell_may_change_a_pair_of_numbers(tmp_path):
-    size = replace(SMOKE, seeds=1, pretraining=replace(SMOKE.pretraining, steps=1), probe=4)
-    cells = ({"grammar_len": 4, "grammar_lens": (1, 3)}, {"grammar_len": 5})
-    found = study(Study(size, ("pt",), cells), folder=tmp_path)
-    assert found.frame["grammar_len"].unique().tolist() == [4, 5]
-    assert "grammar_lens" not in found.frame
+    setup = replace(SMOKE, seeds=1, pretraining=replace(SMOKE.pretraining, steps=1), n_prompts=4)
+    config = Trainings(setup, ("pt",), ({"grammar_len": 4, "grammar_lens": (1, 3)}, {"grammar_len": 5}))
+    frame = curves_study("test", config, config, config).run(config, folder=tmp_path).frame
+    assert frame["grammar_len"].unique().tolist() == [4, 5]
+    assert "grammar_lens" not in frame
 
 
 def test_cells_that_a_table_cannot_tell_apart_are_refused():
-    with pytest.raises(ValueError, match="cells that only pairs tell apart"):
-        Study(SMOKE, ("pt",), ({"grammar_lens": (1, 2)}, {"grammar_lens": (1, 3)}))
+    with pytest.raises(ValueError, match="changes that differ in pairs alone"):
+        Trainings(SMOKE, ("pt",), ({"grammar_lens": (1, 2)}, {"grammar_lens": (1, 3)}))

@@ -223,14 +223,14 @@ def test_grammar_follows_the_chain_of_its_type():
     tokens, example = prompts.tokens.numpy(), prompts.example.numpy()
     grammar = prompts.roles.numpy() == Role.TEXT
     follows = grammar[:, 1:] & grammar[:, :-1] & (example[:, 1:] == example[:, :-1])
-    chain = torch.where(prompts.latent["tells"], prompts.latent["type"], 3).numpy()
+    chain = torch.where(prompts.latent["has_fact"], prompts.latent["type"], 3).numpy()
     which = np.take_along_axis(chain, example[:, 1:], 1)[follows]
     np.add.at(counts, (which, tokens[:, :-1][follows] - start, tokens[:, 1:][follows] - start), 1)
     total = counts.sum(-1, keepdims=True)
     expected = np.concatenate([PLAIN.chains, PLAIN.grammar_only[None]])
     error = np.sqrt(expected * (1 - expected) / total) + 1e-3
     assert (np.abs(counts / total - expected) < 5 * error).all()
-    silent = 1 - prompts.latent["tells"].double().mean(0)
+    silent = 1 - prompts.latent["has_fact"].double().mean(0)
     assert silent[-1] == 0
     assert silent[:-1].numpy() == pytest.approx(0.3, abs=0.05)
 

@@ -4,10 +4,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import blocks, localized, measure, named, weight_slices
-from align_circuits.papers.recall.propositions import all_right
-from align_circuits.papers.recall.theorems import _jackknife
 
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import (
+    blocks,
+    head_of,
+    localized,
+    measure,
+    weight_slices,
+)
+from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
+from align_circuits.papers.recall.figures.theorems_1_and_2 import _jackknife
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
@@ -44,7 +50,7 @@ def test_what_the_data_allow_is_what_a_reader_would_say():
 def test_a_tie_with_what_is_not_allowed_is_wrong():
     logits = torch.tensor([[2.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 2.0, 2.0]])
     allowed = torch.tensor([[True, False, True], [True, False, False], [False, True, True]])
-    assert all_right(logits, allowed).tolist() == [False, True, True]
+    assert all_correct(logits, allowed).tolist() == [False, True, True]
 
 
 def test_the_constructions_heads_measure_as_they_were_built():
@@ -106,4 +112,4 @@ def test_the_relation_head_is_another_than_the_subject_head():
         for head, value in enumerate(values)
     ]
     table = Table(pd.DataFrame(rows), Provenance("test"))
-    assert (named(table, "subject", "relative"), named(table, "relation", "relative")) == ([0], [1])
+    assert (head_of(table, "subject", "relative"), head_of(table, "relation", "relative")) == ([0], [1])

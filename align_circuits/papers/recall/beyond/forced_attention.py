@@ -6,13 +6,14 @@ At the cpu scale the claims were formed on seeds 0 and 1; seed 2 is new to them,
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
+from torch import Tensor
 
 from align_circuits.heads.metrics import recall_matches
 from align_circuits.heads.score import score_heads
@@ -37,11 +38,14 @@ from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, 
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_with_edits
+from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table
 
 DISTANCES = {"itself": 0, "separator": 1, "subject before": 3}
 """The tokens that the last token of an ICL prompt is made to attend to, by their distance."""
+
+Kind = Literal["pt"] | Finetuned
+"""A pretrained model, or one finetuned on a kind of sequences."""
 
 INTACT = "as it is"
 """The place of rows without an edit."""
@@ -63,7 +67,7 @@ def _jobs(config: ForcedAttention, inputs: Inputs) -> list[Measurement]:
     ]
 
 
-def force(*, setup: Mapping[str, Any], kind: str, trained: str, seed: int) -> list[dict[str, Any]]:
+def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> list[dict[str, Any]]:
     """Forces the attention of one model on ICL about held-out subjects; the function of a job.
 
     Returns:
@@ -71,8 +75,8 @@ def force(*, setup: Mapping[str, Any], kind: str, trained: str, seed: int) -> li
         subject at the last position, on `"ICL"` and on `"ICL+Grm"` with one grammar token, in the column of places.
     """
     on_one_thread()
-    made: Any = GPT2Setup.from_config(setup)
-    run = pretrained(made, seed, trained) if kind == "pt" else finetuned(made, seed, kind, trained)  # pyright: ignore[reportArgumentType]
+    made = GPT2Setup.from_config(setup)
+    run = pretrained(made, seed, trained) if kind == "pt" else finetuned(made, seed, kind, trained)
     model = load(copy.deepcopy(run.model))
     tasks = {
         "ICL": made.demonstrations(seed, "icl", held_out=True),
@@ -120,13 +124,19 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
         [] if layer is None else [Clamp([head for head in heads_of(model.cfg) if head[0] == layer], relation=name)]
         for layer, name in keys
     ]
-    predictions, _ = predict_with_edits(model, prompts, edit_sets)
-    query = prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1]
+    tokens = torch.zeros(len(edit_sets), len(prompts), dtype=torch.long)
+
+    def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+        tokens[index, rows] = logits.argmax(1).cpu()
+
+    prompt, query = (prompts.column(name) for name in ("prompt", "query_pos"))
+    run_edited(model, prompts, edit_sets, prompt=prompt, query=query, on_logits=keep)
+    subject, type_ = (prompts.latent[name][:, -1] for name in ("subject", "type"))
     facts = torch.from_numpy(world.facts)
     return [
         {"layer": layer, "place": name, "match": match, "value": float(correct.mean())}
-        for (layer, name), predicted in zip(keys, predictions, strict=True)
-        for match, correct in recall_matches(predicted.argmax, *query, facts).items()
+        for (layer, name), predicted in zip(keys, tokens, strict=True)
+        for match, correct in recall_matches(predicted, subject, type_, facts).items()
     ]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.ablate import ablation_baseline, change
+from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.patch import EVERYWHERE, patch_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
@@ -34,10 +34,9 @@ from align_circuits.papers.recall.figures.gpt2_models import (
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_with_edits
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Table
-
-DIRECTIONS = ("denoise", "noise")
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,12 @@ def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
     """
     groups = token_groups(clean) | {EVERYWHERE: clean.mask}
     frames: list[Any] = []
-    for direction in DIRECTIONS:
-        pair: dict[str, Any] = {"clean": clean, "corrupted": corrupted, "direction": direction}
+    for direction in ("denoise", "noise"):
+        pair = Pair(clean, corrupted, direction=direction)
         tables = [
-            patch_heads(model, **pair, sites=("z", "resid_post"), positions=groups),
-            patch_heads(model, **pair, sites=("resid_post",), heads=[(0, 0)], positions=last_demonstrations(clean)),
-            patch_heads(model, **pair, sites=("resid_pre",), heads=[(0, 0)]),
+            patch_heads(model, pair, sites=("z", "resid_post"), positions=groups),
+            patch_heads(model, pair, sites=("resid_post",), heads=[(0, 0)], positions=last_demonstrations(clean)),
+            patch_heads(model, pair, sites=("resid_pre",), heads=[(0, 0)]),
         ]
         frames += [table.where(kind="all").frame.assign(edit=direction) for table in tables]
     frames.append(_ablated(model, clean, groups))
@@ -115,15 +114,16 @@ def _ablated(model: Any, clean: Prompts, groups: Mapping[str, Bool[Tensor, "prom
     edit_sets: list[list[Edit]] = [
         [Ablate([head], how="mean", reference=baseline, positions=groups[name])] for head, name in keys
     ]
-    (intact, *ablated), _ = predict_with_edits(model, clean, [[], *edit_sets])
-    rows = [
-        {"edit": "none", "site": "none", "layer": None, "positions": "clean", "metric": metric, "value": value.mean()}
-        for metric, value in zip(("accuracy", "log_prob"), intact.by_target(), strict=True)
-    ]
-    for ((layer, _), name), predicted in zip(keys, ablated, strict=True):
-        where = {"edit": "ablate", "site": "z", "layer": layer, "positions": name}
-        changes = zip(("log_prob", "accuracy"), change(intact, predicted), strict=True)
-        rows += [{**where, "metric": metric, "value": value.mean()} for metric, value in changes]
+    targets = TargetMetrics.of(clean, ("accuracy", "log_prob"))
+    values, _ = targets.measure_edited(model, [[], *edit_sets])
+    rows: list[dict[str, Any]] = []
+    for metric, (intact, *ablated) in zip(targets.metrics, values, strict=True):
+        own = {"edit": "none", "site": "none", "layer": None, "positions": "clean", "value": intact.mean()}
+        changes = [
+            {"edit": "ablate", "site": "z", "layer": layer, "positions": name, "value": (after - intact).mean()}
+            for ((layer, _), name), after in zip(keys, ablated, strict=True)
+        ]
+        rows += [{**row, "metric": metric} for row in (own, *changes)]
     return pd.DataFrame(rows)
 
 
@@ -148,13 +148,13 @@ def _check(table: Table) -> list[Check]:
             ("noise", -1, "and takes it away where it comes from demonstrations of another type"),
             ("ablate", -1, "and so does its mean over types"),
         ):
-            changes = (
+            layer_2, layer_1 = (
                 sign * change_of(kind=kind, edit=edit, site="z", layer=layer, positions="query") for layer in (1, 0)
             )
             measure = "gain" if sign > 0 else "loss"
             checks.append(
                 Claim(f"{after}, {claim} ({measure} of exact match, held-out)").at_least(
-                    0.5, *changes, "layer-1 attention there"
+                    0.5, layer_2, layer_1, "layer-1 attention there"
                 )
             )
         between = {"kind": kind, "edit": "denoise", "site": "resid_post", "layer": 0}

@@ -24,8 +24,8 @@ from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, 
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict_with_edits
 from align_circuits.run.forward_pass import capture
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Table
 
 SITES: tuple[Site, ...] = ("pattern", "v", "z")
@@ -103,10 +103,10 @@ def swapped(receiver: Any, donor: Any, prompts: Prompts) -> list[dict[str, Any]]
     edit_sets: list[list[Edit]] = [
         [] if layer is None else [Patch([(layer, head)], site=site, values=activations)] for site, layer, head in keys
     ]
-    predictions, _ = predict_with_edits(receiver, prompts, edit_sets)
+    (accuracy,), _ = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(receiver, edit_sets)
     return [
-        {"site": site, "layer": layer, "head": head, "value": float(predicted.by_target()[0].mean())}
-        for (site, layer, head), predicted in zip(keys, predictions, strict=True)
+        {"site": site, "layer": layer, "head": head, "value": float(correct.mean())}
+        for (site, layer, head), correct in zip(keys, accuracy, strict=True)
     ]
 
 
@@ -146,9 +146,11 @@ def _check(table: Table) -> list[Check]:
             ),
             ("pt", f"the finetuned {key} is enough: with it the pretrained model recalls in context", "gain"),
         ):
-            changes = (change(model, receiver, "z", part) for part in (key, other))
+            measured, control = (change(model, receiver, "z", part) for part in (key, other))
             checks.append(
-                Claim(f"{model}: {claim} ({measure} of exact match, held-out)").at_least(0.5, *changes, f"the {other}")
+                Claim(f"{model}: {claim} ({measure} of exact match, held-out)").at_least(
+                    0.5, measured, control, f"the {other}"
+                )
             )
     attention, values = (change("attention-only", "ft", site, "relation head") for site in ("pattern", "v"))
     checks.append(

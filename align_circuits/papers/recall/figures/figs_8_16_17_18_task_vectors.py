@@ -32,7 +32,7 @@ from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import predict
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Table
 
 SITES = {(layer, site): f"blocks.{layer}.hook_{site}" for layer in (0, 1) for site in ("attn_out", "resid_post")}
@@ -127,8 +127,8 @@ def _clusters(
     rng = torch.Generator().manual_seed(seed)
     for t in demos:
         groups = by_type(setup.demonstrations(seed, "icl", held_out=True, n_demos=t), contexts, seed)
-        correct = np.concatenate([predict(model, prompts)[0].by_target()[0] for prompts in groups])
-        rows.append({"demos": t, "metric": "exact", "value": float(correct.mean())})
+        correct = [TargetMetrics.of(prompts, ("accuracy",)).measure(model)[0] for prompts in groups]
+        rows.append({"demos": t, "metric": "exact", "value": float(np.concatenate(correct, 2).mean())})
         activations = [representations(model, prompts, list(SITES.values())) for prompts in groups]
         for (layer, site), name in SITES.items():
             vectors = torch.stack([group[name] for group in activations])
@@ -163,8 +163,10 @@ def _steering(
         shift = torch.arange(len(prompts)) % (world.n_types - 1) + 1
         target = (type_ + shift) % world.n_types
         answers = {"original": facts[type_, subject], "target": facts[target, subject]}
-        ranks = steer(model, prompts, 1, vectors[type_], vectors[target], answers, betas).where(metric="rank").frame
-        columns: Any = ["beta", "answer", "metric", "value"]
+        ranks: Any = (
+            steer(model, prompts, 1, vectors[type_], vectors[target], answers, betas).where(metric="rank").frame
+        )
+        columns = ["beta", "answer", "metric", "value"]
         rows += [{"queries": queries, **row} for row in ranks[columns].to_dict("records")]
     return rows
 

@@ -302,9 +302,9 @@ def _checks(table: Table, positions: str) -> Iterator[Check]:
         where = {"stage": stage, "sequences": "in context", "metric": "exact"}
         return table.where(positions=positions, **where).frame["value"].to_numpy(float)
 
-    for claim, role, where, measured, control, control_is in _OF_HEADS:
-        values = (_of(table, role, positions, **where, **keys) for keys in (measured, control))
-        yield Claim(f"{name}: {claim}").at_least(0.8, *values, control_is)
+    for claim, role, where, own_keys, control_keys, control_is in _OF_HEADS:
+        measured, control = (_of(table, role, positions, **where, **keys) for keys in (own_keys, control_keys))
+        yield Claim(f"{name}: {claim}").at_least(0.8, measured, control, control_is)
     for stage, sequences, role in (
         ("pretrained", "pretraining", "subject"),
         ("pretrained", "pretraining", "relation"),
