@@ -259,10 +259,10 @@ def test_localization(tmp_path):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
     models = [ac.planted_circuit(task, seed=3, n_layers=4).to(device) for device in DEVICES]
     here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
-    assert here.heads_by_role == there.heads_by_role and here.found
+    assert here.heads_by_role == there.heads_by_role and here.named_heads
     alike(here.table, there.table)
     alike(here.group_ablations, there.group_ablations)
-    assert there.save(tmp_path).is_file()
+    assert ac.report.save_localization(there, tmp_path).is_file()
 
 
 def test_localization_from_the_command_line(folder, tmp_path):

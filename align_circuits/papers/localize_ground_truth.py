@@ -60,7 +60,7 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
     for role, heads in localization.heads_by_role.items():
         true = {head for head, kind in model.kinds.items() if ("lookup" if kind == "backup" else kind) == role}
         grid = localization.table.where(role=role, metric="score").grid("score")
-        scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= localization.thresholds["score"])}
+        scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= localization.thresholds.score)}
         sets = {"true": true, "named": heads, "both": true & set(heads), "scored": scored, "scored true": true & scored}
         rows.append({"role": role, **{name: len(members) for name, members in sets.items()}})
     return rows

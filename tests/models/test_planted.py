@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformer_lens import head_detector, patching
 
-from align_circuits.models.planted.model import DECOYS, ROLES, planted_circuit
+from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
 from align_circuits.models.planted.transformer import HandBuilt
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -174,7 +174,7 @@ class TestHeads:
             assert all(kinds[kind] == 1 for kind in once - {"random"})
             assert sum(kinds.values()) == len(model.roles) == model.cfg.n_layers * model.cfg.n_heads
             assert kinds["inert"] + kinds["random"] == len(model.roles) - len(once) + 1
-            assert all(model.roles[place] == ROLES[kind] for place, kind in model.kinds.items())
+            assert all(model.roles[place] == ROLE_OF_KIND[kind] for place, kind in model.kinds.items())
             layer = {kind: place_of(model, kind)[0] for kind in once - {"random"}}
             assert layer["boundary"] < layer["previous"] < layer["align_key"] < layer["lookup"] == layer["backup"]
             assert layer["align_query"] == layer["align_key"] and layer["diffuse"] < layer["lookup"]

@@ -17,7 +17,7 @@ from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run import edited_runs as module
+from align_circuits.run import batching as module
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {

@@ -1,5 +1,7 @@
 """Both engines beside each other, beside Hugging Face, and beside themselves in other batches."""
 
+from typing import Any
+
 import pytest
 import torch
 from frozen import unchecked
@@ -10,7 +12,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
-from align_circuits.run import forward_pass as engine
+from align_circuits.run import batching
 from align_circuits.run.forward_pass import forward
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
@@ -30,7 +32,7 @@ def some_rows(prompts):
     return prompts.column("prompt")[keep], prompts.column("query_pos")[keep]
 
 
-def run(model, prompts, rows=None, engine="auto", batch_size="auto", **arguments):
+def run(model, prompts, rows=None, engine: Any = "auto", batch_size: Any = "auto", **arguments):
     """Returns the pattern [layer row head pos], the logits [row d_vocab] and the engine that ran."""
     prompt, query = rows or some_rows(prompts)
     config = model.cfg
@@ -219,7 +221,7 @@ def test_native_bridge_runs_by_reference(prompts):
     assert one[2] == "reference"
     torch.testing.assert_close(many[:2], one[:2], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="the fast engine cannot run this model"):
-        choose(model, "fast")
+        run(model, prompts, engine="fast")
 
 
 class Bare(HookedRootModule):
@@ -301,4 +303,4 @@ def test_dropout_is_off_and_every_module_keeps_its_mode(random_hf_model, prompts
 
 def test_batches_on_the_cpu_are_small(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
-    assert engine._fitting_size(model, prompts, torch.device("cpu"), "fast") == engine.CPU_TOKENS // 20
+    assert batching.fitting_prompts(model, prompts, torch.device("cpu"), "fast") == batching.CPU_TOKENS // 20

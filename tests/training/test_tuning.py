@@ -18,8 +18,8 @@ import align_circuits as ac
 from align_circuits.models.protocol import parameters_of
 from align_circuits.prompts.prompts import Role
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.training.probe import WATCHED
-from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _Data, tune
+from align_circuits.training.probe import PROBED_METRICS
+from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
 
@@ -104,7 +104,7 @@ def test_only_the_asked_for_matrices_are_tuned(llama, tmp_path, config, expected
     assert tuned == expected
     assert all(4 in value.shape for value in adapter.values())
     assert any(bool(value.any()) for name, value in adapter.items() if "lora_B" in name)
-    checkpoint = load_file(tmp_path / "training" / "checkpoint-0.safetensors")
+    checkpoint = load_file(tmp_path / "training" / "checkpoint.safetensors")
     assert all("lora" in name for name in checkpoint if name.startswith(("model.", "optimizer.")))
 
 
@@ -134,7 +134,7 @@ def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, monkeypatch):
 def test_the_loss_is_that_of_the_papers_equations(llama):
     """Beside a loop over prompts and positions, with all logits."""
     for config in (QUICK, replace(QUICK, loss_on="all")):
-        data = _Data.of(llama, TASK, config, seed=3)
+        data = _TuningData.of(llama, TASK, config, seed=3)
         batch = data.batch(1, 7)
         prompts = TASK.sample(2, llama.tokenizer, 7)
         wanted = []
@@ -148,17 +148,17 @@ def test_the_loss_is_that_of_the_papers_equations(llama):
         assert len(wanted) == 2 * 4 * (4 if config.loss_on == "all" else 1)
         loss = sys.modules["align_circuits.training.tuning"]._loss(llama.original_model, batch)
         assert loss.item() == pytest.approx(np.mean(wanted), abs=1e-5)
-    single = _Data.of(llama, FIXED, TuneConfig(method="standard"), seed=0).batch(1, 7)
+    single = _TuningData.of(llama, FIXED, TuneConfig(method="standard"), seed=0).batch(1, 7)
     assert single[0].shape == (16, 1 + 2 + 1 + 4 - 1), "x:y alone, without context, sixteen at a time"
-    assert _Data.of(llama, TASK, TuneConfig(), seed=0).batch(1, 7)[0].shape[0] == 1
+    assert _TuningData.of(llama, TASK, TuneConfig(), seed=0).batch(1, 7)[0].shape[0] == 1
 
 
 @pytest.mark.parametrize("method", ["ica", "standard"])
 def test_a_finite_set_of_examples(llama, method):
-    config = replace(QUICK, method=method, pool=6)
-    data = _Data.of(llama, FIXED, config, seed=0)
-    assert data.pool is not None
-    known = {tuple(row[1:]) for row in data.pool.tokens.tolist()}
+    config = replace(QUICK, method=method, dataset_size=6)
+    data = _TuningData.of(llama, FIXED, config, seed=0)
+    assert data.dataset is not None
+    known = {tuple(row[1:]) for row in data.dataset.tokens.tolist()}
     width = len(next(iter(known)))
     for seed in range(20):
         ids, positions, gold = data.batch(1, seed)
@@ -185,8 +185,8 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
             probe = tuned.table.where(step=step, ood=ood)
-            heads: Any = ac.score_heads(model, prompts, list(WATCHED)).frame
-            mine: Any = probe.where(metric=list(WATCHED)).frame
+            heads: Any = ac.score_heads(model, prompts, list(PROBED_METRICS)).frame
+            mine: Any = probe.where(metric=list(PROBED_METRICS)).frame
             pd.testing.assert_frame_equal(mine[keys], heads[keys])
             np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
             right = ac.evaluate(model, prompts)
@@ -236,13 +236,13 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
     rest = run(llama, config=config, out=tmp_path / "killed")
-    assert len(steps) == 3, "finished steps were executed again"
+    assert len(steps) == 4, "it did not go on from the probe at step 2"
     pd.testing.assert_frame_equal(whole.log, rest.log)
     pd.testing.assert_frame_equal(whole.table.frame, rest.table.frame)
     one, other = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "killed"))
     assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
     again = run(llama, config=config, out=tmp_path / "killed")
-    assert len(steps) == 3 and again.table.frame.equals(whole.table.frame)
+    assert len(steps) == 4 and again.table.frame.equals(whole.table.frame)
     with pytest.raises(ValueError, match="holds another run"):
         run(llama, config=replace(config, lr=1e-3), out=tmp_path / "killed")
 
@@ -305,7 +305,7 @@ def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, 
         ({"method": "standard", "loss_on": "all"}, "leave it out"),
         ({"steps": 0}, "at least 1"),
         ({"batch": 0}, "batch=0"),
-        ({"pool": 0}, "pool=0"),
+        ({"dataset_size": 0}, "dataset_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"alpha": 0.0}, "alpha=0.0"),
         ({"projections": ("qkv",)}, "no projection 'qkv'"),
@@ -336,9 +336,9 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name, known):
     [
         (TASK, {"method": "standard"}, "automata='task', or tune with method='ica'"),
         (replace(TASK, n_examples=0), {}, "n_examples is 0"),
-        (TASK, {"pool": 8}, "automata='task'"),
-        (FIXED, {"pool": 3}, "a pool of 3 examples, but 4"),
-        (FIXED, {"method": "standard", "pool": 8, "batch": 16}, "a pool of 8 examples, but 16"),
+        (TASK, {"dataset_size": 8}, "automata='task'"),
+        (FIXED, {"dataset_size": 3}, "a finite dataset of 3 examples, but 4"),
+        (FIXED, {"method": "standard", "dataset_size": 8, "batch": 16}, "a finite dataset of 8 examples, but 16"),
         (TASK, {"layers": 3}, "layers 0 to 2"),
         (replace(TASK, n_examples=30), {}, "context is 64"),
     ],

@@ -48,9 +48,9 @@ def _sizes(ica: Arm, standard: Arm, sizes: Sequence[int]) -> tuple[Arm, ...]:
     arms = []
     for n in sizes:
         batch = min(n, int(standard.config["batch"]))
-        arms.append(replace(ica, name=_named("ICA-Tune", n), config={**ica.config, "pool": n}))
+        arms.append(replace(ica, name=_named("ICA-Tune", n), config={**ica.config, "dataset_size": n}))
         arms.append(
-            replace(standard, name=_named("standard", n), config={**standard.config, "pool": n, "batch": batch})
+            replace(standard, name=_named("standard", n), config={**standard.config, "dataset_size": n, "batch": batch})
         )
     return tuple(arms)
 

@@ -18,7 +18,7 @@ from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.training.probe import WATCHED
+from align_circuits.training.probe import PROBED_METRICS
 from align_circuits.training.tuning import TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
@@ -35,7 +35,6 @@ TOY: Mapping[str, Any] = {
     "projections": ("q", "k", "v", "o"),
     "probe_every": 5,
     "probe_prompts": 10,
-    "checkpoint_every": 20,
 }
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
@@ -175,7 +174,11 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             drawn = changed.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
             right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
-            heads = score_heads(model, drawn, [*WATCHED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
+            heads = (
+                score_heads(model, drawn, [*PROBED_METRICS, *ATTENDED])
+                .heads()
+                .frame.assign(kind="all", predictor="model")
+            )
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
     return pd.concat(frames, ignore_index=True)[columns]
@@ -216,7 +219,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
 
     Returns:
         Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `WATCHED`, these in distribution), kind, layer (of heads), and `of`: `"model"`, `"best head"`, or
+        `PROBED_METRICS`, these in distribution), kind, layer (of heads), and `of`: `"model"`, `"best head"`, or
         `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
@@ -259,7 +262,7 @@ def emerged(frame: Any) -> pd.DataFrame:
     rows = []
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
-        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in WATCHED)):
+        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED_METRICS)):
             if metric in set(run["metric"]):
                 when = emergence(table, metric, kind=kind, ood=False, offset=None)
                 step = when.where(measure="step").frame["value"].iloc[0]

@@ -232,7 +232,7 @@ def test_standard_tuning_reads_no_more_examples_than_there_are():
     arms = _sizes(Arm("ICA-Tune", task, SMOKE, (0,)), standard, (20, 800))
     batches = {arm.name: TuneConfig(**arm.config).batch for arm in arms}
     assert batches == {"ICA-Tune, N = 20": 2, "standard, N = 20": 20, "ICA-Tune, N = 800": 2, "standard, N = 800": 88}
-    assert {TuneConfig(**arm.config).pool for arm in arms} == {20, 800}
+    assert {TuneConfig(**arm.config).dataset_size for arm in arms} == {20, 800}
 
 
 @pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10])

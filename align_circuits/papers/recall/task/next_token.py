@@ -1,17 +1,19 @@
 """Which tokens may come next at each position of pretraining sequences, in a world with relation tokens."""
 
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.papers.recall.task.sequences import FactsTask
+from align_circuits.papers.recall.task.sequences import HEAD_ROLES, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.task import Task
 
 PLACES = ("subject", "before relation", "last before relation", "after relation", "separator", "attribute")
 """The kinds of the next token: the subject; a slot before the relation token; the last such slot, which must hold it; a
@@ -52,7 +54,7 @@ def allowed_after(
 
 
 @dataclass(frozen=True)
-class SlotsTask:
+class SlotsTask(Task):
     """Text about one subject that ends within the grammar of its last fact; every token that may come next is correct.
 
     The relation is `mark`: from the last token to the nearest subject or relation token, which determines whether a
@@ -69,6 +71,9 @@ class SlotsTask:
     (['s4 g0 r1 '], [2])
     """
 
+    roles: ClassVar = {"mark": HEAD_ROLES["mark"]}
+    target_name: ClassVar = "The answer"
+
     world: RecallWorld
     n_facts: int = 5
     """N_tr, the subsequences."""
@@ -84,11 +89,12 @@ class SlotsTask:
     def _facts(self) -> FactsTask:
         return FactsTask(self.world, self.n_facts, self.grammar_len, p_grammar=0.0)
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
         """Draws prompts, padded on the left.
 
         Args:
             n: Their number.
+            tokenizer: Unused, as a world has token ids of its own.
             seed: Of the prompts.
         """
         world, tokens = self.world, self._facts.batch(seed, n)[0]

@@ -32,5 +32,5 @@ def type_ceiling(world: RecallWorld, grammar_len: int, n: int, seed: int = 0) ->
 
     Its mean is the highest accuracy that S = `grammar_len` tokens allow; 1 / L where they are uninformative.
     """
-    prompts = FactsTask(world, 1, grammar_len, p_grammar=0.0).sample(n, seed)
+    prompts = FactsTask(world, 1, grammar_len, p_grammar=0.0).sample(n, seed=seed)
     return type_posterior(world, prompts.tokens[:, 1:].numpy()).max(1)

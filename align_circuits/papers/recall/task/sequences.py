@@ -1,7 +1,8 @@
 """Sequences about a `RecallWorld`: facts of one subject (pretraining), and facts of one type (demonstrations)."""
 
+from abc import abstractmethod
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,17 @@ from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.task import Task, exchanged
+
+HEAD_ROLES = {
+    "subject": "attends to the subject, wherever it stands",
+    "query_subject": "attends to the last mention of the subject",
+    "relation": "attends to the token that announces the requested type",
+    "same_type": "attends to attributes of the requested type",
+    "grammar": "attends to the grammar tokens of the requested fact",
+    "mark": "attends to the nearest subject or relation token",
+}
+"""The relations that a head can be named for on these tasks, each with what such a head does."""
 
 IGNORED = -100
 """The label of a token without loss; PyTorch's cross-entropy leaves it out."""
@@ -28,8 +40,44 @@ Predicted = Literal["all", "last"]
 """Which tokens have a label in a batch: every next one, or the last attribute alone."""
 
 
+class _FactSequences(Task):
+    """What both tasks share: prompts of the drawn sequences, and training batches."""
+
+    roles: ClassVar = HEAD_ROLES
+    references: ClassVar = ("chance",)
+    target_name: ClassVar = "The answer"
+    name: ClassVar[str]
+    world: RecallWorld
+
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
+        """Draws prompts that end where the last attribute comes next; see `RELATIONS`.
+
+        Args:
+            n: Their number; more prompts of a seed begin with the same ones.
+            tokenizer: Unused, as a world has token ids of its own.
+            seed: Of the prompts.
+        """
+        drawn = self._draw(n, Rng(_seed(n, seed), self.name))
+        return _prompts(self.world, drawn, {"name": self.name, "config": asdict(cast(Any, self)), "seed": seed})
+
+    def batch(
+        self, seed: int, n: int, predict: Predicted = "all"
+    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
+        drawn = self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last")
+        return _batch(self.world, drawn, predict)
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:  # noqa: ARG002 - nothing is drawn
+        """Returns prompts and others of the same length: the whole prompt is exchanged, not its subject alone."""
+        return exchanged(prompts)
+
+    @abstractmethod
+    def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":
+        """Draws sequences; with `ends`, the last subsequence states a fact."""
+
+
 @dataclass(frozen=True)
-class FactsTask:
+class FactsTask(_FactSequences):
     """PT: subsequences about one subject, each of a type of its own: subject, S grammar tokens, attribute.
 
     `s g ... g a [sep] s g ... g a ...`, N_tr subsequences and no separator at the end; in a world with relation tokens
@@ -47,6 +95,7 @@ class FactsTask:
     ['s2 g1 g3 g5 a0.0 [sep] s2 g2 g0 g2 ']
     """
 
+    name: ClassVar = "facts"
     world: RecallWorld
     n_facts: int = 5
     """N_tr, the subsequences."""
@@ -69,17 +118,7 @@ class FactsTask:
         """The tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_len]), self.n_facts).item()
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
-        """Draws prompts that end where the last attribute comes next; see `RELATIONS`.
-
-        Args:
-            n: Their number; more prompts of a seed begin with the same ones.
-            seed: Of the prompts.
-        """
-        drawn = self._draw(n, Rng(_seed(n, seed), "facts"))
-        return _prompts(self.world, drawn, {"name": "facts", "config": asdict(self), "seed": seed})
-
-    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
         """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
         - `"subject"`: at every occurrence the subject becomes another with another answer, and its attributes with it.
@@ -95,12 +134,6 @@ class FactsTask:
         """
         return _corrupt(self.world, prompts, kind, seed, one_subject=True)
 
-    def batch(
-        self, seed: int, n: int, predict: Predicted = "all"
-    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
-        return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last"), predict)
-
     def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":
         world, shape = self.world, (n, self.n_facts)
         subject = np.repeat(_below(rng, "subject", (n, 1), world.n_subjects), self.n_facts, 1)
@@ -114,7 +147,7 @@ class FactsTask:
 
 
 @dataclass(frozen=True)
-class DemonstrationsTask:
+class DemonstrationsTask(_FactSequences):
     """ICL and ICL+Grm: facts of one type about several subjects; the attribute of the last is the target.
 
     `s a [sep] s a [sep] ... s` (in a world with relation tokens `s [sep] a s [sep] a ... s [sep]`); with grammar,
@@ -133,6 +166,7 @@ class DemonstrationsTask:
     (['s7 a1.2 [sep] s10 a1.1 [sep] s0 '], [1, 4])
     """
 
+    name: ClassVar = "demonstrations"
     world: RecallWorld
     n_demos: int = 16
     """N, the demonstrations before the query, from 0 up."""
@@ -159,17 +193,7 @@ class DemonstrationsTask:
         """The most tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_lens[1]]), self.n_demos + 1).item()
 
-    def sample(self, n: int, seed: int = 0) -> Prompts:
-        """Draws prompts that end where the last attribute comes next; see `RELATIONS`.
-
-        Args:
-            n: Their number; more prompts of a seed begin with the same ones.
-            seed: Of the prompts.
-        """
-        drawn = self._draw(n, Rng(_seed(n, seed), "demonstrations"))
-        return _prompts(self.world, drawn, {"name": "demonstrations", "config": asdict(self), "seed": seed})
-
-    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
+    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
         """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
 
         - `"subject"`: the query subject becomes another whose answer differs; its other occurrences stay.
@@ -185,13 +209,7 @@ class DemonstrationsTask:
         """
         return _corrupt(self.world, prompts, kind, seed, one_subject=False)
 
-    def batch(
-        self, seed: int, n: int, predict: Predicted = "all"
-    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
-        return _batch(self.world, self._draw(n, Rng(_seed(n, seed), "training")), predict)
-
-    def _draw(self, n: int, rng: Rng) -> "_Drawn":
+    def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":  # noqa: ARG002 - all subsequences state facts
         world, parts = self.world, self.n_demos + 1
         shown = np.array(world.subject_ids if self.subjects is None else self.subjects)
         queries = shown if self.query_subjects is None else np.array(self.query_subjects)

@@ -25,8 +25,8 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 - `slots`: which slot of a subsequence comes next. As printed it depends on the last separator's distance, which the
   first subsequence lacks, and the window of the current relation also holds late ones of the subsequence before.
   Corrected, grammar and relation tokens attend to the nearest subject or relation token, and the subject head writes
-  the separator when a subject stands S tokens back; the relation head writes after separators only; and before the relation
-  token, relation tokens have higher logits than grammar tokens, so that the last slot gets one.
+  the separator when a subject stands S tokens back; the relation head writes after separators only; and before the
+  relation token, relation tokens have higher logits than grammar tokens, so that the last slot gets one.
 """
 
 
