@@ -79,6 +79,6 @@ def test_slots_know_what_may_come():
         assert prompts.targets["token"][row] in accepted
         key = prompts.relations["mark"].keys_of(row)[0]
         assert tokens[key] in relations if has_relation else key == len(tokens) - len(own)
-    assert ac.evaluate(BEFORE, prompts).where(metric="accuracy", kind="all", offset=-1).frame["value"].item() == 1
+    assert ac.evaluate(BEFORE, prompts).where(metric="accuracy", kind="all", offset=None).frame["value"].item() == 1
     with pytest.raises(ValueError, match="no slots"):
         SlotsTask(RecallWorld.small())
