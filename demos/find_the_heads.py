@@ -87,7 +87,7 @@ damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
 # %%
 prompts = task.sample(16, circuit.tokenizer, seed=5)
 corrupted = task.corrupt(prompts, "query", seed=5)
-effects = ac.patch_heads(circuit, clean=prompts, corrupted=corrupted, heads=found.found, direction="denoise")
+effects = ac.patch_heads(circuit, ac.Pair(prompts, corrupted, direction="denoise"), heads=found.found)
 ac.plots.head_map(effects.where(kind="first", metric="log_prob"), "log_prob", "Denoising: first tokens", unit="nats")
 
 # %%

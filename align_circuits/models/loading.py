@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.protocol import HookedModel, parameters_of
 
@@ -264,12 +265,11 @@ def _tokenizer(given: Any, *folders: Path) -> PreTrainedTokenizerBase | None:
 
 def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
     """Wraps a Hugging Face model, in place."""
-    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
 
     _check_architecture(type(model).__name__)
     modules = dict(model.named_modules())
-    if any(isinstance(module, GeneralizedComponent) for module in modules.values()):
+    if any(compat.without_bridge(module) is not module for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
     if getattr(model.config, "scale_attn_weights", True) is False:
         raise ValueError("scale_attn_weights=False: TransformerLens scales attention all the same and would be wrong")

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from align_circuits.files import writable_folder
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
 from align_circuits.models.loading import BUNDLED
 
@@ -21,11 +22,9 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 def unwrapped(bridge: Any) -> PreTrainedModel:
     """A Hugging Face model with the bridge's weights, shared, and nothing of the bridge."""
-    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
-
     if reason := why_not_fast(bridge):
         raise ValueError(f"this model cannot be tuned: {reason}")
-    given = bridge.original_model
+    given = compat.wrapped(bridge)
     if any(hasattr(module, "base_layer") for module in given.modules()):
         raise ValueError("the model has an adapter already: merge it first (merge_and_unload) and load what that gives")
     frozen = {
@@ -36,11 +35,11 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
 
     def strip(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
-            inner: Any = child
-            while isinstance(inner, GeneralizedComponent):
-                inner = inner.original_component
-            if isinstance(inner, nn.Linear) and "bias" in inner._buffers:  # zeros, of the bridge's own
-                del inner._buffers["bias"]
+            inner = compat.without_bridge(child)
+            if isinstance(inner, nn.Linear) and "bias" in dict(
+                inner.named_buffers(recurse=False)
+            ):  # zeros, of the bridge's own
+                del inner.bias
                 inner.register_parameter("bias", None)
             setattr(module, name, inner)
             strip(inner)
@@ -58,7 +57,7 @@ def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrai
 
 def _name_of(bridge: Any) -> str:
     """By which name an adapter finds its base: one of the package, one on the hub, or a folder from anywhere."""
-    name, read = str(bridge.cfg.model_name), str(bridge.original_model.name_or_path)
+    name, read = str(bridge.cfg.model_name), str(compat.wrapped(bridge).name_or_path)
     place = next((Path(place) for place in (name, read) if Path(place).is_dir()), None)
     return name if name in BUNDLED or place is None or not Path(name).is_dir() else str(place.resolve())
 

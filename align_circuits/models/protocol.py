@@ -1,48 +1,24 @@
-"""What a model must offer: TransformerLens's hook interface, and nothing more."""
+"""Parameters and provenance of a model, and whether prompts fit it."""
 
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from align_circuits.hooks import compat
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
-
-
-@runtime_checkable
-class HookedModel(Protocol):
-    """A model with TransformerLens's hooks: a `TransformerBridge`, a `HookedTransformer`, a module of one's own.
-
-    A module of one's own derives from `transformer_lens.HookedRootModule` and names its hook points as TransformerLens
-    does, `blocks.{layer}.attn.hook_pattern` `[prompt head query key]` at the least.
-    """
-
-    cfg: Any
-    """`n_layers`, `n_heads`, `d_model`, `d_head`, `d_vocab`, `n_ctx`."""
-    hook_dict: Any
-    """The hook points by name."""
-
-    def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns logits `[prompt pos d_vocab]`; `attention_mask=` where prompts are padded on the left."""
-        ...
-
-    def hooks(self, fwd_hooks: Any = ..., *args: Any, **kwargs: Any) -> Any:
-        """A context manager that adds hooks, pairs of a name and a function."""
-        ...
-
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model with hooks and returns its logits."""
-        ...
 
 
 def parameters_of(model: HookedModel) -> dict[str, Tensor]:
     """Returns a model's parameters under Hugging Face's names, without the bridge's insertions."""
-    module = getattr(model, "original_model", model)
+    module = compat.wrapped(model)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"a {type(model).__name__} has no parameters to read: give a torch.nn.Module with TransformerLens hooks"
         )
-    return {name.replace("._original_component", ""): value.detach() for name, value in module.named_parameters()}
+    return {compat.parameter_name(name): value.detach() for name, value in module.named_parameters()}
 
 
 def device_of(model: HookedModel) -> torch.device:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks import replay
+from align_circuits.hooks import compat, replay
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run import edited_runs as module
+from align_circuits.run import batching
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
@@ -171,7 +171,7 @@ def test_replay_equals_the_reference_engine(models, case):
     expected, ran = logits_of(model, prompts, cells, rows, source=source, engine="reference")
     assert ran == "reference"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CPU_TOKENS", case.tokens)
+        patch.setattr(batching, "CPU_TOKENS", case.tokens)
         options = {"source": source, "batch_size": case.batch_size}
         found, ran = logits_of(model, prompts, cells, rows, engine=case.engine, **options)
     assert ran == "replay"
@@ -213,8 +213,8 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
     mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
-    expected = replay._fused(query, key, value, 0.3, mask if masked else None)
-    found = replay._plain(query, key, value, 0.3, mask if masked else None)
+    expected = compat.fused_attention(query, key, value, 0.3, mask if masked else None)
+    found = replay.plain_attention(query, key, value, 0.3, mask if masked else None)
     torch.testing.assert_close(found, tuple(expected))
 
 

@@ -10,7 +10,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
-from align_circuits.run import forward_pass as engine
+from align_circuits.run import batching
 from align_circuits.run.forward_pass import forward
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
@@ -301,4 +301,4 @@ def test_dropout_is_off_and_every_module_keeps_its_mode(random_hf_model, prompts
 
 def test_batches_on_the_cpu_are_small(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
-    assert engine._fitting_size(model, prompts, torch.device("cpu"), "fast") == engine.CPU_TOKENS // 20
+    assert batching.fitting_prompts(model, prompts, torch.device("cpu"), "fast") == batching.CPU_TOKENS // 20
