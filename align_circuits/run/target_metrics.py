@@ -179,7 +179,7 @@ class TargetMetrics:
 
     def _keep(
         self,
-        values: Float[ndarray, "metric row"],
+        values: Float[ndarray, "metric column"],
         columns: Int[Tensor, " row"],
         rows: Int[Tensor, " row"],
         logits: Tensor,
@@ -210,7 +210,7 @@ def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
 def means_by_prompt(
     prompts: Prompts,
     prompt: Int[ndarray, " target"],
-    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "row target"],
+    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "value target"],
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""

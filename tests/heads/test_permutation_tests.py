@@ -160,8 +160,8 @@ def attending(monkeypatch):
 
         monkeypatch.setattr(nulls, "forward", forward)
         heads = len(attention(0, 1))
-        unused = dict.fromkeys(("hook_dict", "hooks", "run_with_hooks", "__call__"))
-        return SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=heads), **unused)
+        unused: dict[str, Any] = dict.fromkeys(("hook_dict", "hooks", "run_with_hooks", "__call__"), print)
+        return type("Attending", (), unused | {"cfg": SimpleNamespace(n_layers=1, n_heads=heads)})()
 
     return make
 
