@@ -199,7 +199,7 @@ def test_intervals_and_engines(models, clean, corrupted):
     assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
     assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
     assert frame.set_index("kind")["n"].to_dict() == {"all": 24, "first": 12, "later": 12}
-    assert table.provenance.engine == "cone" and table.provenance.data["digest"] == clean.digest
+    assert table.provenance.engine == "replay" and table.provenance.data["digest"] == clean.digest
     assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
     for options in (ac.RunOptions("reference"), ac.RunOptions(batch_size=1)):
         other = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)], options=options)
@@ -211,10 +211,10 @@ def test_intervals_and_engines(models, clean, corrupted):
         for site in ("z", "q", "pattern")
     }
     assert ran == {
-        ("llama", "z"): "cone",
-        ("llama", "q"): "cone",
+        ("llama", "z"): "replay",
+        ("llama", "q"): "replay",
         ("llama", "pattern"): "fast",
-        ("gpt2", "z"): "cone",
+        ("gpt2", "z"): "replay",
         ("gpt2", "q"): "reference",
         ("gpt2", "pattern"): "fast",
     }

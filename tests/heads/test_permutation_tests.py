@@ -160,7 +160,8 @@ def attending(monkeypatch):
 
         monkeypatch.setattr(nulls, "forward", forward)
         heads = len(attention(0, 1))
-        return SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=heads))
+        unused: dict[str, Any] = dict.fromkeys(("hook_dict", "hooks", "run_with_hooks", "__call__"), print)
+        return type("Attending", (), unused | {"cfg": SimpleNamespace(n_layers=1, n_heads=heads)})()
 
     return make
 
