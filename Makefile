@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Waiting for each other, threads make small models slower.
 demos docs: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit check lint types demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-pythons check lint types demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --out runs/demo/planted
@@ -32,7 +32,11 @@ test-tl3: $(READY3)
 test-four-bit: $(READY4)
 	$(VENV4)/bin/python -m pytest tests/training/test_tuning.py -k four_bit
 
-check: lint types test test-tl3 test-four-bit demos docs wheel
+# The later Pythons that pyproject.toml promises, as far as they are installed here.
+test-pythons: $(READY)
+	sh tests/other_pythons.sh 3.12 3.13
+
+check: lint types test test-tl3 test-four-bit test-pythons demos docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .

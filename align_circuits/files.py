@@ -1,4 +1,4 @@
-"""Files are written whole or not at all."""
+"""Atomic writes: a file is written completely or not at all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from uuid import uuid4
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside `path` and renames it onto `path` when the block succeeds.
 
-    If the block raises, the temporary file is removed and whatever stood at `path` before still stands.
+    If the block raises, the temporary file is removed and the old file, if any, remains.
 
     Args:
         path: The file to write; its folder is made if missing.
@@ -41,9 +41,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """Returns `path` as a folder that can be written, or says at once why it cannot.
-
-    Call it before the work whose results go there, so that nobody waits for a result that cannot be kept.
+    """Returns `path` as a folder that can be written. Call it before the work whose results it will hold.
 
     Raises:
         ValueError: `path` is a file, or cannot be created or written.

@@ -1,7 +1,7 @@
 """Steps a second of `train` beside a plain minGPT-style loop: same model, same batches, interleaved in one run.
 
 The plain loop is minGPT's trainer without its data loader: forward, zero_grad, backward, clip, AdamW; no checkpoint,
-no log. `train` runs once with a checkpoint after every step (its default), once with nothing kept (`out=None`).
+no log. `train` runs once with a checkpoint after every step, once with nothing kept (`out=None`).
 
 A step's time is the median over the steps of a run; the ratio is the median over rounds.
 
@@ -83,7 +83,7 @@ def plain(device: str, steps: int, sample: Batches) -> nn.Module:
 
 def ours(device: str, steps: int, sample: Batches, out: str | None) -> nn.Module:
     """The same training by `train`."""
-    config = TrainConfig(steps, weight_decay=0.1)
+    config = TrainConfig(steps, weight_decay=0.1, checkpoint_every=1)
     return train(llama(device), sample, loss, config, out=out, progress=False).model
 
 

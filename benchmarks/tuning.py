@@ -36,7 +36,7 @@ import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.training import tuning
 from align_circuits.training.loop import _seeds
-from align_circuits.training.probe import Watch
+from align_circuits.training.probe import Probe
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=15)
 LR, R, ALPHA = 2e-4, 16, 8
@@ -85,7 +85,7 @@ def ours(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor]]
 
 def share_of_probes(vocab: int, batch: int, size: int | None) -> float:
     """Returns the part of the time that probes every 10 steps take: the last of two beside 10 mean steps."""
-    spent, real = [], Watch.take
+    spent, real = [], Probe.measure
 
     def timed(*given: Any) -> dict[str, float]:
         start = time.process_time()
@@ -95,9 +95,9 @@ def share_of_probes(vocab: int, batch: int, size: int | None) -> float:
 
     model = ac.load(llama(vocab), tokenizer=char_tokenizer())
     config = ac.TuneConfig(steps=10, batch=batch, lr=LR, r=R, alpha=ALPHA, probe_every=10, probe_prompts=size)
-    Watch.take, start = timed, time.process_time()
+    Probe.measure, start = timed, time.process_time()
     tuning.tune(model, TASK, config, progress=False)
-    whole, Watch.take = time.process_time() - start, real
+    whole, Probe.measure = time.process_time() - start, real
     return spent[-1] / (whole - spent[0])
 
 

@@ -43,7 +43,7 @@ ac.plots.accuracy(accuracy["standard"], "Standard prompts")
 
 # %% [markdown]
 # With the symbols written out, the model looks phrases up in the examples. Without them, the first token of a phrase is no better than the *history* ceiling, which a model
-# reaches that knows every automaton but never looks at the input. Later tokens follow from the letter before them and need less.
+# reaches that knows every automaton but never sees the input. Later tokens follow from the letter before them and need less.
 #
 # ## Its induction heads
 #
@@ -66,7 +66,7 @@ ac.score_heads(model, prompts["pre-aligned"]).top("lookup", 4)
 # %% [markdown]
 # ## No head aligns
 #
-# On standard prompts nobody attends, at the position that begins a phrase, to the symbol that the phrase translates. (Chance is 1/5; the best head is a little above it.)
+# On standard prompts no head attends, at the position that begins a phrase, to the symbol that the phrase translates. (Chance is 1/5; the best head is a little above it.)
 
 # %%
 aligned = ac.score_heads(model, prompts["standard"])

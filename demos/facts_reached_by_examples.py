@@ -24,8 +24,8 @@ from dataclasses import replace
 import torch
 
 import align_circuits as ac
-from align_circuits.papers.recall.attention_only import AttentionOnly, AttentionOnlyConfig
-from align_circuits.papers.recall.pretraining import FINETUNING, PRETRAINING, Stage, train_stage
+from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
 world = ac.RecallWorld(n_subjects=32, n_values=(4, 4, 4), n_grammar=6, div=None, relation_tokens=True)

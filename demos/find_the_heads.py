@@ -33,7 +33,7 @@ for role in ("align_query", "align_key", "lookup", "previous"):
     print(f"{role:12} named {sorted(found.heads(role))}   true {true}")
 
 # %% [markdown]
-# One decoy looks at gold as an aligner does and writes nothing. Its score is perfect, its p-value as small as an aligner's. What tells them apart is the ablation, in nats of the
+# One decoy attends to gold as an aligner does and writes nothing. Its score is perfect, its p-value as small as an aligner's. What tells them apart is the ablation, in nats of the
 # log-probability of the right letters.
 
 # %%
@@ -53,7 +53,8 @@ for head in (found.heads("align_query")[0], decoy):
 ac.plots.ablation(found.group_ablations, "First and later tokens with heads ablated")
 
 # %% [markdown]
-# `found.save("runs/first")` writes all of it, with a report that opens anywhere. What a named head looks at:
+# `ac.report.save_localization(found, "runs/first")` writes all of it, with a report that opens anywhere. What a named head
+# attends to:
 
 # %%
 ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query"), *found.heads("lookup")[:1]])
@@ -87,7 +88,7 @@ damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
 # %%
 prompts = task.sample(16, circuit.tokenizer, seed=5)
 corrupted = task.corrupt(prompts, "query", seed=5)
-effects = ac.patch_heads(circuit, ac.Pair(prompts, corrupted, direction="denoise"), heads=found.found)
+effects = ac.patch_heads(circuit, ac.Pair(prompts, corrupted), heads=found.named_heads)
 ac.plots.head_map(effects.where(kind="first", metric="log_prob"), "log_prob", "Denoising: first tokens", unit="nats")
 
 # %%

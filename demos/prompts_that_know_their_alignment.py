@@ -48,7 +48,7 @@ print(
 )
 
 # %% [markdown]
-# Two relations are about alignment, and they are different jobs. `align_query` asks from the position that is *about to write* a phrase, `align_key` from the letter
+# Two relations are about alignment, and they are different jobs. `align_query` has its query at the position that is *about to write* a phrase, `align_key` from the letter
 # itself, which becomes a key that later examples can find. `lookup` asks which earlier letters translate the same symbol.
 #
 # ## What does an accuracy mean?
@@ -81,7 +81,7 @@ ac.plots.head_map(scores, "lookup", "Attention to earlier letters of the same sy
 
 # %% [markdown]
 # The circuit was built by hand, with decoys beside it, and knows its true roles. Look at the heads that score high without being an aligner: one has an aligner's attention and writes
-# nothing. **A score is not a cause**: it says where a head looks, not whether the model uses it.
+# nothing. **A score is not a cause**: it says where a head attends, not whether the model uses it.
 
 # %%
 best = scores.top("align_query", 5).frame

@@ -27,7 +27,7 @@ prompts = task.sample(48, before.tokenizer, seed=0)
 prompts[0]
 
 # %% [markdown]
-# The first token of a phrase needs the alignment. Without it, nobody does better than the history ceiling, which knows every automaton and rules symbols out by what was written so far.
+# The first token of a phrase needs the alignment. Without it, no reader does better than the history ceiling, which knows every automaton and rules symbols out by what was written so far.
 
 # %%
 ac.plots.accuracy(ac.evaluate(before, prompts), "Before tuning")
@@ -42,7 +42,7 @@ after = ac.load("toy-llama-ica", dtype=torch.float32)
 ac.plots.accuracy(ac.evaluate(after, prompts), "After tuning in context")
 
 # %% [markdown]
-# Nothing told it what to align with what: the loss is that of the next token. Yet heads now look at the symbol that is about to be translated.
+# No label says what to align with what: the loss is that of the next token. Yet heads now attend to the symbol that is about to be translated.
 
 # %%
 metrics = ["align_query", "align_key", "lookup"]
@@ -56,8 +56,8 @@ ac.plots.head_maps(scores["after"] - scores["before"], metrics, "What tuning cha
 # %%
 corrupted = task.corrupt(prompts, "labels", seed=0)
 beyond = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=10, ood=True).sample(48, before.tokenizer, seed=0)
-for name, asked in {"as they are": prompts, "labels corrupted": corrupted, "out of distribution": beyond}.items():
-    first = ac.evaluate(after, asked).where(metric="accuracy", kind="first").frame.set_index("predictor")["value"]
+for name, batch in {"as they are": prompts, "labels corrupted": corrupted, "out of distribution": beyond}.items():
+    first = ac.evaluate(after, batch).where(metric="accuracy", kind="first").frame.set_index("predictor")["value"]
     print(f"{name:20} first token {first['model']:.2f}   history ceiling {first['history']:.2f}")
 
 # %% [markdown]

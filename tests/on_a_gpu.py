@@ -23,15 +23,14 @@ from align_circuits.heads.task_vectors import representations, steer, task_vecto
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.protocol import device_of, parameters_of
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.overrides import clamped_to_label, clamped_to_previous
-from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
-from align_circuits.papers.recall.pretraining import Stage, train_stage
-from align_circuits.papers.recall.small_gpt2 import small_gpt2
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.run.forward_pass import capture
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.tuning import TuneConfig, tune
@@ -262,10 +261,10 @@ def test_localization(tmp_path):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
     models = [ac.planted_circuit(task, seed=3, n_layers=4).to(device) for device in DEVICES]
     here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
-    assert here.heads_by_role == there.heads_by_role and here.found
+    assert here.heads_by_role == there.heads_by_role and here.named_heads
     alike(here.table, there.table)
     alike(here.group_ablations, there.group_ablations)
-    assert there.save(tmp_path).is_file()
+    assert ac.report.save_localization(there, tmp_path).is_file()
 
 
 def test_localization_from_the_command_line(folder, tmp_path):
@@ -374,19 +373,20 @@ def test_recall():
         alike(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("clamped", [clamped_to_previous, clamped_to_label, None], ids=["previous", "label", "free"])
-def test_ensembles(clamped):
-    """Trained, clamped, and measured with the progress measures; those that are free are reduced induction heads."""
-    places = 0 if clamped is None else 9
+@pytest.mark.parametrize("override", [attend_to_previous, attend_to_label, None], ids=["previous", "label", "free"])
+def test_ensembles(override):
+    """Trained and measured with overridden attention; without an override, reduced induction heads."""
+    places = 0 if override is None else 9
     tasks = [replace(EXEMPLARS, n_positions=places), replace(EXEMPLARS, n_positions=places, burst=3, zipf=1.0)]
     config = TrainConfig(4, lr=0.1, optimizer="sgd", clip=None, log_every=2)
     found = []
     for device in DEVICES:
         net: Any = InductionHead(InductionHeadConfig(6, tasks[0].d_in, d_hidden=7), [0, 1])
-        if clamped is not None:
+        if override is not None:
             net = ExemplarNet(ExemplarNetConfig(6, tasks[0].d_in, d_head=5, d_hidden=7, init=0.5), [0, 1])
         net = net.to(device)
-        hold = None if clamped is None else clamped(net, "all" if clamped is clamped_to_previous else True)
+        intervention = override and override(net, "all" if override is attend_to_previous else True)
         worlds = Worlds(tasks, [0, 1], device=device)
-        found.append(train_ensemble(net, worlds, config, batch_size=8, probe=16, progress=False, hold=hold).table.frame)
+        how: Any = {"batch_size": 8, "probe": 16, "intervention": intervention, "progress": False}
+        found.append(train_on_exemplars(net, worlds, config, **how).frame)
     alike(*found)

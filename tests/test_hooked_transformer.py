@@ -169,8 +169,8 @@ def test_localize(models):
     hooked, bridge = models
     ours, theirs = (ac.localize(model, TASK, n=16, seed=1, draws=2) for model in (hooked, bridge))
     assert ours.heads_by_role == theirs.heads_by_role
-    for name in ("table", "effects", "damage", "verdict"):
-        left, right = (getattr(found, name).frame for found in (ours, theirs))
+    for name in ("table", "patching_effects", "ablation_effects", "group_ablations"):
+        left, right = (getattr(result, name).frame for result in (ours, theirs))
         assert left["value"].to_numpy(dtype=float) == pytest.approx(
             right["value"].to_numpy(dtype=float), abs=2e-5, nan_ok=True
         )
@@ -180,5 +180,5 @@ def test_localize(models):
 def test_localize_finds_a_planted_circuit():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=3)
-    found = ac.localize(model, task, n=24, seed=1, draws=3)
-    assert set(found.found) == {head for head, role in model.roles.items() if role in found.heads_by_role}
+    result = ac.localize(model, task, n=24, seed=1, draws=3)
+    assert set(result.named_heads) == {head for head, role in model.roles.items() if role in result.heads_by_role}

@@ -30,16 +30,16 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
     """Raises unless the model can read the prompts.
 
     Raises:
-        ValueError: The prompts were written with another vocabulary, hold ids that the model does not have, or are
-            longer than its context.
+        ValueError: The prompts were written with another vocabulary, have token ids outside the model's vocabulary, or
+            are longer than its context.
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None and prompts.tokenizer_hash is not None:
-        own = vocabulary_hash(tokenizer)
-        if own != prompts.tokenizer_hash:
+        model_hash = vocabulary_hash(tokenizer)
+        if model_hash != prompts.tokenizer_hash:
             raise ValueError(
                 f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "
-                f"{own}): sample them with model.tokenizer"
+                f"{model_hash}): sample them with model.tokenizer"
             )
     tokens = prompts.tokens[prompts.mask]
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
@@ -56,10 +56,10 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what tells one model from another: name, shape, dtype, device and a hash of the weights.
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
 
-    The hash reads every weight once: for each tensor, the sum of its bits as integers (exact on any device, in any
-    order) and the bits of 1,024 evenly spaced entries (so that swapped heads differ too).
+    The hash reads every weight once. It is of each tensor's sum of bits as integers, which is exact on any device and
+    in any order, and of the bits of 1,024 evenly spaced entries, by which models with swapped heads differ.
     """
     parameters = parameters_of(model)
     first = next(iter(parameters.values()))

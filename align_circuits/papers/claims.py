@@ -1,13 +1,16 @@
-"""What an experiment is: a config for each scale, a table, figures, and checks that can fail."""
+"""What a paper claims beside what was measured, and the statistics that most checks rest on."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
+from jaxtyping import Bool, Float
+from numpy import ndarray
 
+from align_circuits.tables.intervals import binomial_interval, bootstrap
 from align_circuits.tables.tables import Table
 
 Scale = Literal["smoke", "cpu", "paper"]
@@ -78,39 +81,96 @@ class Check:
         }
 
 
-@runtime_checkable
-class Run(Protocol):
-    """Measures an experiment."""
-
-    def __call__(self, config: Any, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-        """Returns the table; cells that are finished in `folder` are not run again."""
-        ...
-
-
 @dataclass(frozen=True)
-class Experiment:
-    """A figure or table of a paper, reproducible by name."""
+class Claim:
+    """What a paper says, to be put beside what was measured.
 
-    name: str
-    """Such as `"icatune/fig3"`."""
-    title: str
-    source: str
-    """Author, year, figure."""
-    scales: Mapping[Scale, Any]
-    """A frozen config for each scale."""
-    run: Run
-    draw: Callable[[Table], Mapping[str, go.Figure]]
-    """From the table alone to figures by panel."""
-    check: Callable[[Table], list[Check]] = field(default=lambda _: [])
-    """From the table alone to the paper's claims."""
+        Claim("No head aligns (highest align_query)", "0.1").at_most(0.5, highest, of_planted, "a planted circuit")
+
+    Where values of seeds are given, their mean is meant (`over_seeds`).
+    """
+
+    text: str
+    """In words, with the statistic."""
     published: str = ""
-    """What the paper reports, in a sentence, beside which ours is read."""
-    compares_models: bool = False
-    """Whether it takes several models; the others measure one."""
-    makes_models: bool = False
-    """Whether it makes the models that it measures, or measures none: it takes no model."""
+    """The paper's own number, where it gives one."""
+
+    def at_least(self, threshold: float, measured: "Statistic", control: "Statistic", control_is: str) -> Check:
+        """Returns the check that a statistic reaches the threshold, and that on a control it does not."""
+        return self._check(">=", threshold, measured, control, control_is)
+
+    def at_most(self, threshold: float, measured: "Statistic", control: "Statistic", control_is: str) -> Check:
+        """Returns the check that a statistic stays at the threshold or below, and that on a control it does not."""
+        return self._check("<=", threshold, measured, control, control_is)
+
+    def _check(
+        self, relation: Literal[">=", "<="], threshold: float, measured: "Statistic", control: "Statistic", is_: str
+    ) -> Check:
+        value, other = (each if isinstance(each, Measured) else over_seeds(each) for each in (measured, control))
+        return Check(self.text, value, relation, threshold, other, is_, self.published)
 
 
 def checks_html(checks: Sequence[Check]) -> str:
     """Returns the checks as an HTML table."""
     return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)
+
+
+Statistic = Measured | Float[ndarray, " seed"]
+"""A number with its interval, or one number for each seed."""
+
+Part = TypeVar("Part")
+
+
+def mean_of(table: Table) -> Measured:
+    """Returns the mean of a table's independent rows, with the interval that their own intervals imply."""
+    value, low, high = (table.frame[column].to_numpy(dtype=float) for column in ("value", "low", "high"))
+    below, above = (float(np.linalg.norm(reach)) / len(table) for reach in (value - low, high - value))
+    return Measured(float(value.mean()), float(value.mean()) - below, float(value.mean()) + above)
+
+
+def difference_of(minuend: Table, subtrahend: Table) -> Measured:
+    """Returns the difference of two means of independent rows.
+
+    Rows measured on the same prompts, such as a model and its ceiling, mostly rise and fall together: for them the
+    interval is too wide, not too narrow.
+    """
+    left, right = mean_of(minuend), mean_of(subtrahend)
+    below = math.hypot(left.value - left.low, right.high - right.value)
+    above = math.hypot(left.high - left.value, right.value - right.low)
+    value = left.value - right.value
+    return Measured(value, value - below, value + above)
+
+
+def extreme_of(table: Table, *, highest: bool) -> Measured:
+    """Returns the row with the highest (else the lowest) value, with its own interval."""
+    value = table.frame["value"].to_numpy()
+    return _row(table, int(value.argmax() if highest else value.argmin()))
+
+
+def value_of(table: Table, **where: Any) -> Measured:
+    """Returns the first row where the key columns have the given values, with its own interval."""
+    return _row(table.where(**where), 0)
+
+
+def share_of(true: Bool[ndarray, " seed"]) -> Measured:
+    """Returns the share of seeds in which something is true, with its exact binomial interval."""
+    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)))
+
+
+def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
+    """Returns the mean over seeds with a 95% bootstrap interval; a seed without a value (NaN) is left out."""
+    weights = (~np.isnan(values)).astype(float)[None]
+    if not weights.any():
+        return Measured(float("nan"), float("nan"), float("nan"))
+    low, high = bootstrap(values[None], weights)
+    return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
+
+
+def both(statistic: Callable[[Part], Measured], part: Part, control: Part) -> tuple[Measured, Measured]:
+    """Returns a statistic of one part of a table, and the same of the control."""
+    return statistic(part), statistic(control)
+
+
+def _row(table: Table, place: int) -> Measured:
+    row = table.frame.iloc[place]
+    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))

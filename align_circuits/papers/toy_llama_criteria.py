@@ -1,8 +1,7 @@
 """What the bundled model must be able to do, and must not: a gap for in-context tuning to close."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,10 +9,10 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.accuracy import difference_of, extreme_of, mean_of, measure
-from align_circuits.papers.claims import Check, Experiment
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
+from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -48,23 +47,29 @@ class Criteria:
         ]
 
 
-def _run(config: Criteria, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    right = measure("accuracy", models, config.tasks, n=config.n, jobs=jobs, folder=folder)
-    scored = measure("scores", models, config.gap, n=config.n, jobs=jobs, folder=folder).heads()
-    frames = [right.frame, scored.where(metric="align_query").frame, *(_aligner(task) for task in config.gap)]
-    return Table(pd.concat(frames, ignore_index=True), right.provenance)
+def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
+    """Scores a circuit that does align, the control of "no head aligns"; the function of a job."""
+    seq2seq = Seq2SeqTask(**task)
+    model = planted_circuit(seq2seq)
+    return score_heads(model, seq2seq.sample(64, model.tokenizer), ["align_query"]).heads().frame
 
 
-def _aligner(arguments: Mapping[str, Any]) -> pd.DataFrame:
-    """The same scores of a circuit that does align: the control of "no head aligns"."""
-    task = Seq2SeqTask(**arguments)
-    model = planted_circuit(task)
-    scored = score_heads(model, task.sample(64, model.tokenizer), ["align_query"]).heads()
-    return scored.frame.assign(model=PLANTED, **arguments)
+def _jobs(config: Criteria, inputs: Inputs) -> list[Measurement]:
+    return [
+        *on_tasks(accuracy, inputs, config.tasks, n=config.n),
+        *on_tasks(head_scores, inputs, config.gap, n=config.n),
+        *(Measurement(planted_scores, {"task": task}, None, {"model": PLANTED, **task}) for task in config.gap),
+    ]
+
+
+def _summarize(_: Criteria, rows: Rows) -> pd.DataFrame:
+    scores = rows["head_scores"]
+    frames = [rows["accuracy"], scores[scores["metric"] == "align_query"], rows["planted_scores"]]
+    return pd.concat(frames, ignore_index=True).drop(columns="seed")
 
 
 def _right(table: Table, **where: Any) -> Table:
-    return table.where(metric="accuracy", offset=ALL_OFFSETS, **where)
+    return table.where(metric="accuracy", offset=None, **where)
 
 
 def _check(table: Table) -> list[Check]:
@@ -78,60 +83,33 @@ def _check(table: Table) -> list[Check]:
     standard = {"style": "standard", "x_len": int(of_gap["x_len"]), "phrase_len": int(of_gap["phrase_len"])}
     gap = mean_of(_right(table, ood=False, **standard, **first))
     checks = [
-        Check(
-            claim="Pre-aligned prompts: first-token accuracy, mean over all m and c",
-            measured=mean_of(pre),
-            relation=">=",
-            threshold=0.95,
-            control=gap,
-            control_is="standard prompts",
+        Claim("Pre-aligned prompts: first-token accuracy, mean over all m and c").at_least(
+            0.95, mean_of(pre), gap, "standard prompts"
         ),
-        Check(
-            claim="Pre-aligned prompts: first-token accuracy, the worst m and c",
-            measured=extreme_of(pre, highest=False),
-            relation=">=",
-            threshold=0.9,
-            control=gap,
-            control_is="standard prompts",
+        Claim("Pre-aligned prompts: first-token accuracy, the worst m and c").at_least(
+            0.9, extreme_of(pre, highest=False), gap, "standard prompts"
         ),
-        Check(
-            claim="Standard prompts of one symbol: first-token accuracy, the worst c",
-            measured=extreme_of(single, highest=False),
-            relation=">=",
-            threshold=0.9,
-            control=gap,
-            control_is="standard prompts of several symbols",
+        Claim("Standard prompts of one symbol: first-token accuracy, the worst c").at_least(
+            0.9, extreme_of(single, highest=False), gap, "standard prompts of several symbols"
         ),
     ]
     for ood, where in ((False, "within the grammar"), (True, "OOD")):
 
-        def right(predictor: str, kind: str, ood: bool = ood) -> Table:
-            return _right(table, ood=ood, predictor=predictor, kind=kind, **standard)
+        def minus(minuend: str, subtrahend: str, kind: str, ood: bool = ood) -> Measured:
+            rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
+            return difference_of(*rows)
 
         checks += [
-            Check(
-                claim=f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)",
-                measured=difference_of(right("model", "first"), right("history", "first")),
-                relation="<=",
-                threshold=0.0,
-                control=difference_of(right("oracle", "first"), right("history", "first")),
-                control_is="the oracle",
+            Claim(
+                f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)"
+            ).at_most(0.0, minus("model", "history", "first"), minus("oracle", "history", "first"), "the oracle"),
+            Claim(f"Standard prompts, {where}: later tokens are near the oracle (oracle minus model)").at_most(
+                0.1, minus("oracle", "model", "later"), minus("oracle", "model", "first"), "first tokens"
             ),
-            Check(
-                claim=f"Standard prompts, {where}: later tokens are near the oracle (oracle minus model)",
-                measured=difference_of(right("oracle", "later"), right("model", "later")),
-                relation="<=",
-                threshold=0.1,
-                control=difference_of(right("oracle", "first"), right("model", "first")),
-                control_is="first tokens",
-            ),
-            Check(
-                claim=f"Standard prompts, {where}: no head aligns (highest align_query)",
-                measured=extreme_of(heads.where(ood=ood), highest=True),
-                relation="<=",
-                threshold=0.5,
-                control=extreme_of(aligner.where(ood=ood), highest=True),
-                control_is="a planted circuit",
+            Claim(f"Standard prompts, {where}: no head aligns (highest align_query)").at_most(
+                0.5,
+                *both(lambda of, ood=ood: extreme_of(of.where(ood=ood), highest=True), heads, aligner),
+                "a planted circuit",
             ),
         ]
     return checks
@@ -145,15 +123,20 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 
 
 CRITERIA = Experiment(
-    name="toy-llama/criteria",
-    title="What the bundled model can do in context, and the gap that it leaves",
-    source="the package's own promise; after Agarwal and Sarawagi (2025), Fig. 3",
-    scales={
-        "smoke": Criteria(n=6, n_examples=4, x_lens=(2, 3), phrase_lens=(1, 2)),
-        "cpu": Criteria(),
-        "paper": Criteria(),
-    },
-    run=_run,
-    draw=_draw,
-    check=_check,
+    "toy-llama/criteria",
+    "What the bundled model can do in context, and the gap that it leaves",
+    "the package's own promise; after Agarwal and Sarawagi (2025), Fig. 3",
+    Study(
+        "toy-llama/criteria",
+        {
+            "smoke": Criteria(n=6, n_examples=4, x_lens=(2, 3), phrase_lens=(1, 2)),
+            "cpu": Criteria(),
+            "paper": Criteria(),
+        },
+        _jobs,
+        _summarize,
+        models="one",
+    ),
+    _draw,
+    _check,
 )

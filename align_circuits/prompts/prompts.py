@@ -1,4 +1,4 @@
-"""Prompts that know their own gold: tokens, the role of each, what is predicted where, and who should look at whom."""
+"""Prompts with their labels: tokens, the role of each, the targets to predict, and relations between positions."""
 
 import hashlib
 import json
@@ -14,13 +14,14 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits.files import replacing
 from align_circuits.prompts import relations as rel
-from align_circuits.prompts.relations import Relation
+from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.prompts.token_html import Mark, draw_tokens
 
 TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
@@ -30,9 +31,9 @@ KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
 
 REFERENCES = ("chance", "memoryless", "history", "oracle")
-"""The reference predictors that a task may give with its targets, a column each: a uniform guess, the two
-alignment-blind ceilings (knows the automata but not which symbol is next; also rules symbols out by the output so far)
-and exact lookup in the examples."""
+"""The reference predictors whose accuracies targets may carry, one column each: a uniform guess, two ceilings without
+alignment (`"memoryless"` knows the automata, not which symbol is next; `"history"` also rules symbols out by the output
+so far), and exact lookup in the examples."""
 
 
 class Role(IntEnum):
@@ -49,18 +50,18 @@ class Role(IntEnum):
     SEPARATOR = 5
     """Between examples."""
     MARKER = 6
-    """Before a letter in the marked style."""
+    """Before a symbol or letter in the marked style."""
     ALIGNED = 7
     """An input symbol written before its phrase in the pre-aligned style."""
     TEXT = 8
     """Any other token."""
     RELATION = 9
-    """A token that tells which type of attribute follows."""
+    """A token that announces the type of the attribute to come."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """A batch of prompts with their gold, on the CPU.
+    """A batch of prompts with targets and relations, on the CPU.
 
     `prompts[3]`, `prompts[:8]` and `prompts[[1, 4]]` are again `Prompts`; `len` counts prompts.
     """
@@ -72,41 +73,37 @@ class Prompts:
     roles: Int[Tensor, "prompt pos"]
     """The `Role` of each token."""
     example: Int[Tensor, "prompt pos"]
-    """The in-context example that each token belongs to, from 0; the test example is the highest; -1 for none."""
+    """The in-context example of each token, from 0; the test example is the highest; `relations.IGNORE` outside all."""
     targets: pd.DataFrame
-    """One row a predicted token: `prompt`, `query_pos` (where it is predicted), `target_pos` (where it stands),
-    `token`, `phrase` and `offset` (its place in the phrase), `kind`; then reference accuracies in [0, 1] where the
-    task gives them. Rows are ordered by prompt, then by position."""
+    """One row for each predicted token: `prompt`, `query_pos` (the position that predicts it), `target_pos` (its own
+    position), `token`, `phrase` and `offset` (its index in the phrase), `kind`; then reference accuracies in [0, 1],
+    if the task has them. Rows are ordered by prompt, then by position."""
     relations: Mapping[str, Relation]
-    """Who should look at whom, by name."""
+    """By name, which positions a query position should attend to."""
     answer_tokens: Int[Tensor, " letter"] = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """The token ids that the columns of `correct` stand for."""
     correct: Bool[Tensor, "target letter"] | None = None
-    """Which answer_tokens are right for each target; None where only the target's own token is."""
+    """Which of `answer_tokens` are correct for each target; None if only the target's own token is."""
     token_strings: Mapping[int, str] = field(default_factory=dict)
-    """The text of every token id that occurs, for people."""
+    """The text of every token id that occurs."""
     tokenizer_hash: str | None = None
-    """A hash of the vocabulary that the ids belong to; None where it is not known."""
+    """A hash of the vocabulary that the ids belong to; None if it is unknown."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The configuration and the seed that made the prompts, as JSON."""
     latent: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the task drew, prompt by prompt (first dimension), for its own later use, such as `corrupt`."""
+    """The latent variables that the task drew, prompt by prompt (first dimension); `corrupt` reads them."""
 
     def __post_init__(self):
         shape = tuple(self.inputs.shape[:2])
         for name in ("mask", "roles", "example"):
-            if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(getattr(self, name).shape)}, but the inputs are {shape}: "
-                    "give one entry a token"
-                )
+            if (size := tuple(getattr(self, name).shape)) != shape:
+                raise ValueError(f"{name} has shape {size}, but the inputs are {shape}: give one entry for each token")
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
         if self.correct is not None and self.correct.shape != (len(self.targets), len(self.answer_tokens)):
             raise ValueError(
                 f"correct has shape {tuple(self.correct.shape)}; it needs a row for each of the "
-                f"{len(self.targets)} targets "
-                f"and a column for each of the {len(self.answer_tokens)} answer_tokens"
+                f"{len(self.targets)} targets and a column for each of the {len(self.answer_tokens)} answer_tokens"
             )
 
     def __len__(self) -> int:
@@ -120,14 +117,14 @@ class Prompts:
     def _repr_html_(self) -> str:
         if self.inputs.is_floating_point():  # vectors have no text
             return repr(self)
-        shown = [self.drawing(index) for index in range(min(len(self), 3))]
-        return "<hr>".join(shown) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
+        drawings = [self.drawing(index) for index in range(min(len(self), 3))]
+        return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
     def drawing(self, index: int = 0, examples: int | None = None) -> str:
-        """Returns one prompt as HTML, an example a line, with its gold alignment.
+        """Returns one prompt as HTML, one line for each example, with its gold alignment.
 
         Each phrase to predict (framed), the input symbol that it is aligned with (framed), and the tokens of earlier
-        examples that it could be looked up from share a number and a colour.
+        examples that show its translation share a number and a colour.
 
         Args:
             index: Which prompt.
@@ -135,24 +132,27 @@ class Prompts:
         """
         prompt = self[index]
         group: dict[int, Any] = {}
-        strong: set[int] = set()
+        framed: set[int] = set()
         phrase = dict(enumerate(prompt.targets["phrase"]))
         aligned = {name: relation for name, relation in prompt.relations.items() if name in ("lookup", "align_query")}
         for name, relation in sorted(aligned.items(), reverse=True):
             for row, target in enumerate(relation.target.tolist()):
                 keys = relation.keys_of(row)
                 group |= dict.fromkeys(keys, phrase[target])
-                strong |= set(keys) if name == "align_query" else set()
+                framed |= set(keys) if name == "align_query" else set()
         if aligned:
             group |= dict(zip(prompt.targets["target_pos"], prompt.targets["phrase"], strict=True))
-            strong |= set(prompt.targets["target_pos"])
+            framed |= set(prompt.targets["target_pos"])
         lines: dict[int, list[Mark]] = {}
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
         for pos, token in enumerate(prompt.tokens[0].tolist()):
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
-                text = self.token_strings.get(token, f"<{token}>")
-                lines.setdefault(line, []).append(Mark(text, group.get(pos), pos in strong))
+                lines.setdefault(line, []).append(Mark(self.string_of(token), group.get(pos), pos in framed))
         return draw_tokens(list(lines.values()))
+
+    def string_of(self, token: int) -> str:
+        """Returns the text of a token id, or the id itself as `<5>` if the text is unknown."""
+        return self.token_strings.get(token, f"<{token}>")
 
     @property
     def tokens(self) -> Int[Tensor, "prompt pos"]:
@@ -162,26 +162,22 @@ class Prompts:
             ValueError: The inputs are vectors.
         """
         if self.inputs.is_floating_point():
-            raise ValueError("these prompts are vectors, not tokens: they only fit models that take vectors")
+            raise ValueError("these prompts are vectors, not tokens: run them on a model that takes vectors")
         return self.inputs
 
     @property
     def text(self) -> list[str]:
-        """Each prompt as people read it, padding left out."""
+        """Each prompt as text, without padding."""
         return ["".join(row) for row in self.token_text]
 
     @property
     def token_text(self) -> list[list[str]]:
         """The text of each real token of each prompt."""
-        ids, mask = self.tokens.tolist(), self.mask.tolist()
-        return [
-            [self.token_strings.get(token, f"<{token}>") for token, real in zip(row, kept, strict=True) if real]
-            for row, kept in zip(ids, mask, strict=True)
-        ]
+        return [list(map(self.string_of, row[mask].tolist())) for row, mask in zip(self.tokens, self.mask, strict=True)]
 
     @cached_property
     def digest(self) -> str:
-        """A hash of inputs, mask and targets, equal for equal prompts: how two tables know that they may be paired."""
+        """A hash of inputs, mask and targets, equal for equal prompts: it shows that two tables may be paired."""
         sha = hashlib.sha256()
         for part in (self.inputs, self.mask):
             sha.update(np.ascontiguousarray(part.numpy()).tobytes())
@@ -190,7 +186,7 @@ class Prompts:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The task and the digest: what the provenance of a table says of the prompts that it was measured on."""
+        """The task and the digest: the `data` of the provenance of a table measured on these prompts."""
         return {"task": dict(self.task), "digest": self.digest}
 
     def column(self, name: str) -> Tensor:
@@ -203,13 +199,13 @@ class Prompts:
         else:
             chosen = torch.as_tensor(index)
             if chosen.dtype == torch.bool and len(chosen) != len(self):
-                raise IndexError(f"a mask of {len(chosen)} entries for {len(self)} prompts: give one entry a prompt")
+                raise IndexError(f"a mask of {len(chosen)} entries for {len(self)} prompts: give one entry per prompt")
             chosen = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long().reshape(-1)
             if len(wrong := chosen[(chosen < -len(self)) | (chosen >= len(self))]):
                 raise IndexError(f"no prompt {int(wrong[0])}: there are {len(self)}, counted from 0")
             chosen = chosen.where(chosen >= 0, chosen + len(self))
         if len(chosen.unique()) != len(chosen):
-            raise ValueError("the same prompt twice: give every index once, so that intervals count it once")
+            raise ValueError("the same prompt twice: give each index once, so that intervals count each prompt once")
         return self._take(chosen)
 
     def batches(self, size: int) -> Iterator["Prompts"]:
@@ -218,21 +214,21 @@ class Prompts:
             yield self._take(torch.arange(start, min(start + size, len(self))))
 
     def _take(self, chosen: Int[Tensor, " new"]) -> "Prompts":
-        place = torch.full((len(self),), -1)
-        place[chosen] = torch.arange(len(chosen))
-        new_prompt = place[self.column("prompt")]
-        old_rows = torch.argsort(torch.where(new_prompt < 0, len(self), new_prompt), stable=True)
-        old_rows = old_rows[: int((new_prompt >= 0).sum())]
-        new_row = torch.full((len(self.targets),), -1)
+        new_index = torch.full((len(self),), IGNORE)  # of each old prompt; IGNORE if it is not chosen
+        new_index[chosen] = torch.arange(len(chosen))
+        new_prompt = new_index[self.column("prompt")]
+        old_rows = torch.argsort(torch.where(new_prompt == IGNORE, len(self), new_prompt), stable=True)
+        old_rows = old_rows[: int((new_prompt != IGNORE).sum())]
+        new_row = torch.full((len(self.targets),), IGNORE)
         new_row[old_rows] = torch.arange(len(old_rows))
         targets = self.targets.iloc[old_rows.numpy()].reset_index(drop=True)
         targets["prompt"] = new_prompt[old_rows].numpy()
 
         def moved(relation: Relation) -> Relation:
-            kept = relation.select(place[relation.prompt] >= 0)
+            kept = relation.select(new_index[relation.prompt] != IGNORE)
             return replace(
                 kept,
-                prompt=place[kept.prompt],
+                prompt=new_index[kept.prompt],
                 target=new_row[kept.target],
                 key_label=kept.key_label[chosen],
                 candidate_label=kept.candidate_label[chosen],
@@ -255,19 +251,19 @@ class Prompts:
         relations: Mapping[str, Callable[..., Relation]] | None = None,
         tokenizer: Any = None,
     ) -> "Prompts":
-        """Makes prompts of one's own token ids; every token but the first of a prompt is a target.
+        """Makes prompts of your own token ids; every token but the first of a prompt is a target.
 
         The relations `induction`, `previous` and `duplicate` need nothing but the ids. Prompts of different lengths
         are padded on the left.
 
         Args:
             ids: Token ids, a list of ints for each prompt, or a tensor without padding.
-            relations: Relations of one's own by name: functions like those of `align_circuits.relations`, called with
-                `ids`, `mask`, `target`, `prompt` and `query`. They are added to the three.
-            tokenizer: A Hugging Face tokenizer, for the text and for the check that a model shares it.
+            relations: More relations by name: functions like those of `align_circuits.prompts.relations`, called with
+                `ids`, `mask`, `target`, `prompt` and `query`.
+            tokenizer: A Hugging Face tokenizer, for the text and for the check that a model has the same one.
 
         Raises:
-            ValueError: No prompts, an empty one, what is no id, a negative id, or a relation with a row without keys.
+            ValueError: No prompts, an empty prompt, entries that are no ids, or a relation with a row without keys.
 
         >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
         >>> prompts.relations["induction"].keys_of(0)
@@ -289,17 +285,7 @@ class Prompts:
         predicts = mask[:, 1:] & mask[:, :-1]
         prompt, query = predicts.nonzero(as_tuple=True)
         start = mask.int().argmax(1)
-        targets = pd.DataFrame(
-            {
-                "prompt": prompt,
-                "query_pos": query,
-                "target_pos": query + 1,
-                "token": inputs[prompt, query + 1],
-                "phrase": 0,
-                "offset": query - start[prompt],
-                "kind": "later",
-            }
-        )
+        targets = next_token_targets(prompt, query, inputs[prompt, query + 1], offset=query - start[prompt])
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
@@ -313,7 +299,7 @@ class Prompts:
             inputs,
             mask,
             roles=torch.where(mask, Role.TEXT.value, Role.PAD.value),
-            example=mask.long() - 1,
+            example=torch.where(mask, 0, IGNORE),
             targets=targets,
             relations=made,
             token_strings=text_of(tokenizer, inputs[mask].unique()) if tokenizer is not None else {},
@@ -322,7 +308,7 @@ class Prompts:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the prompts whole into one safetensors file."""
+        """Writes the prompts into one safetensors file."""
         tensors = {name: getattr(self, name) for name in _TENSORS} | {f"latent.{k}": v for k, v in self.latent.items()}
         if self.correct is not None:
             tensors["correct"] = self.correct
@@ -351,7 +337,7 @@ class Prompts:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: The file is not there, or holds no prompts.
+            ValueError: The file does not exist or holds no prompts.
         """
         if not Path(path).is_file():
             raise ValueError(f"no file {str(path)!r}: give one that Prompts.save wrote")
@@ -383,6 +369,20 @@ class Prompts:
 
 
 _TENSORS = ("inputs", "mask", "roles", "example", "answer_tokens")
+
+
+def next_token_targets(
+    prompt: Int[Tensor, " target"],
+    query_pos: Int[Tensor, " target"] | int,
+    token: Int[Tensor | ndarray, " target"],
+    *,
+    phrase: Int[Tensor, " target"] | int = 0,
+    offset: Int[Tensor, " target"] | int = 0,
+    kind: Any = "later",
+) -> pd.DataFrame:
+    """Returns a table of targets, `TARGET_COLUMNS`: each token is predicted at the position before it."""
+    columns = (prompt, query_pos, query_pos + 1, token, phrase, offset, kind)
+    return pd.DataFrame(dict(zip(TARGET_COLUMNS, columns, strict=True)))
 
 
 def vocabulary_hash(tokenizer: Any) -> str:

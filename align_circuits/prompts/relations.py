@@ -1,4 +1,4 @@
-"""Relations: which earlier positions are right for a position that asks, and among which."""
+"""Relations: the key positions that a query position should attend to, and the candidates that they compete with."""
 
 from dataclasses import dataclass, replace
 
@@ -8,44 +8,44 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 IGNORE = -1
-"""The label of a position that is never a key, or never a candidate."""
+"""The label of a position that is never a key or never a candidate, and the example of a token outside all examples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Relation:
-    """For each asking position, the positions that are right, among the positions that count.
+    """For each query position, its keys among its candidates.
 
-    Nothing is stored per pair of positions. Every position carries one key label and one candidate label; a row
-    one of each, and `expand` compares them at the chosen rows. A relation over 1,300 tokens costs two integers a
-    token, not 1,300.
+    Nothing is stored per pair of positions. Every position has one key label and one candidate label; every row has
+    the two values that its keys and candidates are labelled with, and `expand` compares them for the chosen rows. A
+    relation over 1,300 tokens costs two integers per token, not 1,300.
 
-    A row may have several right keys (a symbol seen in many examples) but never none: tasks leave such rows out.
+    A row may have several keys (a symbol seen in many examples) but never none: tasks leave such rows out.
     """
 
     name: str
-    """What is asked, such as `"align_query"`."""
+    """Such as `"align_query"`."""
     target: Int[Tensor, " row"]
-    """The row of `Prompts.targets` that this row speaks about."""
+    """The row of `Prompts.targets` that each row belongs to."""
     prompt: Int[Tensor, " row"]
-    """The prompt that this row lies in, counted from 0."""
+    """The prompt of each row, counted from 0."""
     query: Int[Tensor, " row"]
-    """The position that asks."""
+    """The query position."""
     key_value: Int[Tensor, " row"]
-    """The key label that is right."""
+    """The label of the row's keys."""
     candidate_value: Int[Tensor, " row"]
-    """The candidate label that counts."""
+    """The label of the row's candidates."""
     key_label: Int[Tensor, "prompt pos"]
     """The key label of each position; `IGNORE` where it is never a key."""
     candidate_label: Int[Tensor, "prompt pos"]
-    """The candidate label of each position; `IGNORE` where it never counts."""
+    """The candidate label of each position; `IGNORE` where it is never a candidate."""
     keys_before_query: bool = False
-    """Whether a key lies strictly before the asking position. Candidates always lie at or before it."""
+    """Whether keys lie strictly before the query. Candidates always lie at or before it."""
 
     def __post_init__(self):
         rows = {len(column) for column in (self.target, self.prompt, self.query, self.key_value, self.candidate_value)}
         if len(rows) != 1:
             raise ValueError(
-                f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry a row"
+                f"relation {self.name!r}: its columns have different lengths {sorted(rows)}; give one entry per row"
             )
         if self.key_label.shape != self.candidate_label.shape:
             raise ValueError(
@@ -72,7 +72,7 @@ class Relation:
         return (keys & (pos < query) if self.keys_before_query else keys), candidates
 
     def keys_of(self, row: int) -> list[int]:
-        """Returns the positions that are right for one row."""
+        """Returns the key positions of one row."""
         keys, _ = self.expand(torch.tensor([row], device=self.query.device))
         return keys[0].nonzero()[:, 0].tolist()
 
@@ -94,9 +94,9 @@ def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt po
     token of a prompt has no key and is left out.
 
     Args:
-        ids: Token ids; only their shape matters here.
+        ids: Token ids; only their shape matters for this relation.
         mask: True at real tokens.
-        **rows: `target`, `prompt` and `query`, one entry a row.
+        **rows: `target`, `prompt` and `query`, one entry per row.
     """
     pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     before = rows["query"] - 1
@@ -121,8 +121,8 @@ def duplicate_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt p
 def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:
     """Positions directly after an earlier occurrence of the query's token, among all positions up to the query.
 
-    The relation of an induction head (Olsson et al., 2022): "what came next last time?". Queries whose token occurs
-    for the first time have no key and are left out. Arguments as for `previous_token`.
+    The relation of an induction head (Olsson et al., 2022). Queries whose token occurs for the first time have no key
+    and are left out. Arguments as for `previous_token`.
     """
     key_value = ids[rows["prompt"], rows["query"]]
     key_label = torch.full_like(ids, IGNORE)
@@ -147,21 +147,21 @@ def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]
 
 
 def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Relation:
-    """Returns the relation with more candidates: those it has and, up to the query, wherever `also` is true.
+    """Returns the relation with more candidates: its own and, up to the query, the positions where `also` is true.
 
     The released notebook of paper 1 lets earlier output tokens of the test example compete for the alignment's argmax:
     `also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))`.
 
     Raises:
-        ValueError: The rows do not share their candidates, so that "also" has no single meaning.
+        ValueError: The rows have different candidates, so that it is unclear which of them to widen.
     """
-    among = relation.candidate_value.unique()
-    if len(among) > 1:
+    values = relation.candidate_value.unique()
+    if len(values) > 1:
         raise ValueError(
-            f"the rows of relation {relation.name!r} have {len(among)} sets of candidates: widen each apart"
+            f"the rows of relation {relation.name!r} have {len(values)} sets of candidates: select the rows of one set"
         )
     label = relation.candidate_label
-    return replace(relation, candidate_label=torch.where(also, among.to(label), label)) if len(among) else relation
+    return replace(relation, candidate_label=torch.where(also, values.to(label), label)) if len(values) else relation
 
 
 def _among_all(
@@ -174,13 +174,12 @@ def _among_all(
     keys_before_query: bool = False,
 ) -> Relation:
     """A relation whose candidates are all real tokens."""
-    everybody = torch.where(mask, 0, IGNORE)
     return Relation(
         name,
         key_value=key_value,
         candidate_value=torch.zeros_like(key_value),
         key_label=key_label,
-        candidate_label=everybody,
+        candidate_label=torch.where(mask, 0, IGNORE),
         keys_before_query=keys_before_query,
         **rows,
     )
@@ -188,11 +187,13 @@ def _among_all(
 
 def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Bool[Tensor, "prompt pos"]:
     """Whether the token at each position occurs at an earlier real position of its prompt."""
+    # One integer per token, its id above its position: sorted, equal ids stand side by side in order of position, so a
+    # token equals the one before it in this order exactly if its id occurred earlier. Padding gets ids of its own.
     length = ids.shape[1]
     most, bits = int(ids.max()), length.bit_length()
     narrow = (most + 1 + length) << bits < 2**31  # numpy sorts 32 bits twenty times as fast as torch sorts anything
     pos = torch.arange(length, device=ids.device, dtype=torch.int32 if narrow else torch.int64)
-    keys = torch.where(mask, ids.to(pos.dtype), most + 1 + pos)  # padding never equals anything
+    keys = torch.where(mask, ids.to(pos.dtype), most + 1 + pos)
     keys = np.sort((keys << bits | pos).cpu().numpy(), axis=1)
     repeats = torch.zeros_like(mask)
     repeats[:, 1:] = torch.from_numpy(keys[:, 1:] >> bits == keys[:, :-1] >> bits)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROUP_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
-"""Okabe and Ito (2008), which colour-blind people can tell apart."""
-_DARK = ("#0072B2",)  # black letters would be hard to read on it
+"""Okabe and Ito (2008): distinct for colour-blind readers."""
+_DARK = ("#0072B2",)  # white letters are easier to read on it
 
 
 @dataclass(frozen=True)
@@ -16,21 +16,21 @@ class Mark:
     text: str
     group: int | None = None
     """Tokens of one group share a colour and a number; None for a token of no group."""
-    strong: bool = False
-    """Whether the token is framed, as what is predicted or looked at."""
+    framed: bool = False
+    """Whether the token is framed, as a target or a key."""
     weight: float | None = None
-    """The attention that the token gets, in [0, 1]: drawn as a shade in place of the group, with its number."""
-    asks: bool = False
-    """Whether the attention is this token's."""
+    """The attention to the token, in [0, 1]: drawn as a shade in place of the group, with its number."""
+    query: bool = False
+    """Whether the attention comes from this token."""
 
     @property
-    def seen(self) -> bool:
+    def shaded(self) -> bool:
         """Whether the attention is large enough to be drawn."""
         return self.weight is not None and round(self.weight, 2) > 0
 
 
 class Html(str):
-    """HTML that a notebook shows as it is."""
+    """HTML that a notebook renders."""
 
     def _repr_html_(self) -> str:
         return str(self)
@@ -39,8 +39,7 @@ class Html(str):
 def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
     """Returns the lines as one HTML block that reads on light and on dark pages.
 
-    A group is told by its number as well as by its colour, and so is attention; attention below one hundredth is left
-    blank.
+    Groups and attention have a number as well as a colour; attention below one hundredth is left blank.
     """
     body = "".join(f"<div>{''.join(map(_span, line))}</div>" for line in lines)
     note = (
@@ -64,17 +63,17 @@ def _span(mark: Mark) -> str:
     colour = GROUP_COLOURS[mark.group % len(GROUP_COLOURS)]
     ink = "#fff" if colour in _DARK else "#000"
     style = f"padding:1px 3px;border-radius:3px;color:{ink};background:{colour}"
-    frame = "outline:2px solid;" if mark.strong else ""  # in the page's own text colour
+    frame = "outline:2px solid;" if mark.framed else ""  # in the page's own text colour
     inner = f'<span style="{style}">{text}<sub style="font-size:9px">{mark.group + 1}</sub></span>'
     return f'<span style="margin:1px;border-radius:3px;{frame}">{inner}</span>'
 
 
 def _attended(mark: Mark, text: str, weight: float) -> str:
-    """A token with its attention as shade and number, an orange frame if it should be looked at."""
-    frame = "outline:2px solid #E69F00;" if mark.strong else ""
-    frame += "border-bottom:3px double currentColor;font-weight:bold;" if mark.asks else ""
-    place = f"padding:1px 3px;margin:1px;{frame}"
-    if not mark.seen:
-        return f'<span style="{place}">{text}</span>'
+    """A token with its attention as shade and number, in an orange frame if it is a key."""
+    frame = "outline:2px solid #E69F00;" if mark.framed else ""
+    frame += "border-bottom:3px double currentColor;font-weight:bold;" if mark.query else ""
+    style = f"padding:1px 3px;margin:1px;{frame}"
+    if not mark.shaded:
+        return f'<span style="{style}">{text}</span>'
     shade = f"border-radius:3px;background:rgba(0,114,178,{weight:.2f});{'color:#fff;' if weight > 0.5 else ''}"
-    return f'<span style="{place}{shade}">{text}<sub style="font-size:9px">{f"{weight:.2f}".lstrip("0")}</sub></span>'
+    return f'<span style="{style}{shade}">{text}<sub style="font-size:9px">{f"{weight:.2f}".lstrip("0")}</sub></span>'

@@ -1,241 +1,177 @@
-"""The report of `localize`: what was found, how sure that is, and how to see it for oneself."""
+"""The report of `localize`: the heads that it named, with all evidence, as tables and as one HTML page."""
 
-import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
-from torch import Tensor
 
-from align_circuits.hooks.heads import Head, describe
-from align_circuits.prompts.prompts import KINDS, Prompts
+from align_circuits.files import writable_folder
+from align_circuits.heads.localize_heads import Localization
+from align_circuits.hooks.heads import describe
+from align_circuits.prompts.prompts import KINDS
 from align_circuits.prompts.token_html import Html
 from align_circuits.report import plots
-from align_circuits.report.page import Content, write_report
-from align_circuits.report.widgets import Attention
-from align_circuits.tables.tables import Table
+from align_circuits.report.attention_view import EARLIER, AttentionView
+from align_circuits.report.page import Section, write_report
 
-SHOWN_HEADS = 12
-"""Heads in the attention widget at most: the best of each role come first."""
-
-ROLES = {
-    "align_query": "looks at the input symbol about to be translated",
-    "align_key": "looks at the input symbol just translated",
-    "lookup": "looks at earlier translations of the same symbol",
-    "induction": "looks at what followed the same token earlier",
-    "previous": "looks at the token before",
-    "duplicate": "looks at earlier copies of its own token",
-}
-"""What a head of each role does, in words."""
-
-RECALL_ROLES = {
-    "subject": "looks at the subject, wherever it stands",
-    "query_subject": "looks at the subject where it stands last",
-    "relation": "looks at the token that tells the type asked for",
-    "same_type": "looks at attributes of the type asked for",
-    "grammar": "looks at the grammar of the fact asked for",
-    "mark": "looks at the nearest subject or relation token",
-}
-"""The same for contextual recall."""
-
-_SAID = ROLES | RECALL_ROLES
-
+MAX_HEADS = 12
+"""Heads in the attention widget at most; the best of each role come first."""
 
 EVIDENCE = {
     "score": "score",
-    "attention": "attention on gold",
+    "attention": "attention to keys",
     "q": "corrected p",
-    "ablation": "ablation costs (nats)",
-    "denoising": "patching restores (nats)",
-    "control": "score in control",
+    "ablation": "loss by ablation (nats)",
+    "denoising": "gain by patching (nats)",
+    "control": "score on control",
 }
-"""The metrics that speak for a head, as the table of named heads calls them."""
+"""The columns of the table of named heads, by metric."""
 
-NEEDED = {
-    "score": "score, at least: how often the most attended candidate is gold, for aligners; the share of the attention "
-    "that is on gold, for others",
-    "attention": "attention on gold, of all there is, at least",
+THRESHOLDS = {
+    "score": "score, at least: for aligners the share of targets whose most attended candidate is a key; for other "
+    "roles the share of the attention to candidates that is on keys",
+    "attention": "attention to keys, of all the head's attention, at least",
     "share": "share of the attention that the head's best role explains, at least",
-    "fdr": "false discovery rate over all candidates, heads times roles, at most",
-    "effect": "effect of ablation or of patching in nats of the gold tokens' log-probability, with a 95% interval "
-    "above 0, at least",
+    "fdr": "false discovery rate over all candidates (heads times roles), at most",
+    "effect": "effect of ablation or patching on the targets' log-probability in nats, with a 95% interval above 0, "
+    "at least",
 }
-"""Thresholds in words."""
+"""Descriptions of the thresholds."""
 
 
-@runtime_checkable
-class Found(Protocol):
-    """What `localize` returns, as far as its report reads it."""
-
-    @property
-    def table(self) -> Table:
-        """Keyed by layer, head, role and metric, those of `EVIDENCE`."""
-        ...
-
-    @property
-    def heads_by_role(self) -> Mapping[str, Sequence[Head]]:
-        """The heads named for each role, best first."""
-        ...
-
-    @property
-    def patching_effects(self) -> Table:
-        """What patching each candidate restores, keyed by layer, head, kind and metric."""
-        ...
-
-    @property
-    def ablation_effects(self) -> Table:
-        """What ablating each candidate changes, keyed likewise."""
-        ...
-
-    @property
-    def group_ablations(self) -> Table:
-        """Accuracy with heads ablated, as `plots.ablation` draws it."""
-        ...
-
-    @property
-    def prompts(self) -> Prompts:
-        """What the heads were tested on; the first is drawn."""
-        ...
-
-    @property
-    def examples(self) -> Mapping[Head, Float[Tensor, "row pos"]]:
-        """Attention of each named head on the first prompt."""
-        ...
-
-    @property
-    def rows(self) -> list[int]:
-        """The positions that the rows of `examples` stand for."""
-        ...
-
-    @property
-    def thresholds(self) -> Mapping[str, float]:
-        """What a head needs for its name."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """The verdict."""
-        ...
-
-
-def localize_report(path: str | Path, found: Found) -> Path:
-    """Writes the findings as one self-contained HTML page.
-
-    Args:
-        path: The HTML file.
-        found: What `localize` returned.
+def save_localization(localization: Localization, folder: str | Path) -> Path:
+    """Writes `table.csv` with `provenance.json`, the other tables in folders of their own, and `report.html`.
 
     Returns:
-        The path.
+        The path of the report.
+
+    Raises:
+        ValueError: The folder cannot be written.
     """
-    drawn, heads = figures(found), attention_of(found)
-    named = sum(map(len, found.heads_by_role.values()))
-    sections: list[tuple[str, str, Content | Sequence[Content]]] = [
-        (
-            "The heads",
-            f"{named} named. All numbers are from prompts that had no part in choosing the heads, with 95% intervals. "
-            "Control: the score on prompts with another alignment (a permuted one, if the task's is monotonic). A head "
-            "that keeps its score there reads the alignment off the prompt; one that loses it knows this alignment.",
-            named_heads(found),
-        ),
-        (
-            "What the model gets right without them",
-            "Heads are ablated to their mean over tokens of the same kind. Each small dot is one draw of as many "
-            "random heads of the same layers; bars are 95% intervals over prompts. A found set that matters falls "
-            "below every draw; one that suffices keeps its accuracy with all other heads ablated. Grey: the heads of "
-            "one role alone.",
-            drawn["ablation"],
-        ),
-        (
-            "Scores of every head",
-            "By role; named heads are circled. Hover for the number and its interval. A score says where a head looks, "
-            "not that anything depends on it.",
-            drawn["scores"],
-        ),
-        (
-            "Effects of single heads",
-            "Of the candidates, in nats of the gold tokens' log-probability; heads that were none are grey. First: "
-            "what is restored when the head's output on the clean prompt is patched into a corrupted one, with another "
-            "test input. Then: the change when the head is ablated to its mean.",
-            [drawn[name] for name in ("patching", "damage") if name in drawn] or "<p>No head was a candidate.</p>",
-        ),
-    ]
-    if heads is not None:
-        sections += [
-            (
-                "Attention on the test example",
-                f"From each token (down) to the tokens up to it (across). {plots.EARLIER} stands for all that comes "
-                "before the test example.",
-                heads,
-            ),
-            (
-                "The prompt, with its gold and with the heads' attention",
-                "First the gold: one number for a phrase, its symbol, and where to look it up. Then for the best head "
-                "of each role its attention from one token (underlined), gold keys framed.",
-                list(_drawings(found, heads)),
-            ),
-        ]
-    sections.append(("Methods", "", _methods(found)))
-    title = "Which heads align, which look up, and is it causal?"
-    return write_report(path, title=title, verdict=found.summary, sections=sections, provenance=found.table.provenance)
+    folder = writable_folder(folder)
+    (folder / "provenance.json").unlink(missing_ok=True)  # written last: a folder that has it is complete
+    for name in ("patching_effects", "ablation_effects", "group_ablations"):
+        getattr(localization, name).save(folder / name)
+    report = write_report(
+        folder / "report.html",
+        title="Alignment and lookup heads, and their causal role",
+        summary=localization.summary,
+        sections=list(_sections(localization)),
+        provenance=localization.table.provenance,
+    )
+    localization.table.save(folder)
+    return report
 
 
-def figures(found: Found) -> dict[str, go.Figure]:
+def _sections(localization: Localization) -> Iterator[Section]:
+    drawn, attention = figures(localization), attention_of(localization)
+    count = sum(map(len, localization.heads_by_role.values()))
+    yield (
+        "The heads",
+        f"{count} named. All numbers, with 95% intervals, come from prompts that had no part in choosing the heads. "
+        "Control: the score on prompts with another alignment (permuted, if that of the task is monotonic). A head "
+        "that keeps its score there reads the alignment from the prompt; one that loses it knows this alignment only.",
+        named_heads(localization),
+    )
+    yield (
+        "Accuracy without them",
+        "Ablated heads output their mean over tokens of the same role. Each small dot is one draw of as many random "
+        "heads of the same layers; bars are 95% intervals over prompts. If the named heads matter, accuracy falls "
+        "below every draw; if they suffice, it stays high with all other heads ablated. Grey: the heads of one role.",
+        drawn["ablation"],
+    )
+    yield (
+        "Scores of all heads",
+        "One map per role, with the named heads circled. Hover for a number and its interval. A score describes where "
+        "a head attends; it does not show that the model uses the head.",
+        drawn["scores"],
+    )
+    yield (
+        "Effects of single heads",
+        "Of the candidates, in nats of the targets' log-probability; other heads are grey. First the gain when a "
+        "head's output on the clean prompt is patched into the corrupted prompt, then the change when the head is "
+        "ablated to its mean.",
+        [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
+        or "<p>No head was a candidate.</p>",
+    )
+    if attention is not None:
+        yield (
+            "Attention on the test example",
+            f"From each token (down) to the tokens up to it (across). {EARLIER} sums the attention to all tokens "
+            "before the test example.",
+            attention,
+        )
+        yield (
+            "The prompt, with the gold alignment and the heads' attention",
+            "First the gold alignment: a phrase, its symbol, and its earlier translations share one number. Then the "
+            "attention of the best head of each role from one token (underlined), with the keys framed.",
+            list(_drawings(localization, attention)),
+        )
+    yield "Methods", "", _methods(localization)
+
+
+def figures(localization: Localization) -> dict[str, go.Figure]:
     """Returns the figures of the report by name; `plots.save` writes each as a picture."""
-    table = found.table
-    roles = [role for role in _SAID if role in set(table.frame["role"])]
-    scores = table.where(metric="score")
+    scores = localization.table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
-    effects = {"patching": (found.patching_effects, "Patched in"), "damage": (found.ablation_effects, "Ablated")}
+    effects = {
+        "patching": (localization.patching_effects, "Patched"),
+        "ablation effects": (localization.ablation_effects, "Ablated"),
+    }
     maps = {
         name: plots.head_maps(
-            part.where(metric="log_prob"),
-            [kind for kind in ("all", *KINDS) if kind in set(part.frame["kind"])],
-            f"{title}, by target tokens",
+            table.where(metric="log_prob"),
+            [kind for kind in ("all", *KINDS) if kind in set(table.frame["kind"])],
+            f"{title}, by kind of target",
             by="kind",
             unit="nats",
             shape=(layers, heads),
         )
-        for name, (part, title) in effects.items()
-        if len(part)
+        for name, (table, title) in effects.items()
+        if len(table)
     }
     return {
-        "ablation": plots.ablation(found.group_ablations),
-        "scores": plots.head_maps(scores, roles, by="role", marked=found.heads_by_role),
+        "ablation": plots.ablation(localization.group_ablations),
+        "scores": plots.head_maps(scores, list(localization.roles), by="role", marked=localization.heads_by_role),
         **maps,
     }
 
 
-def attention_of(found: Found) -> Attention | None:
-    """Returns the attention of the named heads on the first prompt, at most `SHOWN_HEADS`; None if there are none."""
-    ranks = range(max(map(len, found.heads_by_role.values()), default=0))
-    ordered = [heads[rank] for rank in ranks for heads in found.heads_by_role.values() if rank < len(heads)]
-    shown = list(dict.fromkeys(head for head in ordered if head in found.examples))[:SHOWN_HEADS]
-    return Attention(found.prompts[0], found.rows, {head: found.examples[head] for head in shown}) if shown else None
+def attention_of(localization: Localization) -> AttentionView | None:
+    """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
+    by_role, patterns = localization.heads_by_role.values(), localization.example_attention
+    ranks = range(max(map(len, by_role), default=0))
+    ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
+    shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
+    return AttentionView(localization.prompts[0], localization.example_positions, shown) if shown else None
 
 
-def named_heads(found: Found) -> Html:
+def named_heads(localization: Localization) -> Html:
     """Returns the named heads with their evidence as an HTML table."""
-    measured = found.table.frame.set_index(["layer", "head", "role", "metric"])[["value", "low", "high"]]
-    at = {key: tuple(row) for key, row in zip(measured.index, measured.to_numpy(dtype=float), strict=True)}
+    measured = localization.table.frame.set_index(["layer", "head", "role", "metric"])[["value", "low", "high"]]
+    numbers = {key: tuple(row) for key, row in zip(measured.index, measured.to_numpy(dtype=float), strict=True)}
     rows = [
         {"head": describe([head]), "role": role}
-        | {said: _said(at.get((*head, role, metric), (np.nan,) * 3), metric) for metric, said in EVIDENCE.items()}
-        for role, heads in found.heads_by_role.items()
+        | {
+            column: _formatted(numbers.get((*head, role, metric), (np.nan,) * 3), metric)
+            for metric, column in EVIDENCE.items()
+        }
+        for role, heads in localization.heads_by_role.items()
         for head in heads
     ]
     if not rows:
-        return Html("<p>No head met all thresholds.</p>")
-    meaning = "; ".join(f"<b>{role}</b> {_SAID[role]}" for role, heads in found.heads_by_role.items() if heads)
+        return Html("<p>No head reached all thresholds.</p>")
+    meaning = "; ".join(
+        f"<b>{role}</b> {localization.roles[role]}" for role, heads in localization.heads_by_role.items() if heads
+    )
     return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
 
 
-def _said(numbers: Sequence[float], metric: str) -> str:
-    """A number with its interval, where it has one."""
+def _formatted(numbers: Sequence[float], metric: str) -> str:
+    """A number with its interval, if it has one."""
     value, low, high = numbers
     if np.isnan(value):
         return "–"
@@ -244,29 +180,29 @@ def _said(numbers: Sequence[float], metric: str) -> str:
     return f"{value:.2f}" + ("" if np.isnan([low, high]).any() else f" [{low:.2f}, {high:.2f}]")
 
 
-def _drawings(found: Found, attention: Attention) -> Iterator[Html]:
-    """The first prompt with its gold, then shaded by the best head of each role."""
-    yield Html(found.prompts[0].drawing())
-    for role, heads in found.heads_by_role.items():
+def _drawings(localization: Localization, attention: AttentionView) -> Iterator[Html]:
+    """The first prompt with its gold alignment, then shaded by the best head of each role."""
+    yield Html(localization.prompts[0].drawing())
+    for role, heads in localization.heads_by_role.items():
         relation = attention.prompt.relations.get(role)
-        asked = set() if relation is None else set(relation.query.tolist())
-        if heads and heads[0] in attention.rows and asked & set(found.rows):
-            yield Html(f"<h3>{describe(heads[:1])}, {role}: {_SAID[role]}</h3>")
+        queries = set() if relation is None else set(relation.query.tolist())
+        if heads and heads[0] in attention.rows and queries & set(attention.positions):
+            yield Html(f"<h3>{describe(heads[:1])}, {role}: {localization.roles[role]}</h3>")
             yield attention.drawing(heads[0], role)
 
 
-def _methods(found: Found) -> Html:
-    needed = "".join(
-        f"<tr><td style='text-align:left'>{NEEDED.get(name, html.escape(name))}</td><td>{value:g}</td></tr>"
-        for name, value in found.thresholds.items()
+def _methods(localization: Localization) -> Html:
+    thresholds = "".join(
+        f"<tr><td style='text-align:left'>{THRESHOLDS[name]}</td><td>{value:g}</td></tr>"
+        for name, value in asdict(localization.thresholds).items()
     )
     return Html(
-        "<p>Candidates are found by their scores on one half of fresh prompts and tested on the other half. A head is "
-        "named for a role if on that other half it is beyond all these thresholds, which were fixed beforehand:</p>"
-        f"<table>{needed}</table>"
-        "<p>The p-values keep each head's attention as it is and redraw the gold so that every position is gold as "
-        "often as before: a habit of position earns no small p-value, unless a note says that the gold stands in the "
-        "same places in all prompts. They are corrected over all candidates.</p>"
+        "<p>Candidates are chosen by their scores on one half of fresh prompts and tested on the other half. A head is "
+        "named for a role if it reaches all these thresholds on the second half; they were fixed beforehand:</p>"
+        f"<table>{thresholds}</table>"
+        "<p>The permutation tests keep the attention of each head as it is and redraw the keys so that every position "
+        "is a key as often as before. A positional bias therefore gives no small p-value, unless a note says that the "
+        "keys are at the same positions in all prompts. The p-values are corrected over all candidates.</p>"
         "<p>Sources: alignment and lookup heads, Agarwal and Sarawagi (ICML 2025); induction and previous-token heads, "
         "Olsson et al. (2022); duplicate-token heads and mean ablation, Wang et al. (2023); patching, Zhang and Nanda "
         "(2024); permutation tests, Phipson and Smyth (2010); correction, Benjamini and Hochberg (1995).</p>"

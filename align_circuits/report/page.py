@@ -1,4 +1,4 @@
-"""One self-contained HTML page of what was found: no network, each script once."""
+"""A report as one self-contained HTML page, which loads nothing from the network."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,20 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from align_circuits.files import replacing
-from align_circuits.report.widgets import Attention, circuitsvis_script
+from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.tables.tables import Provenance, Table
 
-Content = go.Figure | Table | Attention | str
-"""What a section may show; a string is HTML."""
+Content = go.Figure | Table | AttentionView | str
+"""The content of a section; a string is HTML."""
 
-LARGEST = 10_000_000
-"""Bytes of a page at most."""
+Section = tuple[str, str, Content | Sequence[Content]]
+"""A heading, a sentence about the content, and the content."""
+
+MAX_BYTES = 10_000_000
+"""The largest size of a page."""
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""What a browser lets the page load: nothing that is not in it."""
+"""The browser loads nothing but what the page contains."""
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -28,38 +31,33 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
 pre { overflow-x: auto; font-size: 12px; }
 .wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .85rem; }
-.verdict { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
+.summary { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
 """
 
 
 def write_report(
-    path: str | Path,
-    *,
-    title: str,
-    verdict: str,
-    sections: Sequence[tuple[str, str, Content | Sequence[Content]]],
-    provenance: Provenance,
+    path: str | Path, *, title: str, summary: str, sections: Sequence[Section], provenance: Provenance
 ) -> Path:
-    """Writes a report that opens anywhere, also without a network.
+    """Writes a report as an HTML page that opens anywhere, also offline.
 
     Args:
         path: The HTML file.
-        title: The page's heading.
-        verdict: What was found, in a sentence or two.
-        sections: Heading, a sentence about it, and what it shows: a figure, a table, attention, HTML, or several.
+        title: The heading of the page.
+        summary: The result in a sentence or two.
+        sections: The sections, each with one content or several.
         provenance: Printed at the end.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: The page would be larger than `LARGEST`.
+        ValueError: The page would be larger than `MAX_BYTES`.
     """
-    shown = [_several(content) for _, _, content in sections]
-    scripts = list(_scripts(shown))
+    contents = [[content] if isinstance(content, Content) else list(content) for _, _, content in sections]
+    scripts = list(_scripts({type(content) for part in contents for content in part}))
     blocks = [
-        f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(note)}</p>\n{''.join(map(_block, contents))}"
-        for (heading, note, _), contents in zip(sections, shown, strict=True)
+        f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(note)}</p>\n{''.join(map(_block, part))}"
+        for (heading, note, _), part in zip(sections, contents, strict=True)
     ]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -67,17 +65,17 @@ def write_report(
 <title>{html.escape(title)}</title><style>{_STYLE}</style>
 {"".join(f"<script>{script}</script>" for script in scripts)}</head>
 <body><h1>{html.escape(title)}</h1>
-<p class="verdict">{html.escape(verdict)}</p>
+<p class="summary">{html.escape(summary)}</p>
 {"".join(blocks)}
 <h2>Provenance</h2><pre>{html.escape(provenance.to_json())}</pre>
 </body></html>
 """
     written = page.encode()
-    if len(written) > LARGEST:
+    if len(written) > MAX_BYTES:
         sizes = {heading: len(block.encode()) for (heading, _, _), block in zip(sections, blocks, strict=True)}
         largest = max(sizes, key=sizes.__getitem__)
         raise ValueError(
-            f"the report has {len(written) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: "
+            f"the report has {len(written) / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}: "
             f"show less in {largest!r} ({sizes[largest] / 1e6:.1f} MB)"
         )
     path = Path(path)
@@ -86,16 +84,11 @@ def write_report(
     return path
 
 
-def _several(content: Content | Sequence[Content]) -> Sequence[Content]:
-    return [content] if isinstance(content, Content) else content
-
-
-def _scripts(shown: Sequence[Sequence[Content]]) -> Iterator[str]:
-    """The scripts that the page needs, each once."""
-    kinds = {type(content) for contents in shown for content in contents}
+def _scripts(kinds: set[type]) -> Iterator[str]:
+    """The scripts that contents of these types need, each once."""
     if go.Figure in kinds:
         yield get_plotlyjs()
-    if Attention in kinds:
+    if AttentionView in kinds:
         yield circuitsvis_script()
 
 
@@ -105,4 +98,4 @@ def _block(content: Content) -> str:
         return content.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, **download})
     if isinstance(content, Table):
         return content.frame.to_html(index=False, float_format="{:.3f}".format, border=0)
-    return content.html(script=False) if isinstance(content, Attention) else content
+    return content.html(script=False) if isinstance(content, AttentionView) else content

@@ -138,7 +138,7 @@ class TargetMetrics:
         values = np.full((len(self.metrics), copies * size), np.nan)
 
         def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            self._keep(values, rows, rows % size, logits)
+            self.assign(values, rows % size, logits, columns=rows)
 
         engine = forward(
             model,
@@ -163,7 +163,7 @@ class TargetMetrics:
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            self._keep(values[index], rows, rows, logits)
+            self.assign(values[index], rows, logits)
 
         engine = run_edited(
             model,
@@ -177,15 +177,17 @@ class TargetMetrics:
         )
         return values.swapaxes(0, 1), engine
 
-    def _keep(
+    def assign(
         self,
-        values: Float[ndarray, "metric row"],
-        columns: Int[Tensor, " row"],
+        values: Float[ndarray, "metric column"],
         rows: Int[Tensor, " row"],
-        logits: Tensor,
+        logits: Float[Tensor, "row d_vocab"],
+        *,
+        columns: Int[Tensor, " row"] | None = None,
     ) -> None:
-        """Assigns the metrics of rows, a part at a time, since a softmax doubles the logits."""
+        """Writes the metrics of some targets into their columns, in parts, since a softmax doubles the logits."""
         step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+        columns = rows if columns is None else columns
         for column, row, part in zip(columns.split(step), rows.split(step), logits.split(step), strict=True):
             values[:, column.numpy()] = self.numbers(part, row).cpu().double().numpy()
 
@@ -210,7 +212,7 @@ def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
 def means_by_prompt(
     prompts: Prompts,
     prompt: Int[ndarray, " target"],
-    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "row target"],
+    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "value target"],
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""

@@ -16,13 +16,13 @@ def alignment_prior(x_len: int, decay: float, form: PriorForm = "text") -> Float
     r"""Returns the probability that each phrase p is aligned with each input position q.
 
     `"text"`: P(q | p) = exp(-λ |q - p|) / Z. `"code"`: P(q | p) = exp(-λ |q - p| / m) / Z, positions divided by the
-    input length as the released code and fast_align (Dyer et al., 2013) do: m times weaker at the same λ. The paper's
-    Fig. 7 (λ = 1, 4, 16) only makes sense with `"code"`.
+    input length as the released code and fast_align (Dyer et al., 2013) do: m times weaker at the same λ. The values of
+    the paper's Fig. 7 (λ = 1, 4, 16) fit `"code"` only.
 
     Args:
         x_len: m, the input length and the number of phrases.
         decay: λ, from 0 (uniform) up.
-        form: Which of the two.
+        form: Which of the two definitions.
 
     Source: Missing Alignment Link, Eq. 2; its released code.
     """
@@ -32,22 +32,22 @@ def alignment_prior(x_len: int, decay: float, form: PriorForm = "text") -> Float
 
 
 def sample_alignment(
-    streams: Rng, kind: AlignmentKind, x_len: int, decay: float | None = None, form: PriorForm = "text"
+    rng: Rng, kind: AlignmentKind, x_len: int, decay: float | None = None, form: PriorForm = "text"
 ) -> tuple[int, ...]:
     """Draws the input position, counted from 0, that each phrase is aligned with.
 
-    `"monotonic"`: p to p. `"prior"`: each phrase on its own from `alignment_prior`, so with replacement: two phrases
-    may share a position and a position may have no phrase. `"permutation"`: uniform among all permutations but the
-    identity, since it serves as the control for `"monotonic"`; with one symbol only the identity is left.
+    `"monotonic"`: p to p. `"prior"`: each phrase independently from `alignment_prior`, so that two phrases may share a
+    position. `"permutation"`: uniform among all permutations except the identity, since it is the control for
+    `"monotonic"`; with one symbol only the identity exists.
     """
     if kind == "monotonic" or x_len == 1:
         return tuple(range(x_len))
     if kind == "prior":
         assert decay is not None
         edges = alignment_prior(x_len, decay, form).cumsum(1)[:, :-1].contiguous()
-        drawn = streams.uniform("alignment", x_len, 1).double()
+        drawn = rng.uniform("alignment", x_len, 1).double()
         return tuple(torch.searchsorted(edges, drawn, right=True)[:, 0].tolist())
     while True:
-        order = tuple(streams.order("alignment", x_len).tolist())
+        order = tuple(rng.order("alignment", x_len).tolist())
         if order != tuple(range(x_len)):
             return order

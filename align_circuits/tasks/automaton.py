@@ -9,7 +9,7 @@ from torch import Tensor
 from align_circuits.tasks.rng import Rng
 
 NONE = -1
-"""A letter or next state where a state has no such edge; the state after a letter that is not accepted."""
+"""The letter and next state of an edge that does not exist, and the state after a letter that is not accepted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,12 @@ class Automata:
     next: Int[Tensor, "prompt symbol state edge"]
     """The state that each edge leads to; `NONE` beyond the edges of a state."""
     n_edges: Int[Tensor, "prompt symbol state"]
-    """How many edges leave each state; 0 for states that this automaton does not have."""
+    """How many edges leave each state; 0 for states that do not exist."""
 
     @classmethod
     def sample(
         cls,
-        streams: Rng,
+        rng: Rng,
         n: int,
         x_len: int,
         n_letters: int,
@@ -44,12 +44,12 @@ class Automata:
         automaton's alphabet, next states without replacement from its states other than the start.
 
         Args:
-            streams: Where the randomness comes from.
-            n: Prompts.
-            x_len: Automata for each prompt.
-            n_letters: The letters that alphabets are drawn from.
+            rng: The random generator.
+            n: The number of prompts.
+            x_len: The number of automata for each prompt.
+            n_letters: The number of letters that alphabets are drawn from.
             alphabet_range: The fewest and the most letters of an automaton.
-            state_range: The fewest and the most states beside the start.
+            state_range: The fewest and the most states, the start left out.
             edge_range: The fewest and the most edges that leave a state.
 
         Source: Missing Alignment Link, App. B.2.
@@ -57,19 +57,19 @@ class Automata:
 
         def size(name: str, limits: tuple[int, int], *shape: int) -> Int[Tensor, "..."]:
             low, high = limits
-            return low + streams.below(f"automata.{name}", torch.full(shape, high - low + 1, dtype=torch.int16))
+            return low + rng.below(f"automata.{name}", torch.full(shape, high - low + 1, dtype=torch.int16))
 
         states, edges = state_range[1] + 1, edge_range[1]
-        alphabet = streams.order("automata.alphabet", n, x_len, n_letters)
+        alphabet = rng.order("automata.alphabet", n, x_len, n_letters)
         n_symbols = size("alphabet_size", alphabet_range, n, x_len, 1)
         n_states = size("states", state_range, n, x_len, 1)
         n_edges = size("edges", edge_range, n, x_len, states)
         n_edges = torch.where(torch.arange(states) <= n_states, n_edges, 0)
         missing = torch.arange(edges) >= n_edges[..., None]
 
-        place = streams.distinct("automata.letters", edges, n_symbols.expand(n, x_len, states))
+        place = rng.distinct("automata.letters", edges, n_symbols.expand(n, x_len, states))
         letter = alphabet.gather(2, place.flatten(2).long()).view(place.shape)
-        following = 1 + streams.distinct("automata.next", edges, n_states.expand(n, x_len, states))
+        following = 1 + rng.distinct("automata.next", edges, n_states.expand(n, x_len, states))
         return cls(
             letter.masked_fill(missing, NONE).to(torch.int8),
             following.masked_fill(missing, NONE).to(torch.int8),
@@ -82,8 +82,8 @@ class Automata:
         """Writes one phrase for each entry of `symbol`.
 
         Args:
-            symbol: Which automaton writes.
-            uniform: Numbers in [0, 1), one a letter.
+            symbol: The automaton that writes each phrase.
+            uniform: Numbers in [0, 1), one per letter.
 
         Returns:
             The letters, and the state before each.
@@ -123,10 +123,10 @@ class Automata:
     def accepted(
         self, symbol: Int[Tensor, "prompt *which"], state: Int[Tensor, "prompt *which"], n_letters: int
     ) -> Bool[Tensor, "prompt *which letter"]:
-        """Returns which letters an edge leads out of each state with; none where the state is `NONE`."""
+        """Returns which letters an edge out of each state has; none if the state is `NONE`."""
         letters = self._edges(self.letter, symbol, state).long()
-        among = torch.zeros(*symbol.shape, n_letters + 1, dtype=torch.bool)
-        return among.scatter_(-1, torch.where(letters == NONE, n_letters, letters), True)[..., :-1]
+        mask = torch.zeros(*symbol.shape, n_letters + 1, dtype=torch.bool)
+        return mask.scatter_(-1, torch.where(letters == NONE, n_letters, letters), True)[..., :-1]
 
     def _first_row(self, symbol: Int[Tensor, "prompt *which"]) -> Int[Tensor, "prompt *which"]:
         """The row of each automaton's start state when prompts, symbols and states are flattened."""
@@ -142,5 +142,5 @@ class Automata:
     ) -> Int[Tensor, "*which edge"]:
         """The entries of a table at each state; `NONE` where the state is `NONE`."""
         row = self._first_row(symbol) + state.clamp(min=0)
-        found = table.flatten(0, 2).index_select(0, row.flatten()).view(*row.shape, -1)
-        return found.masked_fill((state == NONE)[..., None], NONE)
+        entries = table.flatten(0, 2).index_select(0, row.flatten()).view(*row.shape, -1)
+        return entries.masked_fill((state == NONE)[..., None], NONE)

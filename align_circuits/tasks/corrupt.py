@@ -18,7 +18,7 @@ from align_circuits.tasks.rng import Rng
 Corruption = Literal["query", "labels", "alignment"]
 
 
-def corrupt(
+def corrupt_seq2seq(
     prompts: Prompts,
     kind: Corruption,
     seed: int,
@@ -27,7 +27,7 @@ def corrupt(
     ood: bool,
     sample_automata: Callable[[Rng, int], Automata],
 ) -> Prompts:
-    """Returns the other half of minimal pairs; see `Seq2SeqTask.corrupt`, which calls it.
+    """Returns the corrupted halves of minimal pairs, as `Seq2SeqTask.corrupt` describes them.
 
     Args:
         prompts: Clean prompts of a sequence-to-sequence task.
@@ -35,41 +35,41 @@ def corrupt(
         seed: Which change.
         places: The layout of the prompts.
         ood: Whether the test input may be any permutation.
-        sample_automata: Draws automata like those of the task for a number of prompts.
+        sample_automata: Draws automata of the task for a number of prompts.
     """
     if kind not in get_args(Corruption):
         raise ValueError(f"corruption {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
     if "corrupted" in prompts.task:
         raise ValueError(
-            f"these prompts are corrupted already ({prompts.task['corrupted']['kind']!r}): give the clean ones"
+            f"these prompts are already corrupted ({prompts.task['corrupted']['kind']!r}): give the clean ones"
         )
     if kind != "query" and prompts.latent["order"].shape[1] == 1:
-        raise ValueError(f"no examples whose {kind} could be corrupted: n_examples is 0")
+        raise ValueError(f"there are no examples whose {kind} could be corrupted: n_examples is 0")
     aligned = list(prompts.task["aligned"])
-    m, streams = len(aligned), Rng(seed, f"corrupt.{kind}")
+    m, rng = len(aligned), Rng(seed, f"corrupt.{kind}")
     order, phrases = prompts.latent["order"].clone(), prompts.latent["phrases"].clone()
     which = order[:, :, aligned]
     if kind == "query":
         if m == 1:
-            raise ValueError("x_len is 1: there is only one input, so no other to ask about; use longer inputs")
+            raise ValueError("x_len is 1, so there is only one possible input: use longer inputs")
         sample = sample_uniform_orders if ood else sample_orders
         order[:, -1] = _redraw(
-            lambda n: sample(streams, n, 1, m)[:, 0],
+            lambda n: sample(rng, n, 1, m)[:, 0],
             lambda new, row: (new[:, aligned] != which[row, -1]).all(1),
             len(prompts),
         )
         which[:, -1] = order[:, -1, aligned]
     elif kind == "labels":
-        uniform = streams.uniform("letters", *phrases[:, :-1].shape)
-        phrases[:, :-1], _ = sample_automata(streams, len(prompts)).walk(which[:, :-1], uniform)
+        uniform = rng.uniform("letters", *phrases[:, :-1].shape)
+        phrases[:, :-1], _ = sample_automata(rng, len(prompts)).walk(which[:, :-1], uniform)
     else:
         if len(set(aligned)) == 1:
             raise ValueError(
-                "every phrase translates the same input position, so no order of phrases contradicts the alignment"
+                "all phrases translate the same input position, so no order of phrases contradicts the alignment"
             )
-        goal = torch.tensor(aligned)
+        position = torch.tensor(aligned)
         rows = order[:, :-1, 0].numel()
-        moved = _redraw(lambda n: streams.order("phrases", n, m), lambda new, _: (goal[new] != goal).any(1), rows)
+        moved = _redraw(lambda n: rng.order("phrases", n, m), lambda new, _: (position[new] != position).any(1), rows)
         moved = moved.view_as(which[:, :-1])
         which[:, :-1] = which[:, :-1].gather(2, moved)
         phrases[:, :-1] = phrases[:, :-1].gather(2, moved[..., None].expand_as(phrases[:, :-1]))
@@ -86,7 +86,7 @@ def _redraw(
     fits: Callable[[Int[Tensor, "row pos"], Int[Tensor, " row"]], Bool[Tensor, " row"]],
     n: int,
 ) -> Int[Tensor, "row pos"]:
-    """Draws each row until it fits: uniform among what fits."""
+    """Draws each row until it fits, so that it is uniform among the rows that fit."""
     drawn, open_rows = draw(n), torch.arange(n)
     while True:
         open_rows = open_rows[~fits(drawn[open_rows], open_rows)]

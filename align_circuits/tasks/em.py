@@ -1,4 +1,4 @@
-"""Two oracles that find the alignment from the examples alone: EM (App. F) and sequential maximum likelihood (§5)."""
+"""Two oracles that infer the alignment from the examples alone: EM (App. F) and sequential maximum likelihood (§5)."""
 
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -30,7 +30,7 @@ def examples_of(prompts: Prompts, prompt: int) -> tuple[Int[Tensor, "example pos
 
 @dataclass(frozen=True, eq=False)
 class EMResult:
-    """What EM found: the best of its restarts."""
+    """The best restart of EM."""
 
     alignment: tuple[int, ...]
     """The most probable input position, from 0, of each output token."""
@@ -62,19 +62,19 @@ def align_by_em(
         r_ijp = a_jp β(y_j^i | x_p^i) / Z_ij,    Z_ij = sum_p a_jp β(y_j^i | x_p^i),
 
     and then normalises: a_jp ~ sum_i r_ijp, β(u | v) ~ the sum of r_ijp over y_j^i = u, x_p^i = v. The likelihood never
-    falls. Eqs. 7 and 8 as printed lack the division by Z_ij (`update="printed"`): under them it falls in many updates.
+    falls. Eqs. 7 and 8 as printed lack the division by Z_ij (`update="printed"`); with them it falls in many updates.
 
-    The dictionary starts at random, since from a uniform start nothing moves when every input holds every symbol. The
-    restart with the highest likelihood wins. Alignments that fit equally well (swap the symbols of a part at length 2
-    or 4, and their letters) cannot be told apart: see `Seq2SeqTask`.
+    The dictionary starts at random, since a uniform start is a fixed point if every input has every symbol. The restart
+    with the highest likelihood wins. Alignments that fit equally well (swap the symbols of a part at length 2 or 4, and
+    their letters) cannot be distinguished: see `Seq2SeqTask`.
 
     Args:
         x: The inputs, any integers.
         y: The outputs, any integers.
         update: The true update or the printed one.
-        restarts: How many random starts, all at once.
+        restarts: How many random starts, run in parallel.
         iterations: How many updates.
-        seed: Which starts.
+        seed: Of the starts.
 
     Raises:
         ValueError: `x` and `y` have different numbers of examples, or none; no restart or no iteration.
@@ -89,7 +89,7 @@ def align_by_em(
     m, n = x.shape[1], y.shape[1]
     symbols, x = x.unique(return_inverse=True)
     letters, y = y.unique(return_inverse=True)
-    entry = x[:, None, :] * len(letters) + y[:, :, None]  # where β(y_j | x_p) stands: [example token pos]
+    entry = x[:, None, :] * len(letters) + y[:, :, None]  # the index of β(y_j | x_p): [example token pos]
     noise = Rng(seed, "em").uniform("dictionary", restarts, len(symbols), len(letters)).double()
     dictionary = _normalised(noise + 0.1)
     probability = torch.full((restarts, n, m), 1 / m, dtype=torch.float64)
@@ -119,9 +119,9 @@ class LikelihoodResult:
     """The alignment of the highest sequential likelihood."""
 
     alignment: tuple[int, ...]
-    """The input position, from 0, of each output token; the first of those that tie."""
+    """The input position, from 0, of each output token; the first of the alignments that tie."""
     ties: int
-    """How many alignments reach the same likelihood, this one included."""
+    """How many alignments have the same likelihood, this one included."""
     log_likelihood: float
     """In nats."""
 
@@ -133,14 +133,14 @@ def align_by_likelihood(
     among: Literal["permutations", "mappings"] = "permutations",
     smoothing: float = 0.1,
 ) -> LikelihoodResult:
-    r"""Finds the alignment under which the examples best predict each other in turn, by trying all.
+    r"""Finds the alignment under which each example is best predicted from those before it, by trying all.
 
     The likelihood of A is the product over i = 2..k and j of
 
         (α + #{r < i, s: (x_A(s)^r, y_s^r) = (x_A(j)^i, y_j^i)}) / (α V + #{r < i, s: x_A(s)^r = x_A(j)^i}),
 
-    with V letters. As printed (α = 0) it is zero, for the gold alignment too, as soon as a symbol writes a letter for
-    the first time after the first example; every A then ties at zero on nearly all prompts.
+    with V letters. As printed (α = 0) it is zero, even for the gold alignment, as soon as a symbol has a new letter
+    after the first example; on nearly all prompts every A then ties at zero.
 
     Args:
         x: The inputs, any integers.
@@ -187,11 +187,11 @@ def align_by_likelihood(
 
 
 def _normalised(weights: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch outcome"]:
-    """Weights as probabilities; a row without weight stays without."""
+    """Weights as probabilities; a row of zeros stays zero."""
     return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def _check_examples(x: Int[Tensor, "..."], y: Int[Tensor, "..."]) -> None:
-    """Refuses inputs and outputs that are not examples of each other."""
+    """Refuses inputs and outputs that are not pairs."""
     if len(x) != len(y) or not len(x):
         raise ValueError(f"{len(x)} inputs and {len(y)} outputs: give one output for each input, and at least one")

@@ -1,4 +1,4 @@
-"""From what a task drew to token ids, targets and relations."""
+"""From the latent variables of a task to token ids, targets and relations."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from align_circuits.prompts.prompts import KINDS
+from align_circuits.prompts.prompts import KINDS, next_token_targets
 from align_circuits.prompts.relations import IGNORE, Relation, duplicate_token, induction, previous_token
 from align_circuits.tasks.layout import FIXED, Layout
 
 LATENT = ("symbols", "order", "phrases", "letter", "next")
-"""What `Prompts.latent` holds: `symbols [prompt symbol]`, the places of the prompt's symbols in the alphabet; `order
-[prompt example pos]`, which of them stands where in each input; `phrases [prompt example phrase offset]`, the letters;
+"""The keys of `Prompts.latent`: `symbols [prompt symbol]`, the indices of the prompt's symbols in the alphabet; `order
+[prompt example pos]`, the symbol at each input position; `phrases [prompt example phrase offset]`, the letters;
 `letter` and `next [prompt symbol state edge]`, the automata."""
 
 
@@ -26,11 +26,11 @@ def write(
     symbols: Int[Tensor, " symbol"],
     letters: Int[Tensor, " letter"],
 ) -> Int[Tensor, "prompt pos"]:
-    """Returns the token ids of what was drawn.
+    """Returns the token ids of prompts with these latent variables.
 
     Args:
-        places: Where everything stands.
-        latent: What was drawn, as described at `LATENT`.
+        places: The layout of the prompts.
+        latent: The latent variables, as described at `LATENT`.
         which: The symbol that each phrase translates.
         fixed: The token ids of the delimiters.
         symbols: The token ids of the alphabet.
@@ -41,46 +41,36 @@ def write(
     return places.write(fixed, inputs, letters.take(latent["phrases"]), copies)
 
 
-def gold(
+def targets_and_relations(
     places: Layout, inputs: Int[Tensor, "prompt pos"], latent: Mapping[str, Tensor], aligned: Sequence[int]
 ) -> tuple[pd.DataFrame, dict[str, Relation]]:
-    """Returns the targets, the letters of the test example, and the relations that ask about them.
+    """Returns the targets, which are the letters of the test example, and their relations.
 
     - `align_query` and `align_key`, for the first letter of each phrase: the input position that the phrase translates,
-      among the positions of the test input. The first asks at the position that generates the letter, the second at the
-      letter itself.
-    - `lookup`, for every target, at the position that generates it: the letters of earlier examples that translate the
+      among the positions of the test input. The query is the position that predicts the letter (`align_query`), or the
+      letter itself (`align_key`).
+    - `lookup`, for every target, from the position that predicts it: the letters of earlier examples that translate the
       same symbol, among all letters of earlier examples. Targets whose symbol no earlier phrase translates are left
       out.
-    - `induction`, `previous`, `duplicate`, at the position that generates the target.
+    - `induction`, `previous`, `duplicate`, from the position that predicts the target.
     """
     n, (m, c) = len(inputs), places.outputs.shape[1:]
     positions = places.outputs[-1].flatten()
     prompt, target_pos = torch.arange(n).repeat_interleave(m * c), positions.repeat(n)
-    query_pos = target_pos - 1  # in every style the letter is predicted where the token before it stands
     phrase, offset = torch.arange(m).repeat_interleave(c).repeat(n), torch.arange(c).repeat(n * m)
     kind = np.array(KINDS, dtype=object)[(offset > 0).long().numpy()]
-    targets = pd.DataFrame(
-        {
-            "prompt": prompt,
-            "query_pos": query_pos,
-            "target_pos": target_pos,
-            "token": inputs[:, positions].flatten(),
-            "phrase": phrase,
-            "offset": offset,
-            "kind": kind,
-        }
-    )
+    tokens = inputs[:, positions].flatten()
+    targets = next_token_targets(prompt, target_pos - 1, tokens, phrase=phrase, offset=offset, kind=kind)
 
-    rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": query_pos}
+    rows = {"target": torch.arange(n * m * c), "prompt": prompt, "query": target_pos - 1}
     mask = torch.ones((), dtype=torch.bool).expand_as(inputs)
-    relations = {
-        "align_query": _align("align_query", places, rows, phrase, aligned),
-        "align_key": _align("align_key", places, rows | {"query": target_pos}, phrase, aligned),
-        "lookup": _lookup(places, rows, latent["order"][:, :, list(aligned)]),
-    }
-    relations |= {make.__name__: make(inputs, mask, **rows) for make in (induction, previous_token, duplicate_token)}
-    return targets, {relation.name: relation for relation in relations.values()}
+    relations = [
+        _align("align_query", places, rows, phrase, aligned),
+        _align("align_key", places, rows | {"query": target_pos}, phrase, aligned),
+        _lookup(places, rows, latent["order"][:, :, list(aligned)]),
+        *(make(inputs, mask, **rows) for make in (induction, previous_token, duplicate_token)),
+    ]
+    return targets, {relation.name: relation for relation in relations}
 
 
 def _align(
@@ -106,9 +96,9 @@ def _align(
 def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "prompt example phrase"]) -> Relation:
     """From each target to the letters of earlier examples that translate the same symbol."""
     c = places.outputs.shape[2]
-    nobody = torch.full_like(symbol, IGNORE)
-    label = torch.cat([symbol[:, :-1], nobody[:, -1:]], dim=1)
-    key = places.write(torch.full((len(FIXED),), IGNORE), nobody, label[..., None].expand(-1, -1, -1, c), nobody)
+    none = torch.full_like(symbol, IGNORE)
+    label = torch.cat([symbol[:, :-1], none[:, -1:]], dim=1)
+    key = places.write(torch.full((len(FIXED),), IGNORE), none, label[..., None].expand(-1, -1, -1, c), none)
     key_value = symbol[:, -1]
     relation = Relation(
         "lookup",

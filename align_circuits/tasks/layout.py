@@ -1,4 +1,4 @@
-"""Where everything stands in a prompt of a sequence-to-sequence task, in each style."""
+"""The position of every token in a prompt of a sequence-to-sequence task, in each style."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.relations import IGNORE
 
 Style = Literal["standard", "pre-aligned", "marked"]
 
@@ -23,13 +24,13 @@ class Layout:
     roles: Int[Tensor, " pos"]
     """The `Role` of each token."""
     example: Int[Tensor, " pos"]
-    """The example of each token, the test example last; -1 for BOS."""
+    """The example of each token, the test example last; `IGNORE` for BOS."""
     inputs: Int[Tensor, "example symbol"]
-    """Where the input symbols stand."""
+    """The positions of the input symbols."""
     outputs: Int[Tensor, "example phrase offset"]
-    """Where the letters of the phrases stand."""
-    source: Int[Tensor, " pos"]
-    """Where `write` finds each token: fixed tokens, then inputs, then letters, then copies of the aligned symbols."""
+    """The positions of the letters."""
+    index: Int[Tensor, " pos"]
+    """The index of each token among fixed tokens, inputs, letters and copies of the aligned symbols, concatenated."""
 
     def write(
         self,
@@ -47,12 +48,12 @@ class Layout:
             copies: The symbol that each phrase is aligned with; written only in the pre-aligned style.
         """
         parts = (fixed.expand(len(inputs), -1), inputs.flatten(1), outputs.flatten(1), copies.flatten(1))
-        return torch.cat(parts, dim=1).index_select(1, self.source)
+        return torch.cat(parts, dim=1).index_select(1, self.index)
 
 
 @lru_cache(maxsize=64)
-def layout(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> Layout:
-    """Returns the positions of a prompt: n_examples examples and the test example.
+def layout_of(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool) -> Layout:
+    """Returns the layout of a prompt of `n_examples` examples and the test example.
 
     standard: `x1 ... xm : y1 ... yn` and a separator after each example but the last. pre-aligned: each phrase comes
     after a copy of the symbol it is aligned with. marked: a marker before every symbol and every letter.
@@ -63,15 +64,15 @@ def layout(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool
     y_start = x_start + count * x_len
     copy_start = y_start + count * x_len * phrase_len
     marked, copied = style == "marked", style == "pre-aligned"
-    tokens: list[tuple[Role, int, int]] = []  # role, example, source
+    tokens: list[tuple[Role, int, int]] = []  # role, example, index
 
-    def put(role: Role, example: int, source: int | None = None) -> int:
-        tokens.append((role, example, columns[role] if source is None else source))
+    def put(role: Role, example: int, index: int | None = None) -> int:
+        tokens.append((role, example, columns[role] if index is None else index))
         return len(tokens) - 1
 
     inputs, outputs = [], []
     if bos:
-        put(Role.BOS, -1)
+        put(Role.BOS, IGNORE)
     for example in range(count):
         for place in range(x_len):
             if marked:
@@ -88,11 +89,11 @@ def layout(style: Style, x_len: int, phrase_len: int, n_examples: int, bos: bool
                 outputs.append(put(Role.OUTPUT, example, y_start + which * phrase_len + offset))
         if example < n_examples:
             put(Role.SEPARATOR, example)
-    roles, examples, source = torch.tensor(tokens).unbind(1)
+    roles, examples, index = torch.tensor(tokens).unbind(1)
     return Layout(
         roles,
         examples,
         torch.tensor(inputs).view(count, x_len),
         torch.tensor(outputs).view(count, x_len, phrase_len),
-        source.contiguous(),
+        index.contiguous(),
     )

@@ -1,4 +1,4 @@
-"""Which symbol comes next, for a reader who knows the automata and the grammar but cannot see the input."""
+"""The probability of the next symbol for a predictor that knows the automata and the grammar but not the input."""
 
 from functools import lru_cache
 from itertools import combinations
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-MOST_SYMBOLS = 14
+MAX_SYMBOLS = 14
 """The longest input whose orders are summed over: the sum has 2^m terms."""
 
 
@@ -24,18 +24,18 @@ def symbol_posterior(
     Args:
         likelihood: P(w_p | s), the probability of each phrase under each symbol's automaton.
         aligned: The input position of each phrase.
-        shapes: Which symbols may stand where under each of the equally likely shapes of an input.
+        shapes: The symbols that each position permits under each of the equally likely shapes of an input.
 
     Raises:
-        ValueError: More symbols than `MOST_SYMBOLS`.
+        ValueError: More symbols than `MAX_SYMBOLS`.
     """
     n, _, m = likelihood.shape
-    if m > MOST_SYMBOLS:
+    if m > MAX_SYMBOLS:
         raise ValueError(
-            f"x_len is {m}: the history reference sums over the orders of at most {MOST_SYMBOLS} symbols; "
+            f"x_len is {m}: the history reference sums over the orders of at most {MAX_SYMBOLS} symbols; "
             "sample with references=False"
         )
-    weights = torch.ones(n, m, m, dtype=torch.float64)  # what the phrases so far say about each position
+    weights = torch.ones(n, m, m, dtype=torch.float64)  # of each symbol at each position, by the phrases so far
     posterior = torch.empty(n, m, m, dtype=torch.float64)
     for phrase, place in enumerate(aligned):
         marginal = sum(_marginal(weights * shape, place) for shape in shapes)
@@ -48,10 +48,11 @@ def symbol_posterior(
 
 def _marginal(weights: Float[Tensor, "prompt pos symbol"], place: int) -> Float[Tensor, "prompt symbol"]:
     """The weight of all orders that put each symbol at `place`; an order weighs the product over its positions."""
+    # A dynamic programme over positions: `total` has, for every set of as many symbols as positions so far, the weight
+    # of all ways to place them there. The next position adds one symbol to a set, so the sum needs 2^m m steps. `place`
+    # comes last and is not summed: what is left for it is one symbol.
     n, m, _ = weights.shape
-    total = torch.ones(
-        n, 1, dtype=weights.dtype
-    )  # by set of symbols: the weight of placing them at the positions so far
+    total = torch.ones(n, 1, dtype=weights.dtype)
     others = [position for position in range(m) if position != place]
     for size, position in enumerate(others, start=1):
         members, before = _subsets(m, size)
@@ -64,7 +65,7 @@ def _marginal(weights: Float[Tensor, "prompt pos symbol"], place: int) -> Float[
 
 @lru_cache(maxsize=256)
 def _subsets(m: int, size: int) -> tuple[Int[Tensor, "subset member"], Int[Tensor, "subset member"]]:
-    """The sets of `size` of `m` symbols, and for each member the place of the set without it among the smaller sets."""
+    """The sets of `size` of `m` symbols, and for each member the index of the set without it among the smaller sets."""
     smaller = {subset: index for index, subset in enumerate(combinations(range(m), size - 1))}
     sets = list(combinations(range(m), size))
     without = [[smaller[subset[:i] + subset[i + 1 :]] for i in range(size)] for subset in sets]

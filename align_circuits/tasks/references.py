@@ -1,7 +1,7 @@
-"""Reference accuracies beside a model's: what chance, two readers blind to the input, and exact lookup reach.
+"""Reference accuracies: chance, two predictors that do not see the input, and exact lookup in the examples.
 
-Each is the accuracy that a reference predictor has on a target: 1 if its letter is accepted there, 0 if not, the mean
-over its letters where it is indifferent. It depends on what was sampled, so its mean over prompts is unbiased.
+Each is the accuracy of a reference predictor on a target: 1 if its letter is correct, 0 if not, and the mean over its
+letters if several tie. It is computed for the sampled letters, so that its mean over prompts is unbiased.
 """
 
 import torch
@@ -17,7 +17,7 @@ def reference_accuracies(
     automata: Automata,
     order: Int[Tensor, "prompt example pos"],
     phrases: Int[Tensor, "prompt example phrase offset"],
-    accepted: Bool[Tensor, "prompt phrase offset letter"],
+    correct: Bool[Tensor, "prompt phrase offset letter"],
     aligned: tuple[int, ...],
     ood: bool,
 ) -> dict[str, Float[Tensor, "prompt phrase offset"]]:
@@ -27,65 +27,65 @@ def reference_accuracies(
     - `memoryless` knows the automata of the prompt's symbols and the letters of the phrase so far, not which symbol is
       translated: all are equally likely before the phrase begins.
     - `history` also knows the grammar, the alignment and all letters of the test example so far, so it rules symbols
-      out. A model shows alignment only above it.
-    - `oracle` knows the alignment, sees the input and looks up in the examples (`oracle_accuracy`).
+      out. Only an accuracy above it is evidence of alignment.
+    - `oracle` knows the alignment, sees the input and looks phrases up in the examples (`oracle_accuracy`).
 
-    The two blind readers choose the letter that is most probably accepted.
+    `memoryless` and `history` choose the letter that is most probably correct.
 
     Args:
         automata: The automata of each prompt.
-        order: Which symbol stands at each input position.
+        order: The symbol at each input position.
         phrases: The letters of each phrase.
-        accepted: The letters that are right for each target.
+        correct: The correct letters of each target.
         aligned: The input position of each phrase.
         ood: Whether the test input is out of the grammar: then all orders of the symbols are equally likely.
     """
-    n, m, c, n_letters = accepted.shape
+    n, m, c, n_letters = correct.shape
     states, probability = automata.follow(phrases[:, -1])
     symbol = torch.arange(m).expand(n, m, m)[:, :, None].expand(-1, -1, c, -1)
     by_symbol = automata.accepted(symbol, states[..., :-1].transpose(2, 3), n_letters)
     prefix = probability[..., :-1].transpose(2, 3)
     known = symbol_posterior(probability[..., -1], aligned, shapes(m, ood))
     return {
-        "chance": accepted.double().mean(-1),
-        "memoryless": _blind(prefix, by_symbol, accepted),
-        "history": _blind(prefix * known[:, :, None], by_symbol, accepted),
-        "oracle": oracle_accuracy(order[:, :, list(aligned)], phrases, accepted),
+        "chance": correct.double().mean(-1),
+        "memoryless": _blind(prefix, by_symbol, correct),
+        "history": _blind(prefix * known[:, :, None], by_symbol, correct),
+        "oracle": oracle_accuracy(order[:, :, list(aligned)], phrases, correct),
     }
 
 
 def _blind(
     belief: Float[Tensor, "prompt phrase offset symbol"],
     by_symbol: Bool[Tensor, "prompt phrase offset symbol letter"],
-    accepted: Bool[Tensor, "prompt phrase offset letter"],
+    correct: Bool[Tensor, "prompt phrase offset letter"],
 ) -> Float[Tensor, "prompt phrase offset"]:
-    """The accuracy of the letter that is accepted with the highest probability under a belief over symbols."""
+    """The accuracy of the letter that is correct with the highest probability under a belief over symbols."""
     belief = belief / belief.sum(-1, keepdim=True)
     expected = torch.einsum("npos,nposl->npol", belief, by_symbol.double())
     best = expected >= expected.amax(-1, keepdim=True) - 1e-9
-    return _share(best, accepted)
+    return _share(best, correct)
 
 
 def oracle_accuracy(
     symbol: Int[Tensor, "prompt example phrase"],
     phrases: Int[Tensor, "prompt example phrase offset"],
-    accepted: Bool[Tensor, "prompt phrase offset letter"],
+    correct: Bool[Tensor, "prompt phrase offset letter"],
 ) -> Float[Tensor, "prompt phrase offset"]:
     """Returns the accuracy of exact lookup in the examples.
 
     For each target it collects the letters at the same offset of the earlier phrases that translate the same symbol,
     keeps those whose prefix agrees best with the target's, and predicts the most frequent of them. Prefixes are
-    compared from the latest letter back: agreeing in the latest outweighs agreeing in all before it. Where no earlier
-    phrase translates the symbol it guesses among all letters.
+    compared from the latest letter back: agreement in the latest outweighs agreement in all before it. If no earlier
+    phrase translates the symbol, it guesses among all letters.
 
     Args:
         symbol: The symbol that each phrase translates; the test example is the last.
         phrases: The letters of each phrase.
-        accepted: The letters that are right for each target.
+        correct: The correct letters of each target.
     """
-    n, m, c, n_letters = accepted.shape
+    n, m, c, n_letters = correct.shape
     if phrases.shape[1] == 1:
-        return accepted.double().mean(-1)
+        return correct.double().mean(-1)
     earlier, test = phrases[:, :-1].flatten(1, 2), phrases[:, -1]
     same = symbol[:, :-1].flatten(1)[:, None] == symbol[:, -1, :, None]
     agreement = torch.zeros_like(same, dtype=torch.long)
@@ -95,11 +95,11 @@ def oracle_accuracy(
         best = same & (score == score.amax(-1, keepdim=True))
         letters = earlier[:, None, :, offset].expand_as(same)
         votes = torch.zeros(n, m, n_letters).scatter_add_(2, letters, best.float())
-        accuracy[:, :, offset] = _share(votes == votes.amax(-1, keepdim=True), accepted[:, :, offset])
+        accuracy[:, :, offset] = _share(votes == votes.amax(-1, keepdim=True), correct[:, :, offset])
         agreement += (earlier[:, None, :, offset] == test[:, :, None, offset]).long() << offset
     return accuracy
 
 
-def _share(chosen: Bool[Tensor, "*batch letter"], accepted: Bool[Tensor, "*batch letter"]) -> Float[Tensor, "*batch"]:
-    """The share of the chosen letters that are accepted."""
-    return (chosen & accepted).sum(-1).double() / chosen.sum(-1)
+def _share(chosen: Bool[Tensor, "*batch letter"], correct: Bool[Tensor, "*batch letter"]) -> Float[Tensor, "*batch"]:
+    """The share of the chosen letters that are correct."""
+    return (chosen & correct).sum(-1).double() / chosen.sum(-1)

@@ -1,23 +1,24 @@
-"""Random tokens, repeated: what induction heads are usually found with."""
+"""Random tokens, repeated: the usual test of induction heads."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
-from align_circuits.prompts.prompts import Prompts, Role, text_of, vocabulary_hash
-from align_circuits.prompts.relations import duplicate_token, induction, previous_token
+from align_circuits.prompts.prompts import Prompts, Role, next_token_targets, text_of, vocabulary_hash
+from align_circuits.prompts.relations import IGNORE, duplicate_token, induction, previous_token
 from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.task import Task
+from align_circuits.tasks.token_ids import check_tokenizer
 
 
 @dataclass(frozen=True)
-class RepeatedTokensTask:
+class RepeatedTokensTask(Task):
     """A sequence of random tokens, all different, written several times over.
 
-    Targets are the tokens of every repeat but the first, from the first that can be known: the one after a token seen
-    before. Only induction predicts them; a guess is right with one in the size of the vocabulary.
+    Targets are the tokens of every repeat but the first, its first token left out, which nothing predicts. Only
+    induction predicts them; a guess is right with probability one over the size of the vocabulary.
 
     Source: Olsson et al. (2022), "In-context Learning and Induction Heads".
 
@@ -32,15 +33,15 @@ class RepeatedTokensTask:
     repeats: int = 2
     """How many times the sequence is written, from 2 up."""
     bos: bool = True
-    """Whether prompts start with the tokenizer's BOS token, where there is a tokenizer that has one."""
+    """Whether prompts start with the tokenizer's BOS token, if there is a tokenizer that has one."""
 
     def __post_init__(self):
         for name, least in (("length", 2), ("repeats", 2)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} is {value}: give at least {least}")
 
-    def sample(self, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
-        """Draws prompts; relations are `induction`, `previous` and `duplicate` at the position that predicts a target.
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:
+        """Draws prompts with the relations `induction`, `previous` and `duplicate` from the positions that predict.
 
         Args:
             n: How many prompts. The first prompts of a seed are the same however many are drawn.
@@ -48,41 +49,38 @@ class RepeatedTokensTask:
             seed: Which prompts.
 
         Raises:
-            ValueError: The vocabulary has fewer tokens than a sequence.
+            ValueError: There is no tokenizer, or its vocabulary has fewer tokens than a sequence.
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
+        check_tokenizer(tokenizer)
         plain = isinstance(tokenizer, int)
         special = [] if plain else list(tokenizer.all_special_ids)
         ids = np.setdiff1d(np.arange(tokenizer if plain else len(tokenizer)), special)
         if len(ids) < self.length:
             raise ValueError(
-                f"length is {self.length}, but there are only {len(ids)} tokens and those of a sequence differ: give a "
-                "shorter length or a larger vocabulary"
+                f"length is {self.length}, but there are only {len(ids)} tokens, and those of a sequence are all "
+                "different: give a shorter length or a larger vocabulary"
             )
-        draws = Rng(seed, "repeated").generator("tokens")
-        rows = np.stack([draws.choice(ids, self.length, replace=False) for _ in range(n)])
+        generator = Rng(seed, "repeated").generator("tokens")
+        rows = np.stack([generator.choice(ids, self.length, replace=False) for _ in range(n)])
         inputs = torch.from_numpy(np.tile(rows, self.repeats))
         bos = None if plain or not self.bos else tokenizer.bos_token_id
         start = int(bos is not None)
         if bos is not None:
             inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)
-        place = torch.arange(inputs.shape[1]) - start  # counted without BOS
-        roles = torch.where(place < 0, Role.BOS.value, Role.TEXT.value).expand_as(inputs)
-        example = torch.where(place < 0, -1, place // self.length).expand_as(inputs)
+        index = torch.arange(inputs.shape[1]) - start  # counted without BOS
+        roles = torch.where(index < 0, Role.BOS.value, Role.TEXT.value).expand_as(inputs)
+        example = torch.where(index < 0, IGNORE, index // self.length).expand_as(inputs)
 
-        target_pos = place[place > self.length] + start
+        target_pos = index[index > self.length] + start
         prompt, target_pos = torch.arange(n).repeat_interleave(len(target_pos)), target_pos.repeat(n)
-        targets = pd.DataFrame(
-            {
-                "prompt": prompt,
-                "query_pos": target_pos - 1,
-                "target_pos": target_pos,
-                "token": inputs[prompt, target_pos],
-                "phrase": example[0, target_pos],
-                "offset": place[target_pos] % self.length,
-                "kind": "later",
-            }
+        targets = next_token_targets(
+            prompt,
+            target_pos - 1,
+            inputs[prompt, target_pos],
+            phrase=example[0, target_pos],
+            offset=index[target_pos] % self.length,
         )
         mask = torch.ones_like(inputs, dtype=torch.bool)
         columns = {"target": torch.arange(len(prompt)), "prompt": prompt, "query": target_pos - 1}

@@ -1,4 +1,4 @@
-"""Named random streams: what one part of a task draws never moves what another part draws."""
+"""Named random generators: the draws of one part of a task never affect those of another part."""
 
 import hashlib
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Rng:
     """A random generator for each name, all from one seed.
 
-    Every stream is read row by row with the prompt as the first dimension, so the first prompts of a seed are the same
-    however many are drawn, and in whatever chunks.
+    Every generator fills arrays row by row with the prompt as the first dimension, so that the first prompts of a seed
+    are the same however many are drawn, and in chunks of any size.
 
     >>> short, long = Rng(0).uniform("x", 2, 3), Rng(0).uniform("x", 5, 3)
     >>> bool((short == long[:2]).all())
@@ -26,7 +26,7 @@ class Rng:
         self._generators: dict[str, np.random.Generator] = {}
 
     def generator(self, name: str) -> np.random.Generator:
-        """Returns the generator of a stream; every call with one name returns the same object."""
+        """Returns the generator of a name; every call returns the same object."""
         if name not in self._generators:
             self._generators[name] = np.random.default_rng(_number(self._seed, self._purpose, name))
         return self._generators[name]
@@ -36,18 +36,20 @@ class Rng:
         return torch.from_numpy(self.generator(name).random(shape, dtype=np.float32))
 
     def below(self, name: str, limit: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Returns integers from 0 up to but without `limit`, uniform, of its shape and dtype."""
+        """Returns uniform integers from 0 up to but excluding `limit`, of its shape and dtype."""
         return (self.uniform(name, *limit.shape) * limit).to(limit.dtype)
 
     def order(self, name: str, *shape: int, late: Int[Tensor, "..."] | None = None) -> Int[Tensor, "..."]:
         """Returns random orders of `range(shape[-1])` along the last dimension.
 
         Args:
-            name: The stream.
+            name: The name of the generator.
             *shape: The shape of the result.
-            late: 0 or 1 for each thing: those with a 1 come after all those with a 0.
+            late: 0 or 1 for each index: those with a 1 come after all those with a 0.
         """
-        bits = max(shape[-1] - 1, 1).bit_length()  # the index stands below a random key of 24 bits or more
+        # Sorting random keys gives a uniform order. The index is in the low bits of its key, so that the sorted keys
+        # contain the order; the random part has 24 bits or more.
+        bits = max(shape[-1] - 1, 1).bit_length()
         width, dtype = (30, np.int32) if bits <= 6 else (62, np.int64)  # 32-bit values sort faster
         keys = self.generator(name).integers(2 ** (width - bits), size=shape, dtype=dtype) << bits
         keys |= np.arange(shape[-1], dtype=dtype)

@@ -2,8 +2,8 @@
 
 import math
 import string
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -12,16 +12,17 @@ from torch import Tensor
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
-from align_circuits.tasks.corrupt import Corruption, corrupt
+from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
-from align_circuits.tasks.labels import LATENT, gold, write
-from align_circuits.tasks.layout import Style, layout
+from align_circuits.tasks.labels import LATENT, targets_and_relations, write
+from align_circuits.tasks.layout import Style, layout_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng
-from align_circuits.tasks.token_ids import check_text, lexicon
+from align_circuits.tasks.task import TOKEN_ROLES, Task
+from align_circuits.tasks.token_ids import check_text, look_up
 
 CHUNK = 256
-"""Prompts drawn at a time: their automata and intermediate results stay within a few MB."""
+"""Prompts drawn at a time, so that automata and intermediate results stay within a few MB."""
 
 MARKER = "!"
 """Written before every symbol and letter in the marked style."""
@@ -30,15 +31,15 @@ AutomataScope = Literal["prompt", "task"]
 
 
 @dataclass(frozen=True)
-class Seq2SeqTask:
+class Seq2SeqTask(Task):
     """Translate m symbols into m phrases of c letters, from k examples in the prompt.
 
     Each symbol has an automaton that writes its phrases; phrase p translates the symbol at input position Ã(p). A model
-    that has not seen the automata must read them from the examples, and must find out which symbol is next: the
-    alignment. Inputs follow a two-part grammar.
+    that has not seen the automata must read them from the examples, and must infer which symbol is next: the alignment.
+    Inputs follow a two-part grammar.
 
     Lengths 3 and 5 to 8 determine the alignment; at 2 and 4 swapping the two symbols of a part, and their automata, is
-    equally likely. Monotonic alignment cannot be told from a fixed offset: pair claims with `"permutation"`.
+    equally likely. A monotonic alignment is a fixed offset too: test claims on `"permutation"` as well.
 
     Source: The Missing Alignment Link, §3 and App. B.
 
@@ -47,6 +48,15 @@ class Seq2SeqTask:
     >>> task.sample(1, char_tokenizer(), seed=0).text
     ['EPR:bqwsch;PER:qovzch']
     """
+
+    roles: ClassVar = {
+        "align_query": "attends to the input symbol about to be translated",
+        "align_key": "attends to the input symbol just translated",
+        "lookup": "attends to earlier translations of the same symbol",
+        **TOKEN_ROLES,
+    }
+    references: ClassVar = REFERENCES
+    target_name: ClassVar = "The first token of a phrase"
 
     x_len: int = 5
     """m: symbols in an input, and phrases in an output."""
@@ -65,8 +75,8 @@ class Seq2SeqTask:
     prior_form: PriorForm = "text"
     """Eq. 2 as printed, or as released, with positions divided by m."""
     automata: AutomataScope = "prompt"
-    """`"prompt"`: symbols and automata are new in every prompt (the released data). `"task"`: drawn once for the task
-    (the text), so that they can be learned in the weights."""
+    """`"prompt"`: symbols and automata are new in every prompt (the released data). `"task"`: they are drawn once for
+    the task (the paper's text), so that they can be learned in the weights."""
     style: Style = "standard"
     """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (`!` before every letter)."""
     ood: bool = False
@@ -78,7 +88,7 @@ class Seq2SeqTask:
     bos: bool = True
     """Whether prompts start with the tokenizer's BOS token, where it has one."""
     spaced: bool = True
-    """Whether symbols are written with a space before them, so that the text of a prompt can be typed (checked)."""
+    """Whether symbols are written with a space before them, so that tokenizing the text gives the tokens (checked)."""
     alphabet_range: tuple[int, int] = (4, 18)
     """The fewest and the most letters of an automaton."""
     state_range: tuple[int, int] = (4, 12)
@@ -86,7 +96,7 @@ class Seq2SeqTask:
     edge_range: tuple[int, int] = (1, 4)
     """The fewest and the most edges that leave a state."""
     task_seed: int = 0
-    """Fixes what the prompts of the task share."""
+    """The seed of what all prompts of the task share."""
 
     def __post_init__(self):
         _check(self)
@@ -94,13 +104,13 @@ class Seq2SeqTask:
     @property
     def aligned(self) -> tuple[int, ...]:
         """Ã: the input position, from 0, that each phrase translates."""
-        streams = Rng(self.task_seed, "task")
-        return sample_alignment(streams, self.alignment, self.x_len, self.decay, self.prior_form)
+        rng = Rng(self.task_seed, "task")
+        return sample_alignment(rng, self.alignment, self.x_len, self.decay, self.prior_form)
 
-    def sample(self, n: int, tokenizer: Any, seed: int = 0, references: bool = True) -> Prompts:
-        """Draws prompts with their gold.
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0, references: bool = True) -> Prompts:
+        """Draws prompts whose targets are the letters of the test example; see `labels.targets_and_relations`.
 
-        Targets are the letters of the test example. The first prompts of a seed are the same however many are drawn.
+        The first prompts of a seed are the same however many are drawn.
 
         Args:
             n: How many prompts.
@@ -110,27 +120,26 @@ class Seq2SeqTask:
                 (see `align_circuits.tasks.references`).
 
         Raises:
-            ValueError: A symbol is not one token of the tokenizer, or `spaced` text is not read back as it was built.
+            ValueError: There is no tokenizer, a symbol is not one token of it, or it reads `spaced` text as other
+                tokens.
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
         marker = MARKER if self.style == "marked" else ""
-        words = lexicon(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
-        bos = self.bos and words.bos is not None
-        places = layout(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
+        ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
+        bos = self.bos and ids.bos is not None
+        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, bos)
         if self.spaced:
-            check_text(tokenizer, words, places)
+            check_text(tokenizer, ids, places)
         aligned = self.aligned
-        streams = Rng(seed, "prompts")
+        rng = Rng(seed, "prompts")
         shared = self._world(Rng(self.task_seed, "task"), 1) if self.automata == "task" else None
-        chunks = [
-            self._draw(streams, min(CHUNK, n - start), aligned, shared, references) for start in range(0, n, CHUNK)
-        ]
+        chunks = [self._draw(rng, min(CHUNK, n - start), aligned, shared, references) for start in range(0, n, CHUNK)]
         drawn = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        letters, symbols, fixed = (torch.tensor(ids) for ids in (words.letters, words.symbols, words.fixed))
+        letters, symbols, fixed = map(torch.tensor, (ids.letters, ids.symbols, ids.fixed))
         latent = {name: drawn[name] for name in LATENT}
         inputs = write(places, latent, latent["order"][:, :, aligned], fixed, symbols, letters)
-        targets, relations = gold(places, inputs, latent, aligned)
+        targets, relations = targets_and_relations(places, inputs, latent, aligned)
         if references:
             targets = targets.assign(**{name: drawn[name].flatten().numpy() for name in REFERENCES})
         return Prompts(
@@ -141,87 +150,104 @@ class Seq2SeqTask:
             targets=targets,
             relations=relations,
             answer_tokens=letters,
-            correct=drawn["accepted"].flatten(0, 2),
-            token_strings=words.token_strings,
-            tokenizer_hash=words.tokenizer_hash,
+            correct=drawn["correct"].flatten(0, 2),
+            token_strings=ids.token_strings,
+            tokenizer_hash=ids.tokenizer_hash,
             task={
                 "name": "seq2seq",
                 "config": _config(self),
                 "seed": seed,
                 "bos": bos,
                 "aligned": list(aligned),
-                "symbols": list(words.symbols),
-                "fixed": list(words.fixed),
+                "symbols": list(ids.symbols),
+                "fixed": list(ids.fixed),
             },
             latent=latent,
         )
 
-    def corrupt(self, prompts: Prompts, kind: Corruption, *, seed: int = 0) -> Prompts:
-        """Makes the other half of minimal pairs: prompts of equal length that differ in one respect.
+    def corrupt(self, prompts: Prompts, kind: Corruption = "query", *, seed: int = 0) -> Prompts:
+        """Returns the corrupted halves of minimal pairs: prompts of equal length that differ in one respect.
 
         - `"query"`: the test input becomes another input of the grammar (any permutation if `ood`), uniform among those
           that put another symbol at the position of every phrase. Nothing before it changes, and its letters stay. In
-          the pre-aligned style the copies of its symbols follow it.
+          the pre-aligned style the copies of its symbols change with it.
         - `"labels"`: the letters of the examples come from other automata; the test example stays.
-        - `"alignment"`: the phrases of each example change places, each example on its own, uniformly among the orders
-          that contradict the alignment. In the pre-aligned style a phrase takes the copy of its symbol along, so
-          symbols and phrases still belong together.
+        - `"alignment"`: the phrases of each example are reordered, each example on its own, uniformly among the orders
+          that contradict the alignment. In the pre-aligned style the copy of its symbol moves with each phrase, so
+          that symbols and phrases still belong together.
 
-        Targets, what is accepted, references and relations stay those of the clean prompts; `latent` says what the
-        corrupted prompts hold, except for its automata, which stay those that write the test example.
+        Targets, correct answers, references and relations stay those of the clean prompts; `latent` describes the
+        corrupted prompts, except for its automata, which stay those that write the test example.
 
         Args:
-            prompts: What `sample` of this task returned, or some of them.
+            prompts: Prompts that `sample` of this task returned.
             kind: What changes.
             seed: Which change.
 
         Raises:
-            ValueError: The prompts come from another task or are corrupted already, `kind` is unknown, there is but one
-                input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
+            ValueError: The prompts come from another task or are already corrupted, `kind` is unknown, there is only
+                one input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
         """
         if prompts.task.get("config") != _config(self):
             raise ValueError(
                 "these prompts were not sampled by this task: corrupt them with the task that sampled them"
             )
-        places = layout(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
-        return corrupt(
-            prompts, kind, seed, places=places, ood=self.ood, sample_automata=lambda s, n: self._world(s, n)[1]
+        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
+        return corrupt_seq2seq(
+            prompts, kind, seed, places=places, ood=self.ood, sample_automata=lambda rng, n: self._world(rng, n)[1]
         )
 
-    def _world(self, streams: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
-        """The symbols, as places in the alphabet, and the automata of `n` prompts."""
-        symbols = streams.order("symbols", n, len(self.alphabet))[:, : self.x_len]
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Returns clean prompts and the same with another test input; one symbol has no other order."""
+        return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
+
+    def control(self) -> "Seq2SeqTask":
+        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted."""
+        alignment = "monotonic" if self.alignment == "permutation" else "permutation"
+        return replace(self, alignment=alignment, decay=None, prior_form="text")
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Whether the inputs are too short for a permutation test of alignment."""
+        orders = math.factorial(self.x_len)
+        if orders >= 1 / 0.05:
+            return ()
+        return (f"{self.x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)
+
+    def _world(self, rng: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
+        """The symbols, as indices in the alphabet, and the automata of `n` prompts."""
+        symbols = rng.order("symbols", n, len(self.alphabet))[:, : self.x_len]
         ranges = (self.alphabet_range, self.state_range, self.edge_range)
-        return symbols, Automata.sample(streams, n, self.x_len, len(self.letters), *ranges)
+        return symbols, Automata.sample(rng, n, self.x_len, len(self.letters), *ranges)
 
     def _draw(
         self,
-        streams: Rng,
+        rng: Rng,
         n: int,
         aligned: tuple[int, ...],
         shared: tuple[Int[Tensor, "prompt symbol"], Automata] | None,
         references: bool,
     ) -> dict[str, Tensor]:
-        """Draws `n` prompts as indices of symbols and letters: `LATENT`, `accepted`, and the references."""
+        """Draws `n` prompts as indices of symbols and letters: `LATENT`, `correct`, and the references."""
         m, count = self.x_len, self.n_examples + 1
-        symbols, automata = shared or self._world(streams, n)
-        order = sample_orders(streams, n, count, m)
+        symbols, automata = shared or self._world(rng, n)
+        order = sample_orders(rng, n, count, m)
         if self.ood:
-            order[:, -1:] = sample_uniform_orders(streams, n, 1, m)
+            order[:, -1:] = sample_uniform_orders(rng, n, 1, m)
         which = order[:, :, aligned]
-        phrases, states = automata.walk(which, streams.uniform("letters", n, count, m, self.phrase_len))
+        phrases, states = automata.walk(which, rng.uniform("letters", n, count, m, self.phrase_len))
         tested = which[:, -1, :, None].expand(-1, -1, self.phrase_len)
-        accepted = automata.accepted(tested, states[:, -1], len(self.letters))
+        correct = automata.accepted(tested, states[:, -1], len(self.letters))
         drawn = {
             "symbols": symbols.expand(n, -1),
             "order": order,
             "phrases": phrases,
-            "accepted": accepted,
+            "correct": correct,
             "letter": automata.letter.expand(n, -1, -1, -1),
             "next": automata.next.expand(n, -1, -1, -1),
         }
         if references:
-            drawn |= reference_accuracies(automata, order, phrases, accepted, aligned, ood=self.ood)
+            drawn |= reference_accuracies(automata, order, phrases, correct, aligned, ood=self.ood)
         return drawn
 
 

@@ -1,6 +1,6 @@
 """The token ids of a task's symbols in a tokenizer, looked up one by one and never by tokenizing a prompt."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from align_circuits.prompts.prompts import Role, text_of, vocabulary_hash
 from align_circuits.tasks.layout import FIXED, Layout
 
 ABSENT = -1
-"""In place of the id of a token that is not used."""
+"""Stands for the id of a token that is not used."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TokenIds:
     token_strings: dict[int, str]
     """The text of each id."""
     tokenizer_hash: str
-    """The tokenizer's vocabulary, hashed."""
+    """A hash of the tokenizer's vocabulary."""
 
     @property
     def bos(self) -> int | None:
@@ -42,11 +42,11 @@ class TokenIds:
         return self.letters if role == Role.OUTPUT else self.symbols
 
 
-_LEXICONS: WeakKeyDictionary[Any, dict[tuple, TokenIds]] = WeakKeyDictionary()
-"""What was looked up before: hashing a vocabulary of 128k tokens takes longer than sampling."""
+_CACHE: WeakKeyDictionary[Any, dict[tuple, TokenIds]] = WeakKeyDictionary()
+"""Earlier results: hashing a vocabulary of 128k tokens takes longer than sampling."""
 
 
-def lexicon(
+def look_up(
     tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
 ) -> TokenIds:
     """Returns the ids of a task's symbols in a Hugging Face tokenizer.
@@ -61,13 +61,20 @@ def lexicon(
         spaced: Whether symbols, letters and marker are looked up with a space before them.
 
     Raises:
-        ValueError: A symbol is not one token of this tokenizer, or two symbols are the same token.
+        ValueError: There is no tokenizer, a symbol is not one token of it, or two symbols are the same token.
     """
+    check_tokenizer(tokenizer)
     key = (len(tokenizer), alphabet, letters, colon, separator, marker, spaced)
-    known = _LEXICONS.setdefault(tokenizer, {})
-    if key not in known:
-        known[key] = _look_up(tokenizer, alphabet, letters, colon, separator, marker, spaced)
-    return known[key]
+    cached = _CACHE.setdefault(tokenizer, {})
+    if key not in cached:
+        cached[key] = _look_up(tokenizer, alphabet, letters, colon, separator, marker, spaced)
+    return cached[key]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises a ValueError if there is no tokenizer."""
+    if tokenizer is None:
+        raise ValueError("this task is written in the tokens of a tokenizer: give one, or load the model with one")
 
 
 def _look_up(
@@ -77,14 +84,14 @@ def _look_up(
     texts = [space + symbol for symbol in (*alphabet, *letters, *marker)] + [colon, separator]
     ids: dict[str, int] = {}
     for text in dict.fromkeys(texts):
-        found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(found) != 1 or found[0] == tokenizer.unk_token_id:
-            reads = "no token" if not found else f"{tokenizer.convert_ids_to_tokens(found)}"
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+            reads = tokenizer.convert_ids_to_tokens(tokens) if tokens else "no token"
             raise ValueError(
                 f"{_name(tokenizer)} reads {text!r} as {reads}, but a symbol must be one known token: "
                 f"leave it out of the task's alphabet, letters or delimiters, or try spaced={not spaced}"
             )
-        ids[text] = found[0]
+        ids[text] = tokens[0]
     owners: dict[int, str] = {}
     for text in texts:
         if (other := owners.setdefault(ids[text], text)) != text or texts.count(text) > 1:
@@ -105,45 +112,43 @@ def _look_up(
 
 
 _CHECKED: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
-"""The checks that passed before."""
+"""The checks that have passed."""
 
 
-def check_text(tokenizer: Any, words: TokenIds, places: Layout) -> None:
+def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     """Checks that a tokenizer reads the text of prompts as the tokens they were built from.
 
-    Every pair of tokens that may stand side by side is read, then one whole prompt.
+    It reads every pair of tokens that may stand side by side, then one whole prompt.
 
     Raises:
-        ValueError: Some text is read as other tokens, as `"!I"` by the Llama 3 tokenizer in the marked style.
+        ValueError: Text is read as other tokens, such as `"!I"` by the Llama 3 tokenizer in the marked style.
     """
-    key = (words.symbols, words.letters, words.fixed, places)
+    key = (token_ids.symbols, token_ids.letters, token_ids.fixed, places)
     if key in _CHECKED.setdefault(tokenizer, set()):
         return
     roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
-    kinds = dict.fromkeys(pairwise(roles))
-    pairs = [(a, b) for first, second in kinds for a in words.ids_of(first) for b in words.ids_of(second)]
-    whole = tuple(words.ids_of(role)[place % len(words.ids_of(role))] for place, role in enumerate(roles))
-    broken = _misread(tokenizer, words, pairs) or _misread(tokenizer, words, [whole])
-    if broken:
+    neighbours = dict.fromkeys(pairwise(roles))
+    pairs = [(a, b) for left, right in neighbours for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
+    prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
+    if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(
             f"{_name(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
-            f"{text[:40]!r} becomes {tokens[:20]}. Texts that break ({len(broken)}): {listed[:200]}. Leave these "
+            f"{text[:40]!r} becomes {tokens[:20]}. Texts that are misread ({len(broken)}): {listed[:200]}. Leave these "
             "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
     _CHECKED[tokenizer].add(key)
 
 
-def _misread(tokenizer: Any, words: TokenIds, sequences: Iterable[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
-    """The texts of token sequences that are not read as these tokens, and what they are read as."""
-    sequences = list(sequences)
-    texts = ["".join(words.token_strings[token] for token in sequence) for sequence in sequences]
+def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
+    """The texts of the token sequences that the tokenizer reads as other tokens, each with those tokens."""
+    texts = ["".join(token_ids.token_strings[token] for token in sequence) for sequence in sequences]
     read = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [
-        (text, tokenizer.convert_ids_to_tokens(found))
-        for text, found, wanted in zip(texts, read, sequences, strict=True)
-        if tuple(found) != wanted
+        (text, tokenizer.convert_ids_to_tokens(tokens))
+        for text, tokens, sequence in zip(texts, read, sequences, strict=True)
+        if tuple(tokens) != sequence
     ]
 
 

@@ -1,9 +1,9 @@
-"""The one training loop: any model, any sampler of batches, and a killed run goes on where it was."""
+"""The training loop for any model and any sampler of batches; a killed run goes on from its last checkpoint."""
 
 import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from tqdm.auto import tqdm
 
-from align_circuits.training.checkpoints import Checkpoints, Log, bytes_of, signals_held
+from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class TrainConfig:
     """Whether `torch.compile` runs the model; pays on a GPU when all batches have one shape."""
     log_every: int = 100
     """A row of the log is written at step 0, every so many steps, and at the end."""
-    checkpoint_every: int = 1
-    """A checkpoint is written every so many steps, and with every row of the log; `train` says what that guarantees."""
+    checkpoint_every: int | None = None
+    """A checkpoint is written with every row of the log and, where given, every so many steps."""
 
     def __post_init__(self):
         for name in ("steps", "log_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
         if self.warmup < 0 or self.decay_steps < 0 or self.warmup + self.decay_steps > self.steps:
             raise ValueError(f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}")
         if (self.optimizer == "muon") != (self.rest_lr is not None):
@@ -112,7 +112,7 @@ class TrainRun:
     """Columns step, loss (the mean over the steps since the row before), lr, grad_norm (before clipping, of that step
     alone), then the metrics. At step 0, loss and grad_norm are NaN."""
     folder: Path | None
-    """Where `log.csv` and the checkpoints are."""
+    """Where `log.csv` and `checkpoint.safetensors` are."""
 
 
 def train(
@@ -127,13 +127,12 @@ def train(
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> TrainRun:
-    """Trains a model in place; with `out`, goes on from the newest checkpoint there.
+    """Trains a model in place; with `out`, goes on from the checkpoint in that folder.
 
-    A run that is killed at any moment, and started again by the same call, ends with the same weights, optimiser
-    state and log, bit for bit, as one that is not. With `checkpoint_every=1` no finished step is executed again, only
-    the one that was under way; with n, at most n - 1 finished ones. Ctrl-C and SIGTERM wait for the end of the step
-    and for its checkpoint. Bit for bit: on the same machine, versions and number of threads, with kernels that are
-    deterministic, and under `compile` only where all batches have one shape.
+    A run that is killed at any moment and started again by the same call goes on from its last checkpoint. It ends with
+    the same weights, optimiser state and log, bit for bit, as a run that was never killed: on the same machine,
+    versions and number of threads, with kernels that are deterministic, and under `compile` only where all batches have
+    one shape.
 
     Args:
         model: Its parameters that require a gradient are trained, on the device where they are.
@@ -143,110 +142,90 @@ def train(
         config: The optimiser, the schedule, the length.
         seed: Fixes the seeds of the batches, and of what the model draws from the global generators (dropout), which
             are left as they were.
-        out: The folder for `log.csv` and the checkpoints; None keeps nothing.
+        out: The folder for `log.csv` and the checkpoint; None keeps nothing.
         metrics: `(model, step) -> {name: number}`, called for each row of the log, in evaluation mode and without
-            gradients. A run that was killed meanwhile calls it again for the same step.
+            gradients. A run that is started again may call it a second time for the same step.
         recipe: Whatever else defines the run (data, loss, the model's seed), as JSON; a folder of another recipe is
             refused.
         progress: Whether to draw a progress bar.
 
     Raises:
-        ValueError: Nothing to train; or `out` cannot be written, is in use, or holds a run of another config, seed,
-            recipe or model.
-        FloatingPointError: A loss or gradient that is not finite; model and folder stay as the step before left them.
+        ValueError: Nothing to train; or `out` cannot be written, is in use, holds a broken checkpoint, or one of
+            another config, seed, recipe or model.
+        FloatingPointError: A loss or gradient that is not finite; the model stays as the step before left it.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
     device = next(iter(trained.values())).device
     optimizers = _optimizers(model, trained, config)
-    highest = {optimizer: optimizer.defaults["lr"] for optimizer in optimizers.values()}
     network = cast(nn.Module, torch.compile(model)) if config.compile else model
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
-    loss_sum, norm = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), device=device)
-
-    persistent = model.state_dict(keep_vars=True).keys()
-    changing = trained | {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-
-    def state() -> dict[str, Tensor]:
-        """Everything that the next step and the next row of the log depend on."""
-        kept = {f"model.{name}": tensor for name, tensor in changing.items()}
-        kept |= {"loss_sum": loss_sum, "grad_norm": norm}
-        for name, parameter in trained.items():
-            kept |= {f"optimizer.{name}.{key}": value for key, value in optimizers[name].state[parameter].items()}
-        return kept
-
-    def update(step: int) -> float:
-        """One step of training; returns the loss."""
-        batch_seed, model_seed, _ = _seeds(seed, step)
-        batch = _to(device, sample(step, batch_seed))
-        _reseed(device, model_seed)
-        with autocast:
-            value = loss(network, batch)
-        for parameter in trained.values():
-            parameter.grad = None
-        value.backward()
-        gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
-        total = nn.utils.get_total_norm(gradients)
-        if config.clip is not None:
-            nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
-        norm.copy_(total)
-        number, length = torch.stack([value.detach().double(), norm.double()]).tolist()
-        if not math.isfinite(number + length):
-            raise FloatingPointError(
-                f"step {step}: the loss is {number}, its gradient has the norm {length}. The model is as "
-                f"step {step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
-            )
-        for optimizer, lr in highest.items():
-            for group in optimizer.param_groups:
-                group["lr"] = lr * (learning_rate(config, step) / config.lr)
-            optimizer.step()
-        if _since_row(config, step) == 1:
-            loss_sum.zero_()
-        loss_sum.add_(value.detach())
-        return number
 
     with ExitStack() as stack:
-        step, checkpoints, log = 0, None, Log(None, 0)
+        first_step, log = 0, []
+        loss_sum = grad_norm = math.nan  # at step 0 there is neither
+        folder, settings = None, {}
         if out is not None:
-            about = asdict(config) | {"seed": seed, "recipe": recipe or {}, "model": _fingerprint(model)}
-            checkpoints = stack.enter_context(closing(Checkpoints(out, about)))
-            step = checkpoints.step
-            log = Log(checkpoints.folder / "log.csv", step)
-            if step:
-                _restore(checkpoints.load(), state(), trained, optimizers)
+            folder = stack.enter_context(run_folder(out))
+            settings = asdict(config) | {"seed": seed, "recipe": recipe or {}, "model": _model_hash(model)}
+            if checkpoint := load_checkpoint(folder, settings):
+                first_step, loss_sum, log = checkpoint.step + 1, checkpoint.loss_sum, checkpoint.log
+                _restore(checkpoint.tensors, model, trained, optimizers)
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.callback(model.train, model.training)
         model.train()
-        bar = stack.enter_context(tqdm(total=config.steps, initial=step, disable=not progress, unit="step"))
+        bar = stack.enter_context(
+            tqdm(total=config.steps, initial=max(0, first_step - 1), disable=not progress, unit="step")
+        )
 
-        while True:
-            if log.step < step and _has_row(config, step):
-                row = {"loss": loss_sum.item() / _since_row(config, step) if step else math.nan}
-                row |= {"lr": learning_rate(config, step), "grad_norm": norm.item() if step else math.nan}
+        for step in range(first_step, config.steps + 1):
+            batch_seed, model_seed, metrics_seed = _seeds(seed, step)
+            if step > 0:
+                batch = _to(device, sample(step, batch_seed))
+                _reseed(device, model_seed)
+                with autocast:
+                    value = loss(network, batch)
+                for parameter in trained.values():
+                    parameter.grad = None
+                value.backward()
+                gradients = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+                total = nn.utils.get_total_norm(gradients)
+                if config.clip is not None:
+                    nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
+                loss_value, grad_norm = torch.stack([value.detach().double(), total.double()]).tolist()
+                if not math.isfinite(loss_value + grad_norm):
+                    raise FloatingPointError(
+                        f"step {step}: the loss is {loss_value}, its gradient has the norm {grad_norm}. The model is "
+                        f"as step {step - 1} left it: lower lr={config.lr}, warm up longer, or look at that batch"
+                    )
+                for optimizer in dict.fromkeys(optimizers.values()):
+                    for group in optimizer.param_groups:
+                        group["lr"] = optimizer.defaults["lr"] * (learning_rate(config, step) / config.lr)
+                    optimizer.step()
+                loss_sum += loss_value
+                bar.set_postfix(loss=f"{loss_value:.4f}", refresh=False)
+                bar.update()
+
+            has_row = step % config.log_every == 0 or step == config.steps
+            if has_row:
+                since_row = (step - 1) % config.log_every + 1
+                row = {"loss": loss_sum / since_row, "lr": learning_rate(config, step), "grad_norm": grad_norm}
                 if metrics is not None:
-                    _reseed(device, _seeds(seed, step)[2])
+                    _reseed(device, metrics_seed)
                     model.eval()
                     with torch.no_grad():
-                        row |= metrics(model, step)
+                        row |= {name: float(number) for name, number in metrics(model, step).items()}
                     model.train()
-                log.append(step, row)
-            if step == config.steps:
-                break
-
-            with signals_held() as held:
-                stop = False
-                while not stop:  # up to the next row, which stands on a checkpoint and may be interrupted
-                    step += 1
-                    number = update(step)
-                    stop = _has_row(config, step) or bool(held)
-                    if checkpoints is not None and (stop or step % config.checkpoint_every == 0):
-                        checkpoints.save(step, state())
-                    bar.set_postfix(loss=f"{number:.4f}", refresh=False)
-                    bar.update()
-        if checkpoints is not None:
-            checkpoints.sync()
-    return TrainRun(model, log.frame(), None if checkpoints is None else checkpoints.folder)
+                row = {"step": step, **row}
+                if log and list(row) != list(log[0]):
+                    raise ValueError(f"the log has the columns {list(log[0])}, step {step} gives {list(row)}")
+                log.append(row)
+                loss_sum = 0.0
+            if folder is not None and (has_row or (config.checkpoint_every and step % config.checkpoint_every == 0)):
+                state = _state(model, trained, optimizers)
+                save_checkpoint(folder, settings, Checkpoint(step, loss_sum, log, state))
+    return TrainRun(model, pd.DataFrame(log), folder)
 
 
 def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: TrainConfig) -> dict[str, Optimizer]:
@@ -259,8 +238,8 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
         outer |= {weight for name, weight in trained.items() if name.startswith("lm_head.")}
         inner = {name: weight for name, weight in trained.items() if weight.ndim == 2 and weight not in outer}
         rest = {name: weight for name, weight in trained.items() if name not in inner}
-    told: Collection[str] = getattr(model, "no_weight_decay", tuple)()
-    decays = {name: weight.ndim >= 2 and name not in told for name, weight in rest.items()}
+    exempt: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    decays = {name: weight.ndim >= 2 and name not in exempt for name, weight in rest.items()}
     groups = [
         {"params": [rest[name] for name in rest if decays[name]], "weight_decay": config.weight_decay},
         {"params": [rest[name] for name in rest if not decays[name]], "weight_decay": 0.0},
@@ -277,27 +256,32 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
     return optimizers
 
 
+def _state(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Shaped[Tensor, "..."]]:
+    """The tensors that the next step depends on and may change, by name; not copies."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    changing = {**trained, **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
+    state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in changing.items()}
+    for name, parameter in trained.items():
+        state |= {f"optimizer.{name}.{key}": value for key, value in optimizers[name].state[parameter].items()}
+    return state
+
+
 def _restore(
     saved: Mapping[str, Shaped[Tensor, "..."]],
-    state: Mapping[str, Shaped[Tensor, "..."]],
+    model: nn.Module,
     trained: Mapping[str, nn.Parameter],
     optimizers: Mapping[str, Optimizer],
 ) -> None:
+    current = _state(model, trained, optimizers)  # before its first step an optimiser has none
     with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
-    for name in saved.keys() - state.keys() - {"step"}:
-        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-        optimizers[parameter].state[trained[parameter]][key] = saved[name].to(trained[parameter].device)
-
-
-def _has_row(config: TrainConfig, step: int) -> bool:
-    return step % config.log_every == 0 or step == config.steps
-
-
-def _since_row(config: TrainConfig, step: int) -> int:
-    """The number of steps since the last row of the log, `step` included."""
-    return (step - 1) % config.log_every + 1
+        for name, tensor in saved.items():
+            if name in current:
+                current[name].copy_(tensor)
+            else:
+                parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+                optimizers[parameter].state[trained[parameter]][key] = tensor.to(trained[parameter].device)
 
 
 def _seeds(seed: int, step: int) -> list[int]:
@@ -322,11 +306,12 @@ def _to(device: torch.device, batch: Any) -> Any:
     return batch
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Tells models of other shapes, and other frozen weights, apart; trained weights come from the checkpoint."""
+def _model_hash(model: nn.Module) -> str:
+    """A hash of the shapes and the frozen weights; trained weights come from the checkpoint."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}".encode())
         if not parameter.requires_grad:
-            digest.update(bytes_of(parameter))
+            values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().data)
     return f"{sum(parameter.numel() for parameter in model.parameters())} parameters, {digest.hexdigest()[:12]}"

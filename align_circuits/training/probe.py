@@ -1,4 +1,4 @@
-"""What is measured while a model is tuned: accuracy and heads, in a single pass, kept for each step."""
+"""What is measured while a model is tuned: accuracy and heads, from a single pass, kept for each step."""
 
 import json
 import math
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from align_circuits.files import replacing
 from align_circuits.heads.score import ScoreAccumulator, resolve
+from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluation
 from align_circuits.run.forward_pass import forward
@@ -25,46 +26,42 @@ from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
-WATCHED = ("align_query", "align_key", "lookup")
-"""The metrics of heads that every probe takes."""
+PROBED = ("align_query", "align_key", "lookup")
+"""The head metrics that every probe measures."""
+
+COLUMNS = ("value", "weight", "count")
 
 
-class Watch:
-    """What the probes found, in memory or in a file for each step."""
+class Probe:
+    """Measures a model on fixed prompts at several steps, and keeps the results in memory or in a file for each step.
 
-    def __init__(self, model: Any, prompts: Mapping[bool, Prompts], folder: Path | None):
+    Args:
+        model: The model, which changes between the steps.
+        prompts: What it is measured on, by whether the test inputs are out of distribution.
+        folder: Where the files go; None keeps the results in memory.
+    """
+
+    def __init__(self, model: HookedModel, prompts: Mapping[bool, Prompts], folder: Path | None):
         self.model, self.prompts, self.folder = model, prompts, folder
-        self.taken: dict[int, tuple[Any, dict[str, ndarray]]] = {}
+        self._results: dict[int, tuple[pd.DataFrame, dict[str, ndarray]]] = {}
 
-    def take(self, step: int) -> dict[str, float]:
-        """Measures, keeps, and returns the columns of the log."""
+    def measure(self, step: int) -> dict[str, float]:
+        """Measures the model, keeps the results, and returns their summary for the log."""
         parts = [(ood, *_measure(self.model, prompts)) for ood, prompts in self.prompts.items()]
-        keys: Any = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
-        numbers = {name: np.concatenate([found[name] for *_, found in parts]) for name in ("value", "weight", "count")}
+        keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
+        numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}
         if self.folder is None:
-            self.taken[step] = keys, numbers
+            self._results[step] = keys, numbers
         else:
             with replacing(self._path(step)) as path:
                 save_file(numbers, path, {"keys": json.dumps(keys.to_dict("list"))})
-        total = numbers["weight"].sum(1)
-        sums = np.where(numbers["weight"] > 0, numbers["value"], 0) * numbers["weight"]
-        mean = np.divide(sums.sum(1), total, out=np.full(len(total), math.nan), where=total > 0)
-        row = {}
-        for ood, prefix in ((False, ""), (True, "ood_")):
-            here = (keys["ood"] == ood).to_numpy()
-            for kind in ("first", "later"):
-                at = here & ((keys["metric"] == "accuracy") & (keys["kind"] == kind)).to_numpy()
-                row |= {prefix + kind: float(mean[at][0])} if at.any() else {}
-            for metric in WATCHED:
-                at = here & ((keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
-                row |= {prefix + metric: float(np.nanmax(mean[at], initial=0))} if at.any() else {}
-        return row
+        return _summary(keys, numbers["value"], numbers["weight"])
 
     def table(self, steps: list[int], provenance: Provenance) -> Table:
-        """All probes, with intervals over prompts."""
-        taken = [self.taken[step] if self.folder is None else self._read(step) for step in steps]
-        keys: Any = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, taken, strict=True)])
-        value, weight, count = (np.concatenate([found[name] for _, found in taken]) for name in taken[0][1])
+        """Returns the results of several steps, with intervals over prompts."""
+        results = [self._results[step] if self.folder is None else self._read(step) for step in steps]
+        keys: Any = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, results, strict=True)])
+        value, weight, count = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
         table = Table.from_prompts(keys[order], value, weight, provenance, counts=count, bounded=bounded)
@@ -76,34 +73,32 @@ class Watch:
 
     def _read(self, step: int) -> tuple[pd.DataFrame, dict[str, ndarray]]:
         with safe_open(self._path(step), "np") as file:
-            return pd.DataFrame(json.loads(file.metadata()["keys"])), {
-                name: file.get_tensor(name) for name in ("value", "weight", "count")
-            }
+            keys = pd.DataFrame(json.loads(file.metadata()["keys"]))
+            return keys, {name: file.get_tensor(name) for name in COLUMNS}
 
 
-def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
+def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
-    metrics = [name for name in WATCHED if len(prompts.relations[name])]
-    tally = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
-    scored = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
-    predicted = np.full((2, len(scored.prompt)), np.nan)
-    asked = torch.cat([torch.stack([part.prompt, part.query], 1) for part in (tally, scored)])
-    rows, place = asked.unique(dim=0, return_inverse=True)
-    there = torch.full((2, len(rows)), -1)  # where each row is among those of the tally, of the predictions
-    there[0, place[: len(tally.prompt)]] = torch.arange(len(tally.prompt))
-    there[1, place[len(tally.prompt) :]] = torch.arange(len(scored.prompt))
+    metrics = [name for name in PROBED if len(prompts.relations[name])]
+    scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
+    values = np.full((2, len(targets.token)), np.nan)
 
-    def own(which: int, at: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-        mine = there[which, at]
-        return mine[mine >= 0], found[(mine >= 0).to(found.device)]
+    # One pass reads every position that either of the two needs, once. `index` says where each of these rows stands
+    # among those of the scores (0) and of the targets (1); -1: it is not among them.
+    needed = torch.cat([torch.stack([reader.prompt, reader.query], 1) for reader in (scores, targets)])
+    rows, inverse = needed.unique(dim=0, return_inverse=True)
+    index = torch.full((2, len(rows)), -1)
+    index[0, inverse[: len(scores.prompt)]] = torch.arange(len(scores.prompt))
+    index[1, inverse[len(scores.prompt) :]] = torch.arange(len(targets.prompt))
 
-    def add_pattern(at: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        mine, pattern = own(0, at, pattern)
-        tally.add(mine, layer, pattern)
+    def rows_of(reader: int, row: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        own = index[reader, row]
+        return own[own >= 0], values[(own >= 0).to(values.device)]
 
-    def add_logits(at: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-        mine, logits = own(1, at, logits)
-        predicted[:, mine.numpy()] = scored.numbers(logits, mine).cpu().double().numpy()
+    def add_pattern(row: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+        own, pattern = rows_of(0, row, pattern)
+        scores.add(own, layer, pattern)
 
     prompt, query = rows.T.contiguous()
     forward(
@@ -112,14 +107,33 @@ def _measure(model: Any, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndar
         prompt=prompt,
         query=query,
         on_pattern=add_pattern,
-        on_logits=add_logits,
+        on_logits=lambda row, logits: targets.assign(values, *rows_of(1, row, logits)),
         options=RunOptions(engine="fast"),
     )
-    heads, value, weight, count = tally.measured()
+    heads, value, weight, count = scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
-    whole: Any
-    whole, means, counts = evaluation(prompts, predicted)
-    named = whole["predictor"].where(whole["predictor"] != "model", whole["metric"])
-    whole = whole.assign(metric=named, level="model", layer=None, head=None).drop(columns="predictor")
-    pairs = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}
-    return pd.concat([heads, whole], ignore_index=True), {name: np.concatenate(both) for name, both in pairs.items()}
+    model_keys, means, counts = evaluation(prompts, values)
+    metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
+    model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
+    numbers = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}
+    joined = {name: np.concatenate(both) for name, both in numbers.items()}
+    return pd.concat([heads, model_keys], ignore_index=True), joined
+
+
+def _summary(
+    keys: pd.DataFrame, value: Float[ndarray, "row prompt"], weight: Float[ndarray, "row prompt"]
+) -> dict[str, float]:
+    """Accuracy and the best head of each metric, in distribution and (`ood_`) out of it."""
+    total = weight.sum(1)
+    sums = (np.where(weight > 0, value, 0) * weight).sum(1)
+    mean = np.divide(sums, total, out=np.full(len(total), math.nan), where=total > 0)
+    summary = {}
+    for ood, prefix in ((False, ""), (True, "ood_")):
+        selected = keys["ood"] == ood
+        for kind in ("first", "later"):
+            rows = (selected & (keys["metric"] == "accuracy") & (keys["kind"] == kind)).to_numpy()
+            summary |= {prefix + kind: float(mean[rows][0])} if rows.any() else {}
+        for metric in PROBED:
+            rows = (selected & (keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
+            summary |= {prefix + metric: float(np.nanmax(mean[rows], initial=0))} if rows.any() else {}
+    return summary

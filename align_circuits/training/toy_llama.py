@@ -1,4 +1,4 @@
-"""How the toy Llama is made, from nothing to a folder that any Hugging Face program reads."""
+"""The recipe of the toy Llama, from random weights to a folder in the Hugging Face format."""
 
 import copy
 from collections.abc import Mapping
@@ -19,12 +19,13 @@ from align_circuits.models.loading import load
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.evaluation import evaluate
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.loop import TrainConfig, TrainRun, train
 from align_circuits.training.toy_llama_text import PAD, Mixture
 
 INDUCTION = {"copies": 0.4, "phrases": 0.3, "pairs": 0.1, "pre-aligned": 0.2}
-"""A mixture from which induction heads form soon: short documents, much that repeats."""
+"""A mixture from which induction heads form early: short documents with many repetitions."""
 
 LINES = {
     "pre-aligned": 0.4,
@@ -35,57 +36,57 @@ LINES = {
     "single": 0.06,
     "strings": 0.04,
 }
-"""Lines of every sort, before counting and looking up have met."""
+"""Lines of every kind, before counting and lookup are combined."""
 
 COUNTING = {"echoes": 0.8, "copies": 0.2}
-"""A mixture from which the lower layers learn to count, within 300 steps if nothing else comes first."""
+"""A mixture from which the lower layers learn to count, within 300 steps if they have learned nothing else before."""
 
 ECHOING = {**INDUCTION, "echoes": 0.3}
-"""Induction, while counting is kept."""
+"""Induction, and enough echoes that counting is not forgotten."""
 
 ECHOED = {**LINES, "echoes": 0.5}
-"""Lines, while counting is kept."""
+"""Lines, and enough echoes that counting is not forgotten."""
 
 HALVES = {"halves": 0.7, "pre-aligned": 0.08, "outputs": 0.07, "echoes": 0.15}
-"""A mixture that joins counting and looking up; on many symbols or varied phrases it would not start."""
+"""A mixture that combines counting and lookup; with many symbols or varied phrases learning would not start."""
 
 JOINED = {"halves": 0.5, "pre-aligned": 0.3, "outputs": 0.08, "echoes": 0.12}
-"""Both in longer documents, as soon as they have met."""
+"""Counting and lookup in longer documents, once they are combined."""
 
-SELDOM = (0.0, 0.15)
-"""How much of an echo is symbols, once they can be told."""
+FEW_ECHOES = (0.0, 0.15)
+"""The share of echoed symbols in an echo, once the lower layers can identify them."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is read from one step on."""
+    """What the model is trained on from one step on."""
 
     start: int
     """The first step, from 1."""
     lengths: tuple[int, ...]
-    """Tokens in a document; one of these for each step."""
+    """Tokens in a document; each step takes one of these lengths."""
     mixture: Mixture
     early: bool = False
-    """Whether the lower layers must tell what documents ask of them."""
+    """Whether the lower layers have a loss of their own, on the documents' early labels."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, what it reads, and how it is trained."""
+    """A model, its training text, and how it is trained."""
 
     train: TrainConfig
     stages: tuple[Stage, ...]
-    """In order; documents get longer and automata harder."""
+    """In order of their first steps; documents get longer and automata harder."""
     tokens: int = 3264
     """Tokens in a batch."""
     n_layers: int = 6
     early_layers: int = 1
-    """How many are the lower layers: after them, in early stages, the output matrix must tell what is asked."""
+    """The number of lower layers: in early stages, their output is decoded by the output matrix and has a loss."""
     n_heads: int = 4
     d_model: int = 128
     d_mlp: int = 352
     n_ctx: int = 2048
-    """The longest prompt that the model accepts; it has seen none longer than the last stage's."""
+    """The longest prompt that the model accepts; in training it reads none longer than those of the last stage."""
     metrics_prompts: int = 24
     """Prompts behind each number of the log."""
 
@@ -114,11 +115,11 @@ RECIPES: Mapping[str, Recipe] = {
         (
             Stage(1, (64, 128), Mixture(COUNTING), early=True),
             Stage(301, (64,), Mixture(ECHOING, most_symbols=5, most_edges=1), early=True),
-            Stage(501, (64, 128), Mixture(ECHOED, most_symbols=5, most_edges=2, heard=SELDOM), early=True),
-            Stage(901, (96, 128, 192), Mixture(HALVES, most_symbols=3, most_edges=1, heard=SELDOM)),
-            Stage(1241, (128, 192, 256), Mixture(JOINED, most_symbols=6, most_edges=2, heard=SELDOM)),
-            Stage(1501, (192, 256, 544), Mixture(JOINED, most_symbols=6, most_edges=2, heard=SELDOM)),
-            Stage(1651, (256, 544, 1088), Mixture(JOINED, most_symbols=6, most_edges=2, heard=SELDOM)),
+            Stage(501, (64, 128), Mixture(ECHOED, most_symbols=5, most_edges=2, echoed=FEW_ECHOES), early=True),
+            Stage(901, (96, 128, 192), Mixture(HALVES, most_symbols=3, most_edges=1, echoed=FEW_ECHOES)),
+            Stage(1241, (128, 192, 256), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
+            Stage(1501, (192, 256, 544), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
+            Stage(1651, (256, 544, 1088), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
         ),
         n_layers=7,
         early_layers=3,
@@ -143,16 +144,16 @@ RECIPES: Mapping[str, Recipe] = {
         metrics_prompts=4,
     ),
 }
-"""Recipes by name. `"toy-llama"` made the bundled weights: under the sign `!` it teaches to align, and ICA-Tune brings
-that out on prompts without the sign. `"smoke"` takes seconds and teaches nothing."""
+"""Recipes by name. `"toy-llama"` made the bundled weights: it teaches the model to align after the sign `!`, and
+ICA-Tune makes it align without the sign. `"smoke"` takes seconds and teaches nothing."""
 
 
 def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool = True) -> TrainRun:
-    """Trains a Llama from scratch and writes it to `out/model`; goes on where a killed run stopped.
+    """Trains a Llama from scratch and writes it to `out/model`; goes on from the last checkpoint of a killed run.
 
     Args:
-        recipe: What and how.
-        seed: Of the weights and the documents.
+        recipe: The model, its text and its training.
+        seed: Fixes the weights and the documents.
         out: The folder for checkpoints, `log.csv` and the model.
         progress: Whether to draw a progress bar.
 
@@ -181,7 +182,7 @@ def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool =
         out=out / "training",
         progress=progress,
         recipe=asdict(recipe),
-        metrics=lambda network, _: probe(network, recipe.metrics_prompts),
+        metrics=lambda network, _: measure(network, recipe.metrics_prompts),
     )
     save(model, out / "model")
     with replacing(out / "log.csv") as path:
@@ -228,46 +229,47 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes a model as bf16 safetensors with the bundled tokenizer; `config.json` comes last."""
-    lean: Any = copy.deepcopy(model)
-    lean.to(torch.bfloat16)
-    lean.save_pretrained(folder)
+    narrow: Any = copy.deepcopy(model)
+    narrow.to(torch.bfloat16)
+    narrow.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
 
 
-def probe(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
-    """Returns what the log says about a model in training: a few accuracies, and its best heads."""
+def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:
+    """Returns the metrics of the log: a few accuracies, and the scores and places of the best heads."""
     bridge = load(copy.deepcopy(model), tokenizer=char_tokenizer())
     kinds: dict[str, tuple[int, Literal["standard", "pre-aligned"]]] = {
         "pre_aligned": (4, "pre-aligned"),
         "single": (1, "standard"),
         "standard": (5, "standard"),
     }
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, (m, style) in kinds.items():
         prompts = Seq2SeqTask(x_len=m, style=style).sample(n, bridge.tokenizer, seed, references=False)
-        right = evaluate(bridge, prompts).where(predictor="model", metric="accuracy", kind=["first", "later"]).frame
-        found |= {f"{name}_{kind}": value for kind, value in zip(right["kind"], right["value"], strict=True)}
+        accuracy = evaluate(bridge, prompts).where(predictor="model", metric="accuracy", kind=["first", "later"]).frame
+        metrics |= {f"{name}_{kind}": value for kind, value in zip(accuracy["kind"], accuracy["value"], strict=True)}
         if name == "standard":
-            found |= _best(score_heads(bridge, prompts, ["align_query"]), "align_query")
-    words = torch.randint(4, len(bridge.tokenizer), (n, 40), generator=torch.Generator().manual_seed(seed))
-    repeated = Prompts.from_tokens(torch.cat([words, words], 1))
+            metrics |= _best(score_heads(bridge, prompts, ["align_query"]), "align_query")
+    tokens = torch.randint(4, len(bridge.tokenizer), (n, 40), generator=torch.Generator().manual_seed(seed))
+    repeated = Prompts.from_tokens(torch.cat([tokens, tokens], 1))
     scores = score_heads(bridge, repeated, ["induction", "previous"])
-    return found | _best(scores, "induction") | _best(scores, "previous")
+    return metrics | _best(scores, "induction") | _best(scores, "previous")
 
 
-def _best(scores: Any, metric: str) -> dict[str, float]:
+def _best(scores: Table, metric: str) -> dict[str, float]:
     row = scores.top(metric, 1).frame.iloc[0]
     return {metric: float(row["value"]), f"{metric}_layer": float(row["layer"]), f"{metric}_head": float(row["head"])}
 
 
 def _loss(model: Any, batch: tuple[Tensor, Tensor, Tensor], early_layers: int) -> Float[Tensor, ""]:
-    ids, weights, early = (part[:, 1:] for part in batch)
-    asked = early != PAD
-    out = model.model(batch[0][:, :-1], use_cache=False, output_hidden_states=bool(asked.any()))
+    """The weighted loss of the next token, plus that of the early labels after the lower layers, if there are any."""
+    labels, weights, early_labels = (part[:, 1:] for part in batch)
+    has_early = early_labels != PAD
+    out = model.model(batch[0][:, :-1], use_cache=False, output_hidden_states=bool(has_early.any()))
     logits = model.lm_head(out.last_hidden_state).float()
-    each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none")
-    loss = (each * weights.flatten()).sum()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum()
     if out.hidden_states is not None:
-        logits = model.lm_head(model.model.norm(out.hidden_states[early_layers][asked])).float()
-        loss = loss + F.cross_entropy(logits, early[asked], reduction="sum")
+        logits = model.lm_head(model.model.norm(out.hidden_states[early_layers][has_early])).float()
+        loss = loss + F.cross_entropy(logits, early_labels[has_early], reduction="sum")
     return loss / weights.sum()

@@ -1,4 +1,4 @@
-"""Fine-tuning in context (ICA-Tune) or without (standard), watched while alignment emerges."""
+"""Fine-tuning in context (ICA-Tune) or without context (standard), with probes while alignment emerges."""
 
 import json
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from align_circuits.files import writable_folder
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
-from align_circuits.models.protocol import check_fits, model_provenance
+from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.loop import TrainConfig, train
-from align_circuits.training.probe import Watch
+from align_circuits.training.probe import Probe
 
-PROBE_SEED, POOL_SEED = 10**9, 2 * 10**9
-"""Added to the seed for the prompts of probes and for the pool, so that neither meets prompts that a user draws."""
+PROBE_SEED, DATASET_SEED = 10**9, 2 * 10**9
+"""Added to the seed for the probes' prompts and for the finite dataset, so that neither repeats a user's prompts."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class TuneConfig:
     """
 
     method: Literal["ica", "standard"] = "ica"
-    """`"ica"` (Eq. 3): examples before the one that is predicted. `"standard"` (Eq. 4): single examples `x:y`, from
-    which automata can only be learned by weight: for tasks with `automata="task"`."""
+    """`"ica"` (Eq. 3): in-context examples before the one that is predicted. `"standard"` (Eq. 4): single examples
+    `x:y`, from which automata can be learned only in weights, so for tasks with `automata="task"`."""
     loss_on: Literal["last", "all"] = "last"
     """With `"ica"`: the output of the last example (the text), or of all examples of a prompt (the released code)."""
     steps: int = 1000
     """The number of updates."""
     batch: int | None = None
-    """Prompts in an update; by default 1, with `"standard"` 16, so that both see 16 examples at k = 15."""
-    pool: int | None = None
-    """N: how many different examples there are to learn from, for tasks with `automata="task"`. Training prompts and
-    the contexts of probes are drawn from them. None: fresh samples throughout."""
+    """Prompts in an update; by default 1, with `"standard"` 16, so that both read 16 examples at k = 15."""
+    dataset_size: int | None = None
+    """N, the number of different examples to learn from, for tasks with `automata="task"`. Training prompts and the
+    contexts of probes are drawn from these. None: fresh samples throughout."""
     lr: float = 2e-4
     """The highest learning rate, of AdamW without weight decay; it decays linearly to 0."""
     warmup: int = 0
@@ -60,32 +60,31 @@ class TuneConfig:
     alpha: float = 8.0
     """LoRA's scale is alpha / r."""
     dropout: float = 0.05
-    """LoRA's."""
+    """The dropout of LoRA's input."""
     projections: tuple[str, ...] | None = None
-    """Which matrices are tuned, of q, k, v, o, gate, up and down; q, k and v by default, in chosen layers q and k."""
+    """Which matrices are tuned, of q, k, v, o, gate, up and down. Default: q, k and v, or q and k if `layers` is
+    given."""
     layers: int | tuple[int, ...] | None = None
     """Which layers are tuned, from 0; all by default. Paper 1 tunes single layers such as 13."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`"bf16"` runs the forward pass under autocast; pays on a GPU."""
     four_bit: bool = False
-    """Whether the frozen matrices are NF4-quantised while training; probes and the result use them as they are.
+    """Whether the frozen matrices are quantised to NF4 while training; probes and the result use them unquantised.
     Needs bitsandbytes."""
     checkpointing: bool = False
-    """Whether activations are computed again in the backward pass instead of kept: less memory, more time."""
+    """Whether activations are recomputed in the backward pass instead of stored: less memory, more time."""
     probe_every: int = 10
-    """A probe at step 0, every so many steps, and at the end."""
+    """A probe at step 0, every so many steps, and at the end; with each, a checkpoint."""
     probe_prompts: int | None = None
-    """Prompts in a probe, so many in distribution and so many out of it; by default as many as an update has, at most
-    10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). A run with an
-    update of one prompt is better seen with 10, at four tenths of its time."""
-    checkpoint_every: int = 1
-    """A checkpoint is written every so many steps, and with every probe."""
+    """Prompts in a probe, this many in distribution and as many out of it. Default: as many as in an update, at most
+    10, so that probes every 10 steps take no more than a tenth of the time (`benchmarks/tuning.py`). For updates of one
+    prompt, 10 give less noisy curves and take four tenths of the time."""
 
     def __post_init__(self):
         for name, allowed in (("method", ("ica", "standard")), ("loss_on", ("last", "all"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose {' or '.join(map(repr, allowed))}")
-        for name in ("batch", "pool", "r", "probe_every", "probe_prompts"):
+        for name in ("batch", "dataset_size", "r", "probe_every", "probe_prompts"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1")
         if self.alpha <= 0 or not 0 <= self.dropout < 1:
@@ -108,7 +107,7 @@ class TuneConfig:
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
-        """`layers` as a tuple; None for all."""
+        """`layers` as a tuple, or None for all."""
         return (self.layers,) if isinstance(self.layers, int) else self.layers
 
     @property
@@ -117,7 +116,7 @@ class TuneConfig:
         return self.projections or (("q", "k", "v") if self.layers is None else ("q", "k"))
 
     def train_config(self) -> TrainConfig:
-        """Returns what the training loop is told."""
+        """Returns the settings of the training loop."""
         return TrainConfig(
             self.steps,
             lr=self.lr,
@@ -126,7 +125,6 @@ class TuneConfig:
             clip=self.clip,
             precision=self.precision,
             log_every=self.probe_every,
-            checkpoint_every=self.checkpoint_every,
         )
 
 
@@ -135,38 +133,38 @@ class TuneRun:
     """A finished tuning."""
 
     model: Any
-    """A TransformerLens model: the given one's weights, shared with it and frozen, and the adapter."""
+    """A `TransformerBridge`: the given model's weights, shared with it and frozen, and the adapter."""
     table: Table
     """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset,
     level, layer and head. Metrics of the model (accuracy, log_prob, and the references) have the level "model"; those
-    of heads and of a layer's mean attention (`WATCHED`) have kind "all" and no offset."""
+    of heads and of a layer's mean attention (`PROBED`) have kind "all" and no offset."""
     log: pd.DataFrame
-    """One row a probe: step, loss (the mean since the row before), lr, grad_norm, and the probe in a few numbers."""
+    """A row for each probe: step, loss (the mean since the row before), lr, grad_norm, and a summary of the probe."""
     config: TuneConfig
-    """What was asked for."""
+    """The settings."""
     folder: Path | None
     """Holds `adapter/`, in PEFT's format, which `load` and plain Hugging Face + PEFT read; `table.csv` and
     `provenance.json`; `training/` and `probes/`, from which a killed run goes on."""
 
     @property
     def figures(self) -> dict[str, go.Figure]:
-        """The course of accuracy, and of the best head of each metric, in and out of distribution."""
+        """Accuracy, and the best head of each metric, by step, in and out of distribution."""
         model: Any = self.table.where(metric=["accuracy", "history"]).frame
         model = model[model["kind"] != "all"]
         heads: Any = self.table.heads().frame
         best = heads.loc[heads.groupby(["step", "ood", "metric"])["value"].idxmax().dropna()]
         kind = np.where(model["metric"] == "accuracy", model["kind"], "history ceiling, " + model["kind"])
-        found = {}
+        figures = {}
         for name, frame in (("accuracy", model.assign(of=kind)), ("best heads", best.assign(of=best["metric"]))):
             panels = {"in distribution": frame[~frame["ood"]], "out of distribution": frame[frame["ood"]]}
-            found[name] = plots.curves(panels, "step", "of", "step").update_xaxes(dtick=None)
+            figures[name] = plots.curves(panels, "step", "of", "step").update_xaxes(dtick=None)
             if name == "best heads":
-                found[name].update_yaxes(title="score", col=1)
-        return found
+                figures[name].update_yaxes(title="score", col=1)
+        return figures
 
 
 def tune(
-    model: Any,
+    model: HookedModel,
     task: Seq2SeqTask,
     config: TuneConfig | None = None,
     *,
@@ -174,10 +172,10 @@ def tune(
     out: str | Path | None = None,
     progress: bool = True,
 ) -> TuneRun:
-    """Tunes a model on a task with LoRA, and watches accuracy and heads as it goes.
+    """Tunes a model on a task with LoRA, and measures accuracy and heads at several steps.
 
-    The given model is left as it was, bit for bit; its weights are shared, not copied. With `out`, a run that was
-    killed goes on where it was by the same call, as `train` promises.
+    The given model is left as it was, bit for bit; its weights are shared, not copied. With `out`, the same call goes
+    on from the last probe of a run that was killed, and ends as if it had not been, bit for bit.
 
     The loss is the mean over output tokens of -log p(token): of the last example, given the k examples before it
     (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model with fused attention; logits are
@@ -185,10 +183,10 @@ def tune(
 
     Args:
         model: What `load` returns, for a decoder with separate q, k and v projections (Llama, Qwen2, Qwen3, Mistral).
-        task: What it learns. Probes are drawn from it in distribution and out of it, with unseen test examples; for
-            `"standard"` without in-context examples.
-        config: How; the paper's settings by default.
-        seed: Of the adapter, the training prompts, the pool, and the probes.
+        task: What the model learns. Probes are drawn from the task in and out of distribution, with unseen test
+            examples; for `"standard"` without in-context examples.
+        config: The settings; by default those of the paper.
+        seed: Fixes the adapter, the training prompts, the finite dataset and the probes.
         out: The folder for results and checkpoints; None keeps nothing.
         progress: Whether to draw a progress bar.
 
@@ -199,7 +197,7 @@ def tune(
         FloatingPointError: A loss or gradient that is not finite.
     """
     config = config or TuneConfig()
-    data = _Data.of(model, task, config, seed)
+    data = _TuningData.of(model, task, config, seed)
     folder = None if out is None else writable_folder(out)
     trained = unwrapped(model)
     adapted = with_adapter(
@@ -211,13 +209,13 @@ def tune(
         dropout=config.dropout,
         seed=seed,
     )
-    watched = sharing(trained, {id(weight): weight for weight in trained.parameters()})
-    bridge = load(watched, tokenizer=model.tokenizer)
+    probed = sharing(trained, {id(weight): weight for weight in trained.parameters()})
+    bridge = load(probed, tokenizer=data.tokenizer)
     if config.four_bit:
         quantise(trained)
     if config.checkpointing:
         recompute(trained)
-    watch = Watch(bridge, data.probes, folder and writable_folder(folder / "probes"))
+    probe = Probe(bridge, data.probes, folder and writable_folder(folder / "probes"))
     run = train(
         trained,
         data.batch,
@@ -225,19 +223,18 @@ def tune(
         config.train_config(),
         seed=seed,
         out=folder and folder / "training",
-        metrics=lambda _, step: watch.take(step),
+        metrics=lambda _, step: probe.measure(step),
         progress=progress,
         recipe=json.loads(json.dumps({"task": asdict(task), "config": asdict(config)})),
     )
-    prompts = data.probes[False]
     provenance = Provenance(
         "tune",
         settings={"config": json.loads(json.dumps(asdict(config))), "seed": seed},
         model=model_provenance(model),
-        data={"task": dict(prompts.task), "digest": [prompts.digest for prompts in data.probes.values()]},
+        data={"task": dict(data.probes[False].task), "digest": [prompts.digest for prompts in data.probes.values()]},
         engine="fast",
     )
-    table = watch.table(run.log["step"].tolist(), provenance)
+    table = probe.table(run.log["step"].tolist(), provenance)
     if folder is not None:
         save_adapter(adapted, folder / "adapter")
         table.save(folder)
@@ -245,59 +242,60 @@ def tune(
 
 
 @dataclass(frozen=True)
-class _Data:
-    """Where training prompts come from, and what probes ask."""
+class _TuningData:
+    """Draws the training prompts, and holds the prompts of the probes."""
 
     task: Seq2SeqTask
     config: TuneConfig
     tokenizer: Any
-    pool: Prompts | None
+    dataset: Prompts | None
+    """The finite set of examples to learn from, if there is one."""
     probes: Mapping[bool, Prompts]
     """By whether the test inputs are out of distribution."""
 
     @classmethod
-    def of(cls, model: Any, task: Seq2SeqTask, config: TuneConfig, seed: int) -> "_Data":
+    def of(cls, model: HookedModel, task: Seq2SeqTask, config: TuneConfig, seed: int) -> "_TuningData":
         tokenizer = getattr(model, "tokenizer", None)
         if tokenizer is None:
-            raise ValueError("the model has no tokenizer, and the task is written in words: give `load` one")
+            raise ValueError("the model has no tokenizer, but the task is written as text: give `load` a tokenizer")
         if config.method == "standard":
             if task.automata != "task":
                 raise ValueError(
-                    "method='standard' learns automata by weight, but automata='prompt' draws new ones for each "
+                    "method='standard' learns automata in weights, but automata='prompt' draws new ones for each "
                     "prompt: give the task automata='task', or tune with method='ica'"
                 )
             task = replace(task, n_examples=0)
         elif task.n_examples == 0:
             raise ValueError("method='ica' needs in-context examples: n_examples is 0")
-        n, pool, probes = config.prompts_per_probe, None, {}
-        if config.pool is not None:
-            pool = sample_finite_dataset(task, config.pool, tokenizer, POOL_SEED + seed)
+        n, dataset, probes = config.prompts_per_probe, None, {}
+        if config.dataset_size is not None:
+            dataset = sample_finite_dataset(task, config.dataset_size, tokenizer, DATASET_SEED + seed)
         for ood in (False, True):
-            asked = replace(task, ood=ood)
-            if pool is None or config.method == "standard":
-                probes[ood] = asked.sample(n, tokenizer, PROBE_SEED + seed)
+            probed_task = replace(task, ood=ood)
+            if dataset is None or config.method == "standard":
+                probes[ood] = probed_task.sample(n, tokenizer, PROBE_SEED + seed)
             else:
-                fresh = sample_finite_dataset(asked, n, tokenizer, PROBE_SEED + seed)
-                probes[ood] = in_context(asked, pool, fresh, seed=PROBE_SEED + seed)
+                tests = sample_finite_dataset(probed_task, n, tokenizer, PROBE_SEED + seed)
+                probes[ood] = in_context(probed_task, dataset, tests, seed=PROBE_SEED + seed)
             check_fits(model, probes[ood])
-        data = cls(task, config, tokenizer, pool, probes)
-        data.batch(1, seed)  # raises here, before anything is written, if the pool is too small
+        data = cls(task, config, tokenizer, dataset, probes)
+        data.batch(1, seed)  # raises here, before anything is written, if the dataset is too small
         return data
 
     def batch(self, _step: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens `[prompt pos]`, the positions `[target]` that predict, and the gold `[prompt target]` there."""
+        """The tokens `[prompt pos]`, the positions `[target]` that predict, the labels `[prompt target]` there."""
         n, task = self.config.prompts_per_step, self.task
-        if self.pool is None:
+        if self.dataset is None:
             prompts = task.sample(n, self.tokenizer, seed, references=False)
         else:
-            prompts = in_context(task, self.pool, n=n, seed=seed)
+            prompts = in_context(task, self.dataset, n=n, seed=seed)
         roles, example = prompts.roles[0], prompts.example[0]  # all prompts of a task have one layout
-        wanted = (roles == Role.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
-        target = wanted.nonzero()[:, 0]
+        in_loss = (roles == Role.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
+        target = in_loss.nonzero()[:, 0]
         return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Float[Tensor, ""]:
-    ids, positions, gold = batch
+    ids, positions, labels = batch
     logits = model(ids, logits_to_keep=positions, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), gold.flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

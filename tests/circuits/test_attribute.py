@@ -331,10 +331,8 @@ def test_refusals(model, pair):
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(verb)(model, ac.Pair(**pair, direction="noise"), **wrong)  # annotations unchecked
-    for metric, message in (
-        ("accuracy", "metric='accuracy' has no gradient"),
-        ("log_prob", "no targets of kind 'first'"),
-    ):
+    refused: Any = (("accuracy", "metric='accuracy' has no gradient"), ("log_prob", "no targets of kind 'first'"))
+    for metric, message in refused:
         with pytest.raises(ValueError, match=message):
             attribute_heads(model, ac.Pair(**pair, metric=metric, kind="all" if metric == "accuracy" else "first"))
     with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; use RunOptions\(engine='reference'"):

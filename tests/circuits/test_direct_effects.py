@@ -118,10 +118,10 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
     best = {metric: model.kinds[divmod(int(values.argmax()), model.cfg.n_heads)] for metric, values in grid.items()}
     assert best["lookup_attention"] == best["direct_logit"] == "lookup"
     assert best["induction_attention"] == "induction"
-    assert best["function_vector"] == "dialect"
+    assert best["function_vector"] == "function_vector"
     vector = found.where(metric="function_vector").frame.set_index(["layer", "head"])
-    assert vector.loc[place["dialect"], "low"] > 2 * vector["value"].drop(place["dialect"]).abs().max()
-    assert grid["direct_logit"][place["dialect"]] == pytest.approx(0, abs=1e-5)
+    assert vector.loc[place["function_vector"], "low"] > 2 * vector["value"].drop(place["function_vector"]).abs().max()
+    assert grid["direct_logit"][place["function_vector"]] == pytest.approx(0, abs=1e-5)
 
 
 def test_refusals(random_hf_model, char_tokenizer, prompts):

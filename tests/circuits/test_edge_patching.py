@@ -134,14 +134,14 @@ def test_on_padded_prompts_and_in_double_precision(random_hf_model, lengths):
 def test_directions_engines_and_batches(models, clean, corrupted):
     model, edges = models["llama"], [("L0H1", "L1H2.q"), ("input", "L1KV1.v"), ("M0", "logits")]
     for verb, options in ((patch_edges, {"edges": edges}), (patch_paths, {"receivers": ["L1H2.q", "logits"]})):
-        table = verb(model, clean=clean, corrupted=corrupted, direction="denoise", **options)  # pyright: ignore[reportArgumentType]
+        table = verb(model, ac.Pair(clean, corrupted), **options)  # pyright: ignore[reportArgumentType]
         assert table.provenance.engine == "fast" and table.provenance.settings["direction"] == "denoise"
         twin = Twin(model, corrupted, clean)
         for edge, value in values_of(table).items():
             assert value == pytest.approx(twin.effect(*edge, freeze_mlps=verb is patch_edges), abs=1e-5)
-        others: list[dict[str, Any]] = [{"engine": "reference"}, {"batch_size": 2}]
+        others = [ac.RunOptions(engine="reference"), ac.RunOptions(batch_size=2)]
         for other in others:
-            again = verb(model, clean=clean, corrupted=corrupted, direction="denoise", **options, **other)
+            again = verb(model, ac.Pair(clean, corrupted), **options, options=other)  # pyright: ignore[reportArgumentType]
             assert values_of(again) == pytest.approx(values_of(table), abs=1e-5)
 
 

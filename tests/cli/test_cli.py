@@ -1,4 +1,4 @@
-"""The command line: what a user types, what is written, and what is refused."""
+"""The command line: what it writes, what it prints, and what it refuses."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.cli import main
+from align_circuits.cli.entry import VERBS
 from align_circuits.papers.icatune.tuned_models import TOY
 from align_circuits.tables.tables import Table
 from align_circuits.training.tuning import TuneConfig
@@ -42,7 +43,7 @@ def test_the_report_is_self_contained(tmp_path):
 def test_rerun_repeats_a_run_from_its_provenance(tmp_path, capsys):
     main(["score", *SMALL, "--seed", "3", "--out", str(tmp_path / "first")])
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-    assert "largest difference to the first run: 0" in capsys.readouterr().out
+    assert "largest difference from the first run: 0" in capsys.readouterr().out
     first, second = (Table.load(tmp_path / name).frame for name in ("first", "second"))
     np.testing.assert_array_equal(first["value"], second["value"])
 
@@ -53,7 +54,7 @@ def test_rerun_tells_when_the_numbers_differ(tmp_path, capsys):
     frame = Table.load(tmp_path / "first").frame
     frame.assign(value=frame["value"] + 0.5).to_csv(table, index=False)
     main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
-    assert "largest difference to the first run: 0.5" in capsys.readouterr().out
+    assert "largest difference from the first run: 0.5" in capsys.readouterr().out
 
 
 def test_evaluate_writes_accuracies(tmp_path, capsys):
@@ -81,31 +82,30 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
         (["--n", "0"], "0 prompts"),
         (["--dtype", "bfloat16"], "leave out --device and --dtype"),
-        (["--batch-size", "0"], "batch_size=0"),
         (["--threads", "0"], "--threads 0: give at least 1"),
         (["--style", "marked"], "marked"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, said):
-    out = tmp_path / "some" / "run"
+def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
+    out = tmp_path / "deep" / "run"
     assert main(["score", *SMALL, *arguments, "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("align-circuits: ")
-    assert said in line
+    assert message in line
     assert not out.parent.exists(), "something half-written was left"
 
 
 def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for options in ([], ["--threads", "2"]):
         assert main(["score", *SMALL, *options, "--out", str(tmp_path)]) == 0
-    assert asked == [1, 2]
+    assert threads == [1, 2]
 
 
 def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
@@ -116,9 +116,10 @@ def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"]]
+    "arguments",
+    [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"], ["--batch-size", "0"]],
 )
-def test_a_task_that_cannot_be_is_refused(arguments, capsys):
+def test_an_impossible_task_or_option_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["score", *arguments])
     assert exit.value.code == 2
@@ -130,7 +131,7 @@ def test_rerun_repeats_a_reproduction(tmp_path, capsys):
     first = ["reproduce", "icatune/table1", "--scale", "smoke", "--out", str(tmp_path / "first")]
     assert main(first) == 0
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-    assert "largest difference to the first run: 0" in capsys.readouterr().out
+    assert "largest difference from the first run: 0" in capsys.readouterr().out
 
 
 def test_rerun_tells_when_the_rows_differ(tmp_path, capsys):
@@ -146,7 +147,7 @@ def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
 
 
 def test_a_long_table_is_left_to_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("align_circuits.cli.MOST_ROWS", 1)
+    monkeypatch.setattr("align_circuits.cli.reproduce_command.MAX_ROWS", 1)
     assert main(["reproduce", "recall/lemmas", "--scale", "smoke", "--out", str(tmp_path)]) == 0
     page, rows = (tmp_path / "report.html").read_text(encoding="utf-8"), len(Table.load(tmp_path))
     assert f"{rows:,} rows: see table.csv" in page and rows > 1
@@ -162,7 +163,7 @@ def test_rerun_refuses_what_was_saved_from_python(tmp_path, capsys):
     prompts = ac.RepeatedTokensTask(length=4).sample(3, 20)
     ac.evaluate(ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=2)), prompts).save(tmp_path)
     assert main(["rerun", str(tmp_path)]) == 2
-    assert "or from Python, which does not tell what repeats it" in capsys.readouterr().err
+    assert "or from Python, without the settings to repeat it" in capsys.readouterr().err
     assert not (tmp_path / "rerun").exists()
 
 
@@ -178,18 +179,18 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
     first = ["tune", *task, *config, "--out", str(tmp_path / "first")]
     assert main(first) == 0
     printed = capsys.readouterr().out
-    assert "right in" in printed and str(tmp_path / "first" / "adapter") in printed
+    assert "is correct in" in printed and str(tmp_path / "first" / "adapter") in printed
     assert (tmp_path / "first" / "heads" / "report.html").exists() == (method == "ica")
     assert (tmp_path / "first" / "report.html").exists()
     table = Table.load(tmp_path / "first")
     assert table.provenance.verb == "tune" and set(table.frame["step"]) == {0, 2}
     if method == "ica":
         assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-        assert "largest difference to the first run: 0" in capsys.readouterr().out
+        assert "largest difference from the first run: 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [
         ([], TuneConfig(**TOY)),
         (["--steps", "7"], TuneConfig(**{**TOY, "steps": 7})),
@@ -198,16 +199,16 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
     ],
 )
 def test_the_bundled_model_is_tuned_by_settings_of_its_own_where_none_is_given(
-    tmp_path, capsys, monkeypatch, options, wanted
+    tmp_path, capsys, monkeypatch, options, expected
 ):
     def stop(_model, _task, config, **_):
-        assert config == wanted
+        assert config == expected
         raise ValueError("far enough")
 
-    monkeypatch.setattr("align_circuits.cli.tune", stop)
+    monkeypatch.setattr("align_circuits.cli.tune_command.tune", stop)
     assert main(["tune", *options, "--n", "8", "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert "far enough" in said.err and ("settings made for toy-llama" in said.out) == ("paper" not in options)
+    printed = capsys.readouterr()
+    assert "far enough" in printed.err and ("settings made for toy-llama" in printed.out) == ("paper" not in options)
 
 
 def test_tune_says_in_a_line_what_does_not_fit(tmp_path, capsys):
@@ -222,17 +223,36 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    asked = ["--model", "planted", "--style", "standard", "--n", "16", "--n-examples", "4", "--draws", "2"]
-    assert main(["localize", *asked, "--out", str(tmp_path / "first")]) == 0
+    arguments = ["--model", "planted", "--style", "standard", "--n", "16", "--n-examples", "4", "--draws", "2"]
+    assert main(["localize", *arguments, "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
-    assert "induction    nobody" in printed
+    assert "induction    none" in printed
     written = {path.name for path in (tmp_path / "first").iterdir()}
-    assert written == {"table.csv", "report.html", "provenance.json", "effects", "damage", "verdict"}
+    assert written == {"table.csv", "report.html", "provenance.json"} | {
+        "patching_effects",
+        "ablation_effects",
+        "group_ablations",
+    }
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
-    assert "largest difference to the first run: 0\n" in capsys.readouterr().out
+    assert "largest difference from the first run: 0\n" in capsys.readouterr().out
 
 
 def test_localize_refuses_a_circuit_in_another_style(tmp_path, capsys):
     assert main(["localize", "--model", "planted", "--style", "marked", "--out", str(tmp_path)]) == 2
     assert "standard style only" in capsys.readouterr().err
+
+
+def test_help_lists_the_verbs_and_an_unknown_verb_is_refused(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {verb} " in printed for verb in VERBS)
+    for verb in VERBS:
+        with pytest.raises(SystemExit) as exit:
+            main([verb, "--help"])
+        assert exit.value.code == 0
+        printed = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+        assert VERBS[verb][:40] in printed
+    assert main(["explain"]) == 2
+    assert "no verb 'explain': choose one of score, evaluate" in capsys.readouterr().err
+    assert main([]) == 2

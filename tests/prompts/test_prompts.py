@@ -19,7 +19,7 @@ ids = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=6), min_size=1, 
 
 
 def with_everything(tokens: list[list[int]]) -> Prompts:
-    """Prompts that fill every field, so that an operation that forgets one is found."""
+    """Prompts that fill every field, so that an operation that forgets one is noticed."""
     prompts = Prompts.from_tokens(tokens)
     n = len(prompts.targets)
     generator = torch.Generator().manual_seed(0)
@@ -54,10 +54,10 @@ def same(left: Prompts, right: Prompts) -> None:
     }
 
 
-def gold(prompts: Prompts, index: int) -> list[Any]:
+def content(prompts: Prompts, index: int) -> list[Any]:
     """All that is known about one prompt, in positions counted from its first token."""
     start = int(prompts.mask[index].int().argmax())
-    mine: Any = prompts.targets[prompts.targets["prompt"] == index]
+    rows: Any = prompts.targets[prompts.targets["prompt"] == index]
     assert prompts.correct is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
     known += [
@@ -70,7 +70,7 @@ def gold(prompts: Prompts, index: int) -> list[Any]:
             row.chance,
             prompts.correct[row.Index].tolist(),
         )
-        for row in mine.itertuples()
+        for row in rows.itertuples()
     ]
     for name, relation in sorted(prompts.relations.items()):
         known += [
@@ -89,10 +89,10 @@ def test_every_token_but_the_first_is_a_target(tokens):
     assert tuple(prompts.targets.columns[: len(TARGET_COLUMNS)]) == TARGET_COLUMNS
     assert prompts.inputs.shape == (len(tokens), max(map(len, tokens)))
     for index, row in enumerate(tokens):
-        mine = prompts.targets[prompts.targets["prompt"] == index]
-        assert mine["token"].tolist() == row[1:]
-        assert prompts.tokens[index, mine["target_pos"].tolist()].tolist() == row[1:]
-        assert prompts.tokens[index, mine["query_pos"].tolist()].tolist() == row[:-1]
+        rows = prompts.targets[prompts.targets["prompt"] == index]
+        assert rows["token"].tolist() == row[1:]
+        assert prompts.tokens[index, rows["target_pos"].tolist()].tolist() == row[1:]
+        assert prompts.tokens[index, rows["query_pos"].tolist()].tolist() == row[:-1]
         assert prompts.tokens[index][prompts.mask[index]].tolist() == row
         assert prompts.mask[index, -1], "padding stands on the left"
         assert set(prompts.roles[index][prompts.mask[index]].tolist()) == {Role.TEXT}
@@ -100,14 +100,14 @@ def test_every_token_but_the_first_is_a_target(tokens):
 
 
 @given(ids, st.data())
-def test_indexing_keeps_each_prompts_gold(tokens, data):
+def test_indexing_keeps_the_content_of_each_prompt(tokens, data):
     prompts = with_everything(tokens)
     order = data.draw(st.permutations(range(len(prompts))))[: data.draw(st.integers(0, len(prompts)))]
-    some = prompts[list(order)]
-    assert len(some) == len(order)
-    assert some.targets["prompt"].is_monotonic_increasing
+    chosen = prompts[list(order)]
+    assert len(chosen) == len(order)
+    assert chosen.targets["prompt"].is_monotonic_increasing
     for new, old in enumerate(order):
-        assert gold(some, new) == gold(prompts, old)
+        assert content(chosen, new) == content(prompts, old)
 
 
 def test_every_way_to_index():

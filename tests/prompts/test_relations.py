@@ -17,7 +17,7 @@ ids = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, 
 value of padding, which must never be mistaken for it."""
 
 
-def asked(relation: Relation) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+def by_query(relation: Relation) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Keys and candidates by prompt and query."""
     keys, candidates = relation.expand()
     return {
@@ -54,7 +54,7 @@ DEFINITIONS = {
 @given(tokens=ids)
 def test_each_relation_is_its_definition(name, tokens):
     prompts = Prompts.from_tokens(tokens, relations={"first_token": rel.first_token})
-    assert asked(prompts.relations[name]) == looped(tokens, DEFINITIONS[name])
+    assert by_query(prompts.relations[name]) == looped(tokens, DEFINITIONS[name])
 
 
 @given(tokens=ids, data=st.data())
@@ -63,8 +63,8 @@ def test_rows_can_be_expanded_in_any_choice(tokens, data):
     rows = torch.tensor(
         data.draw(st.lists(st.integers(0, len(relation) - 1), max_size=5)) if len(relation) else [], dtype=torch.long
     )
-    for some, all_of_them in zip(relation.expand(rows), relation.expand(), strict=True):
-        assert torch.equal(some, all_of_them[rows])
+    for part, complete in zip(relation.expand(rows), relation.expand(), strict=True):
+        assert torch.equal(part, complete[rows])
     for row in rows.tolist():
         assert relation.keys_of(row) == relation.expand()[0][row].nonzero()[:, 0].tolist()
 
@@ -91,7 +91,7 @@ def labelled(candidate_value: list[int], key_value: list[int]) -> Relation:
     """Two rows of one prompt at positions 4 and 5, with labels 0 and 1 for keys and two sets of candidates."""
     rows = torch.zeros(2, dtype=torch.long)
     return Relation(
-        "mine",
+        "own",
         target=rows,
         prompt=rows,
         query=torch.tensor([4, 5]),
@@ -123,13 +123,13 @@ def test_columns_and_labels_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, who run without shape checks
     row, labels = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
     columns: dict[str, Any] = {"target": row, "prompt": row, "query": row, "key_value": row}
-    with pytest.raises(ValueError, match=r"relation 'mine': its columns have different lengths \[1, 2\]"):
-        Relation("mine", **columns, candidate_value=row[:1], key_label=labels, candidate_label=labels)
+    with pytest.raises(ValueError, match=r"relation 'own': its columns have different lengths \[1, 2\]"):
+        Relation("own", **columns, candidate_value=row[:1], key_label=labels, candidate_label=labels)
     with pytest.raises(ValueError, match=r"key labels \(1, 3\) and candidate labels \(1, 2\) differ"):
-        Relation("mine", **columns, candidate_value=row, key_label=labels, candidate_label=labels[:, :2])
+        Relation("own", **columns, candidate_value=row, key_label=labels, candidate_label=labels[:, :2])
 
 
 def test_to_moves_every_tensor():
     moved = labelled(candidate_value=[0, 0], key_value=[1, 1]).to("meta")
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
-    assert repr(moved) == "Relation('mine', rows=2, prompts=1)"
+    assert repr(moved) == "Relation('own', rows=2, prompts=1)"

@@ -1,7 +1,7 @@
-"""The report says what was found, needs no network, and is drawn whole in a browser."""
+"""The report shows the named heads with their evidence, needs no network, and is drawn completely in a browser."""
 
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import browser
@@ -11,11 +11,13 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.report import page as report
-from align_circuits.report.localize_report import ROLES, Found, attention_of, figures, localize_report, named_heads
+from align_circuits.report import save_localization
+from align_circuits.report.localize_report import attention_of, figures, named_heads
 from align_circuits.report.page import write_report
 from align_circuits.tables.tables import Provenance, Table
 
 MADE = Provenance("test")
+ROLES = ac.Seq2SeqTask.roles
 
 
 def table_of(keys: pd.DataFrame, means: Any, spread: float, bounded: bool) -> Table:
@@ -33,7 +35,7 @@ def keys_of(model: Any, **columns: Any) -> pd.DataFrame:
     return pd.MultiIndex.from_product(list(names.values()), names=list(names)).to_frame(index=False)
 
 
-def localized(model: Any, prompts: ac.Prompts) -> Any:
+def localized(model: Any, prompts: ac.Prompts) -> ac.Localization:
     """What `localize` returns, with a planted circuit's own heads as those it named, and effects made up for them."""
     scores = ac.score_heads(model, prompts, list(ROLES)).heads()
     named = {role: tuple(head for head, own in model.roles.items() if own == role) for role in ROLES}
@@ -54,22 +56,24 @@ def localized(model: Any, prompts: ac.Prompts) -> Any:
     keys: Any = keys_of(model, kind=["all", "first", "later"], metric=["log_prob", "accuracy"])
     keys = keys[[tuple(head) in [*heads, (0, 0)] for head in keys[["layer", "head"]].to_numpy()]]  # the candidates
     causal = np.array([tuple(head) in heads for head in keys[["layer", "head"]].to_numpy()])
-    ablated = [("nothing", -1), ("lookup", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
-    verdict = pd.DataFrame(
-        [(*who, kind, "accuracy") for who in ablated for kind in ("all", "first", "later")],
+    ablated: Any = [(name, None) for name in ("nothing", "lookup", "named", "rest")]
+    ablated += [("random", draw) for draw in range(20)]
+    groups = pd.DataFrame(
+        [(*group, kind, "accuracy") for group in ablated for kind in ("all", "first", "later")],
         columns=["ablated", "draw", "kind", "metric"],
-    )
-    return SimpleNamespace(
+    ).astype({"draw": "Int64"})
+    return ac.Localization(
         table=Table(measured.reset_index(drop=True), MADE),
-        named=named,
-        effects=table_of(keys, 4.0 * causal, 0.1, False),
-        damage=table_of(keys, -2.5 * causal, 0.1, False),
-        verdict=table_of(verdict, np.where(verdict["ablated"] == "found", 0.2, 0.9), 0.02, True),
+        heads_by_role=named,
+        patching_effects=table_of(keys, 4.0 * causal, 0.1, False),
+        ablation_effects=table_of(keys, -2.5 * causal, 0.1, False),
+        group_ablations=table_of(groups, np.where(groups["ablated"] == "named", 0.2, 0.9), 0.02, True),
         prompts=prompts,
-        examples=shown.rows,
-        rows=list(shown.positions),
-        thresholds={"score": 0.5, "fdr": 0.05, "effect": 0.1},
-        sentence="Two heads <align> & two look up.",
+        example_attention=shown.rows,
+        example_positions=list(shown.positions),
+        thresholds=ac.Thresholds(effect=0.1),
+        roles=ROLES,
+        notes=("Heads <align> & look up.",),
     )
 
 
@@ -80,25 +84,21 @@ def empty(table: Table) -> Table:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def localization() -> ac.Localization:
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
     model = ac.planted_circuit(task, seed=0)
     return localized(model, task.sample(8, model.tokenizer, seed=0))
 
 
 @pytest.fixture(scope="module")
-def page(found, tmp_path_factory):
-    return localize_report(tmp_path_factory.mktemp("report") / "report.html", found)
+def page(localization, tmp_path_factory):
+    return save_localization(localization, tmp_path_factory.mktemp("report"))
 
 
-def test_the_report_reads_what_localize_promises(found):
-    assert isinstance(found, Found)
-
-
-def test_the_verdict_stands_on_top_and_every_part_follows(page, found):
+def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     text = page.read_text(encoding="utf-8")
     body = text[text.index("<body>") :]
-    assert body.index("Two heads &lt;align&gt; &amp; two look up.") < body.index("<h2>")
+    assert body.index("Heads &lt;align&gt; &amp; look up.") < body.index("<h2>")
     headings = (
         "The heads",
         "without them",
@@ -111,26 +111,33 @@ def test_the_verdict_stands_on_top_and_every_part_follows(page, found):
     )
     places = [body.index(heading) for heading in headings]
     assert places == sorted(places)
-    assert body.count("underlined token") >= sum(map(bool, found.heads_by_role.values())), "a drawing for each role"
+    assert body.count("underlined token") >= sum(map(bool, localization.heads_by_role.values())), (
+        "a drawing for each role"
+    )
 
 
-def test_the_named_heads_come_with_their_evidence(found):
-    ((layer, head),) = found.heads_by_role["align_query"]
-    score = found.table.where(layer=layer, head=head, role="align_query", metric="score").frame.iloc[0]
-    cells = re.findall("<td>(.*?)</td>", named_heads(found))
+def test_the_named_heads_come_with_their_evidence(localization):
+    ((layer, head),) = localization.heads_by_role["align_query"]
+    score = localization.table.where(layer=layer, head=head, role="align_query", metric="score").frame.iloc[0]
+    cells = re.findall("<td>(.*?)</td>", named_heads(localization))
     start = cells.index("align_query") - 1
-    said = f"{score['value']:.2f} [{score['low']:.2f}, {score['high']:.2f}]"
+    interval = f"{score['value']:.2f} [{score['low']:.2f}, {score['high']:.2f}]"
     half = f"{score['value'] / 2:.2f}"
-    assert cells[start : start + 7] == [f"L{layer}H{head}", "align_query", said, half, "0.004", "3.00", "–"]
+    assert cells[start : start + 7] == [f"L{layer}H{head}", "align_query", interval, half, "0.004", "3.00", "–"]
 
 
-def test_a_report_without_any_named_head_says_so(tmp_path, found):
-    nothing = {name: empty(getattr(found, name)) for name in ("effects", "damage")}
-    nothing["verdict"] = found.group_ablations.where(ablated="nothing")
-    nobody: Any = SimpleNamespace(**vars(found) | nothing | {"named": dict.fromkeys(ROLES, ()), "examples": {}})
-    assert attention_of(nobody) is None
-    text = localize_report(tmp_path / "report.html", nobody).read_text(encoding="utf-8")
-    assert "No head met all thresholds" in text
+def test_a_report_without_any_named_head_says_so(tmp_path, localization):
+    none = replace(
+        localization,
+        heads_by_role=dict.fromkeys(ROLES, ()),
+        patching_effects=empty(localization.patching_effects),
+        ablation_effects=empty(localization.ablation_effects),
+        group_ablations=localization.group_ablations.where(ablated="nothing"),
+        example_attention={},
+    )
+    assert attention_of(none) is None
+    text = save_localization(none, tmp_path).read_text(encoding="utf-8")
+    assert "No head reached all thresholds" in text
     assert "No head was a candidate" in text
     assert "CircuitsVis.render(" not in text
 
@@ -139,36 +146,36 @@ def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, tmp_
     text = page.read_text(encoding="utf-8")
     assert text.count(report.get_plotlyjs()) == 1
     assert text.count(report.circuitsvis_script()) == 1
-    assert page.stat().st_size <= report.LARGEST
-    plain = write_report(tmp_path / "plain.html", title="t", verdict="v", sections=[("h", "", "x")], provenance=MADE)
+    assert page.stat().st_size <= report.MAX_BYTES
+    plain = write_report(tmp_path / "plain.html", title="t", summary="v", sections=[("h", "", "x")], provenance=MADE)
     assert plain.stat().st_size < 10_000
 
 
 def test_a_page_that_is_too_large_is_refused_by_the_name_of_its_largest_part(tmp_path):
-    sections = [("small", "", "x"), ("huge", "", "x" * report.LARGEST)]
+    sections = [("small", "", "x"), ("huge", "", "x" * report.MAX_BYTES)]
     with pytest.raises(ValueError, match="show less in 'huge'"):
-        write_report(tmp_path / "report.html", title="t", verdict="v", sections=sections, provenance=MADE)
+        write_report(tmp_path / "report.html", title="t", summary="v", sections=sections, provenance=MADE)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, found):
+def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, localization):
     seen = browser.opened(page, tmp_path)
     assert not seen.console
-    assert seen.figures == seen.drawn == len(figures(found))
-    heads = attention_of(found)
+    assert seen.figures == seen.drawn == len(figures(localization))
+    heads = attention_of(localization)
     assert heads is not None
     assert len(seen.canvases) == len(heads.rows) + 1, "a small map for each head and a large one"
     assert min(seen.canvases) > 0.01
     assert not seen.overflows
 
 
-def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, found):
-    figure = figures(found)["scores"]
+def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, localization):
+    figure = figures(localization)["scores"]
     figure.data = []
     spoilt = write_report(
         tmp_path / "report.html",
         title="t",
-        verdict="v",
+        summary="v",
         provenance=MADE,
         sections=[("a", "", figure), ("b", "", '<img src="https://example.com/x.png"><script>nothing()</script>')],
     )

@@ -14,6 +14,7 @@ import torch
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.page import write_report
+from align_circuits.report.plots import pictures
 from align_circuits.tables.tables import Provenance, Table
 
 plots: Any = typed_plots  # plotly's figures are built at run time: a type checker sees none of their fields
@@ -131,21 +132,22 @@ def test_a_map_of_several_rows_a_head_says_what_to_select(effects):
 
 
 def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
-    who = [("nothing", -1), ("lookup", -1), ("found", -1), ("rest", -1), *(("random", draw) for draw in range(20))]
-    frame = pd.DataFrame([(*one, "accuracy", kind) for one in who for kind in ("first", "later")])
-    frame.columns = ["ablated", "draw", "metric", "kind"]
+    groups: Any = [(name, None) for name in ("nothing", "lookup", "named", "rest")]
+    groups += [("random", draw) for draw in range(20)]
+    frame = pd.DataFrame([(*group, "accuracy", kind) for group in groups for kind in ("first", "later")])
+    frame = frame.set_axis(["ablated", "draw", "metric", "kind"], axis=1).astype({"draw": "Int64"})
     values = np.random.default_rng(0).random((len(frame), 6))
     table = Table.from_prompts(frame, values, np.ones_like(values), Provenance("t"))
     traces = {trace.name: trace for trace in plots.ablation(table).data}
-    random = traces["as many random heads of the same layers"]
+    random = traces["as many random heads of the same layers ablated"]
     np.testing.assert_allclose(random.y, table.where(ablated="random").frame["value"])
     assert random.error_y.array is None
     assert len(set(random.x)) == 40, "no two dots of a kind cover each other"
     told_apart = {(trace.marker.symbol, trace.marker.color) for trace in traces.values()}
     assert len(told_apart) == len(traces) == 5
     assert "only lookup heads ablated" in traces
-    found = table.where(ablated="found").frame
-    np.testing.assert_allclose(np.add(found["value"], traces["found heads ablated"].error_y.array), found["high"])
+    named = table.where(ablated="named").frame
+    np.testing.assert_allclose(np.add(named["value"], traces["named heads ablated"].error_y.array), named["high"])
 
 
 def test_drawing_changes_no_global_template(scores):
@@ -157,7 +159,7 @@ def test_drawing_changes_no_global_template(scores):
 def test_a_failed_report_leaves_no_file(tmp_path, scores):
     unwritable = "a lone surrogate \ud800 has no bytes in UTF-8"
     with pytest.raises(UnicodeEncodeError):
-        write_report(tmp_path / "report.html", title="t", verdict=unwritable, sections=[], provenance=scores.provenance)
+        write_report(tmp_path / "report.html", title="t", summary=unwritable, sections=[], provenance=scores.provenance)
     assert not list(tmp_path.iterdir())
 
 
@@ -165,7 +167,7 @@ def test_a_report_escapes_what_it_is_given(tmp_path, scores):
     path = write_report(
         tmp_path / "report.html",
         title="<t>",
-        verdict="a & b",
+        summary="a & b",
         sections=[("h", "<n>", scores)],
         provenance=scores.provenance,
     )
@@ -193,12 +195,12 @@ def test_attention_is_the_model_s_own_with_the_rest_in_one_column(circuit):
     np.testing.assert_allclose(shown.pattern[:, 1:].sum(-1), 1, atol=1e-6)
     assert shown.tokens[0] == plots.EARLIER
     assert "".join(shown.tokens[1:]) in prompt.text[0].replace("\n", "↵")
-    gold = shown.gold("align_query")
-    assert gold.any()
-    assert shown.pattern[0][gold].min() > 0.9, "the planted aligner looks at the gold"
+    keys = shown.key_mask("align_query")
+    assert keys.any()
+    assert shown.pattern[0][keys].min() > 0.9, "the planted aligner attends to the keys"
 
 
-def test_attention_shows_as_much_of_the_prompt_as_asked(circuit):
+def test_attention_shows_as_much_of_the_prompt_as_requested(circuit):
     model, prompt, aligner = circuit
     sizes = [len(plots.attention(model, prompt, [aligner], examples=n).tokens) for n in (1, 2, 9)]
     assert sizes[0] < sizes[1] < sizes[2] == int(prompt.mask.sum()), "no column for the rest where nothing is left out"
@@ -230,12 +232,12 @@ def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
         plots.attention(model, two, [head])
     rows = plots.attention(model, prompt, [head]).rows
     with pytest.raises(ValueError, match="2 prompts, but"):
-        plots.Attention(two, [5], rows)
+        plots.AttentionView(two, [5], rows)
     with pytest.raises(ValueError, match="has attention of shape"):
-        plots.Attention(prompt, [5], rows)
+        plots.AttentionView(prompt, [5], rows)
     padded = replace(prompt, mask=prompt.mask & (torch.arange(prompt.mask.shape[1]) > 2))
     with pytest.raises(ValueError, match="not all real tokens"):
-        plots.Attention(padded, [1], {head: rows[head][:1]})
+        plots.AttentionView(padded, [1], {head: rows[head][:1]})
 
 
 def test_a_token_cannot_end_the_script_it_stands_in(circuit):
@@ -268,8 +270,8 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row(circuit):
     assert re.search(
         rf"outline[^>]*>{shown.tokens[key - shown.start + 1]}<sub[^>]*>{weights[key]:.2f}".replace("0.", "0?."), drawn
     )
-    assert drawn.count("3px double") == 1, "one token asks"
-    assert "Left out: 4 examples" in drawn
+    assert drawn.count("3px double") == 1, "one query"
+    assert "4 examples without keys and attention are left out" in drawn
     with pytest.raises(KeyError, match="no attention of L9H9"):
         shown.drawing((9, 9), "align_query")
     with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
@@ -278,7 +280,7 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row(circuit):
         shown.drawing(aligner, "align_query", row=999)
 
 
-def test_attention_maps_circle_the_gold(circuit):
+def test_attention_maps_circle_the_keys(circuit):
     model, prompt, aligner = circuit
     shown = plots.attention(model, prompt, [aligner])
     heat, ring = plots.attention_maps(shown, "align_query").data
@@ -292,7 +294,7 @@ def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):
     picture = plots.save(plots.attention(model, prompt, [aligner]), tmp_path / "attention.png", width=400, scale=1)
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG")
-    assert int.from_bytes(data[16:20]) == 400, "as wide as asked"
+    assert int.from_bytes(data[16:20]) == 400, "the requested width"
     drawing = plots.save(plots.head_map(scores, "a"), tmp_path / "map.svg").read_text(encoding="utf-8")
     assert drawing.startswith("<svg")
     assert "heatmaplayer" in drawing
@@ -304,7 +306,7 @@ def test_a_picture_that_cannot_be_made_says_why(scores, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"'map.gif': give a name that ends in .png, .svg or .pdf"):
         plots.save(figure, tmp_path / "map.gif")
     with monkeypatch.context() as without:
-        without.setattr(typed_plots, "find_spec", lambda _: None)
+        without.setattr(pictures, "find_spec", lambda _: None)
         with pytest.raises(ValueError, match=r"pip install 'align-circuits\[pictures\]'"):
             plots.save(figure, tmp_path / "map.png")
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
@@ -326,11 +328,11 @@ def test_edge_maps_show_each_pair_at_its_place():
 
 
 def test_faithfulness_curves_place_sets_of_heads():
-    keys = pd.DataFrame({"circuit": ["edges", "edges", "edges", "found"], "fraction": [0.0, 0.1, 1.0, 0.2]})
+    keys = pd.DataFrame({"circuit": ["edges", "edges", "edges", "localize"], "fraction": [0.0, 0.1, 1.0, 0.2]})
     frame = keys.assign(edges=[0, 1, 10, 2], metric="faithfulness", value=[0, 0.5, 1, 0.7], low=0.0, high=1.0, n=1)
     line, points = plots.faithfulness({"eap": Table(frame, Provenance("test"))}).data
     assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
-    assert (list(points.x), list(points.text)) == ([0.2], ["found"])
+    assert (list(points.x), list(points.text)) == ([0.2], ["localize"])
 
 
 def test_grids_of_the_same_rows_name_them_once_and_space_them_evenly():

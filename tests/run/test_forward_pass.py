@@ -1,5 +1,7 @@
 """Both engines beside each other, beside Hugging Face, and beside themselves in other batches."""
 
+from typing import Any
+
 import pytest
 import torch
 from frozen import unchecked
@@ -30,7 +32,7 @@ def some_rows(prompts):
     return prompts.column("prompt")[keep], prompts.column("query_pos")[keep]
 
 
-def run(model, prompts, rows=None, engine="auto", batch_size="auto", **arguments):
+def run(model, prompts, rows=None, engine: Any = "auto", batch_size: Any = "auto", **arguments):
     """Returns the pattern [layer row head pos], the logits [row d_vocab] and the engine that ran."""
     prompt, query = rows or some_rows(prompts)
     config = model.cfg
@@ -219,7 +221,7 @@ def test_native_bridge_runs_by_reference(prompts):
     assert one[2] == "reference"
     torch.testing.assert_close(many[:2], one[:2], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="the fast engine cannot run this model"):
-        choose(model, "fast")
+        run(model, prompts, engine="fast")
 
 
 class Bare(HookedRootModule):

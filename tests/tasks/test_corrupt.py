@@ -85,8 +85,8 @@ def test_query_is_uniform_among_the_inputs_that_fit():
     assert len(set(task.aligned)) < 4, "choose a task whose alignment leaves a position out"
     clean = task.sample(6000, TOKENIZER, references=False)
     before, after = (p.latent["order"][:, -1] for p in (clean, task.corrupt(clean, "query")))
-    asked = (before == before[0]).all(1)
-    counts = Counter(map(tuple, after[asked].tolist()))
+    like_first = (before == before[0]).all(1)
+    counts = Counter(map(tuple, after[like_first].tolist()))
     every = {tuple(row) for row in before.tolist()}
     fitting = {x for x in every if all(x[q] != int(before[0, q]) for q in task.aligned)}
     assert len(every) == 8 and set(counts) == fitting and len(fitting) > 2
@@ -134,8 +134,8 @@ def test_alignment_moves_phrases_inside_each_example(task, seed, other_seed):
 
             assert Counter(tagged(clean)) == Counter(tagged(corrupted))
             if task.style == "pre-aligned":
-                here = (clean.example[prompt] == example) & (clean.roles[prompt] == Role.ALIGNED)
-                copies = [p.tokens[prompt, here].tolist() for p in (clean, corrupted)]
+                aligned = (clean.example[prompt] == example) & (clean.roles[prompt] == Role.ALIGNED)
+                copies = [p.tokens[prompt, aligned].tolist() for p in (clean, corrupted)]
                 assert copies[0] != copies[1], "the copies still follow the alignment"
                 assert Counter(zip(copies[0], tagged(clean), strict=True)) == Counter(
                     zip(copies[1], tagged(corrupted), strict=True)
@@ -174,7 +174,7 @@ def test_corruptions_that_cannot_be_made_are_refused():
         Seq2SeqTask(x_len=2, n_examples=2).corrupt(prompts, "labels")
     with pytest.raises(ValueError, match="not sampled by this task"):
         single.corrupt(Prompts.from_tokens([[1, 2, 3]]), "labels")
-    with pytest.raises(ValueError, match="corrupted already"):
+    with pytest.raises(ValueError, match="already corrupted"):
         single.corrupt(single.corrupt(prompts, "labels"), "labels")
     bare = Seq2SeqTask(x_len=2, n_examples=0)
     for kind in ("labels", "alignment"):
@@ -183,7 +183,7 @@ def test_corruptions_that_cannot_be_made_are_refused():
 
 
 def test_an_unknown_corruption_is_refused():
-    unchecked = inspect.unwrap(seq2seq.corrupt)  # past the type check of the import hook, as for users without it
+    unchecked = inspect.unwrap(seq2seq.corrupt_seq2seq)  # without the type checks of the tests
     prompts = Seq2SeqTask(x_len=2, n_examples=1).sample(1, TOKENIZER)
     with pytest.raises(ValueError, match="corruption 'letters': choose one of 'query', 'labels', 'alignment'"):
         unchecked(prompts, "letters", 0, places=None, ood=False, sample_automata=None)

@@ -44,8 +44,8 @@ def test_em_recovers_the_alignment(m):
 def test_lengths_two_and_four_leave_both_alignments_equally_likely():
     for m, seed in itertools.product((2, 4), range(5)):
         x, y, gold = problem(m, seed)
-        found = align_by_likelihood(x, y)
-        assert found.ties == 2 and found.alignment in {gold, tuple(SWAP[m][q] for q in gold)}
+        result = align_by_likelihood(x, y)
+        assert result.ties == 2 and result.alignment in {gold, tuple(SWAP[m][q] for q in gold)}
 
 
 def test_the_true_update_never_lowers_the_likelihood_and_the_printed_one_does():
@@ -92,7 +92,7 @@ def test_em_reads_tokens_of_any_name_and_phrases_of_any_length():
 @pytest.mark.parametrize("among", ["permutations", "mappings"])
 def test_the_sequential_likelihood_equals_a_slow_loop(among):
     x, y, _ = problem(3, 0, k=5)
-    found = align_by_likelihood(x, y, among=among, smoothing=0.3)
+    result = align_by_likelihood(x, y, among=among, smoothing=0.3)
 
     def score(alignment):
         total = 0.0
@@ -105,28 +105,28 @@ def test_the_sequential_likelihood_equals_a_slow_loop(among):
 
     every = itertools.permutations(range(3)) if among == "permutations" else itertools.product(range(3), repeat=3)
     scores = {alignment: score(alignment) for alignment in every}
-    assert math.isclose(found.log_likelihood, max(scores.values()))
-    assert math.isclose(scores[found.alignment], max(scores.values()))
+    assert math.isclose(result.log_likelihood, max(scores.values()))
+    assert math.isclose(scores[result.alignment], max(scores.values()))
 
 
 @pytest.mark.parametrize("m", [3, 5, 6])
 def test_the_sequential_likelihood_finds_the_alignment(m):
-    found = [align_by_likelihood(x, y).alignment == gold for x, y, gold in (problem(m, seed) for seed in range(20))]
-    assert sum(found) >= 19
+    hits = [align_by_likelihood(x, y).alignment == gold for x, y, gold in (problem(m, seed) for seed in range(20))]
+    assert sum(hits) >= 19
 
 
 def test_as_printed_the_likelihood_is_zero_for_every_alignment():
     x, y, _ = problem(5, 0)
-    found = align_by_likelihood(x, y, smoothing=0.0)
-    assert found.log_likelihood == -math.inf and found.ties == math.factorial(5)
+    result = align_by_likelihood(x, y, smoothing=0.0)
+    assert result.log_likelihood == -math.inf and result.ties == math.factorial(5)
 
 
 def test_a_contradicted_alignment_is_not_found():
     task = Seq2SeqTask(x_len=5, phrase_len=1, alignment="permutation")
     clean = task.sample(10, TOKENIZER, references=False)
     for prompts, wanted in ((clean, True), (task.corrupt(clean, "alignment"), False)):
-        found = [align_by_em(*examples_of(prompts, i)).alignment == task.aligned for i in range(10)]
-        assert (sum(found) >= 9) == wanted and (sum(found) <= 2) == (not wanted)
+        hits = [align_by_em(*examples_of(prompts, i)).alignment == task.aligned for i in range(10)]
+        assert (sum(hits) >= 9) == wanted and (sum(hits) <= 2) == (not wanted)
 
 
 def test_examples_that_cannot_be_aligned_are_refused():

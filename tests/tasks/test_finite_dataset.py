@@ -13,23 +13,24 @@ TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, automata="task", alignme
 
 
 @pytest.mark.parametrize("style", ["standard", "pre-aligned", "marked"])
-def test_prompts_are_examples_of_the_pool_one_after_another(style):
+def test_prompts_are_examples_of_the_dataset_one_after_another(style):
     task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, automata="task", style=style)
-    pool = sample_finite_dataset(task, 6, TOKENIZER, seed=1)
-    known = [text.removeprefix("<bos>") for text in pool.text]
-    prompts = in_context(task, pool, n=5, seed=3)
+    dataset = sample_finite_dataset(task, 6, TOKENIZER, seed=1)
+    known = [text.removeprefix("<bos>") for text in dataset.text]
+    prompts = in_context(task, dataset, n=5, seed=3)
     tests = []
     for text in prompts.text:
         examples = text.removeprefix("<bos>").split("\n")
         assert len(examples) == 5 and len(set(examples)) == 5 and set(examples) <= set(known)
         tests.append(examples[-1])
     assert len(set(tests)) == 5
-    assert in_context(task, pool, n=5, seed=3).digest == prompts.digest != in_context(task, pool, n=5, seed=4).digest
+    again, other = (in_context(task, dataset, n=5, seed=seed) for seed in (3, 4))
+    assert again.digest == prompts.digest != other.digest
 
 
 def test_fresh_test_examples_keep_their_gold():
-    pool, test = sample_finite_dataset(TASK, 8, TOKENIZER, seed=1), sample_finite_dataset(TASK, 5, TOKENIZER, seed=2)
-    prompts = in_context(TASK, pool, test, seed=0)
+    dataset, test = sample_finite_dataset(TASK, 8, TOKENIZER, seed=1), sample_finite_dataset(TASK, 5, TOKENIZER, seed=2)
+    prompts = in_context(TASK, dataset, test, seed=0)
     whole = TASK.sample(5, TOKENIZER, seed=9)
     assert prompts.inputs.shape == whole.inputs.shape and torch.equal(prompts.roles, whole.roles)
     assert list(prompts.targets.columns) == list(whole.targets.columns)
@@ -50,10 +51,10 @@ def test_fresh_test_examples_keep_their_gold():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    pool = sample_finite_dataset(TASK, 4, TOKENIZER)
+    dataset = sample_finite_dataset(TASK, 4, TOKENIZER)
     with pytest.raises(ValueError, match="5 different ones are needed"):
-        in_context(TASK, pool)
+        in_context(TASK, dataset)
     with pytest.raises(ValueError, match="3 examples, but 4 different"):
-        in_context(TASK, pool[:3], sample_finite_dataset(TASK, 1, TOKENIZER, seed=1))
+        in_context(TASK, dataset[:3], sample_finite_dataset(TASK, 1, TOKENIZER, seed=1))
     with pytest.raises(ValueError, match="automata='task'"):
         sample_finite_dataset(Seq2SeqTask(), 4, TOKENIZER)

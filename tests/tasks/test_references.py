@@ -168,14 +168,14 @@ def test_the_posterior_over_subsets_equals_the_sum_over_orders_at_length_six(ood
     m = 6
     likelihood = torch.from_numpy(np.random.default_rng(0).random((2, m, m)))
     aligned = (2, 2, 0, 5, 1, 2)
-    found = symbol_posterior(likelihood, aligned, shapes(m, ood))
+    result = symbol_posterior(likelihood, aligned, shapes(m, ood))
     for prompt, phrase in itertools.product(range(2), range(m)):
         weight = np.zeros(m)
         for x in orders(m, ood):
             weight[x[aligned[phrase]]] += math.prod(float(likelihood[prompt, r, x[aligned[r]]]) for r in range(phrase))
-        assert np.allclose(found[prompt, phrase], weight / weight.sum())
+        assert np.allclose(result[prompt, phrase], weight / weight.sum())
 
 
 def test_the_posterior_survives_very_long_phrases():
-    found = symbol_posterior(torch.full((1, 8, 8), 1e-300, dtype=torch.float64), tuple(range(8)), shapes(8, True))
-    assert torch.allclose(found, torch.full_like(found, 1 / 8))
+    result = symbol_posterior(torch.full((1, 8, 8), 1e-300, dtype=torch.float64), tuple(range(8)), shapes(8, True))
+    assert torch.allclose(result, torch.full_like(result, 1 / 8))

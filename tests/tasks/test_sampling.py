@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.tasks.layout import layout
+from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.seq2seq import CHUNK, Seq2SeqTask
-from align_circuits.tasks.token_ids import check_text, lexicon
+from align_circuits.tasks.token_ids import check_text, look_up
 
 TOKENIZER = bundled()
 STYLES = ("standard", "pre-aligned", "marked")
@@ -40,11 +40,11 @@ def tasks(draw):
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str], list[str]]]:
     """Inputs, letters and copies of each example, read off the tokens by their roles."""
     rows = zip(prompts.token_text[index], prompts.roles[index].tolist(), prompts.example[index].tolist(), strict=True)
-    found: list = [([], [], []) for _ in range(int(prompts.example.max()) + 1)]
+    result: list = [([], [], []) for _ in range(int(prompts.example.max()) + 1)]
     for text, role, example in rows:
         if role in (Role.INPUT, Role.OUTPUT, Role.ALIGNED):
-            found[example][(Role.INPUT, Role.OUTPUT, Role.ALIGNED).index(Role(role))].append(text.strip())
-    return found
+            result[example][(Role.INPUT, Role.OUTPUT, Role.ALIGNED).index(Role(role))].append(text.strip())
+    return result
 
 
 @settings(max_examples=25, deadline=None)
@@ -89,8 +89,8 @@ def test_prompts_say_what_the_automata_write_and_know_where(task, seed):
 def test_relations_equal_a_slow_loop_over_the_text(task, seed):
     prompts = task.sample(2, TOKENIZER, seed=seed, references=False)
     m, c = task.x_len, task.phrase_len
-    asked = {name: {} for name in ("align_query", "align_key", "lookup")}
-    for name, expected in asked.items():
+    rows = {name: {} for name in ("align_query", "align_key", "lookup")}
+    for name, expected in rows.items():
         relation = prompts.relations[name]
         for row in range(len(relation)):
             keys, candidates = relation.expand(torch.tensor([row]))
@@ -109,16 +109,16 @@ def test_relations_equal_a_slow_loop_over_the_text(task, seed):
             return texts[where[number, Role.INPUT][task.aligned[phrase]]]
 
         test_input = where[task.n_examples, Role.INPUT]
-        assert (target in asked["align_query"]) == (row["offset"] == 0) == (target in asked["align_key"])
+        assert (target in rows["align_query"]) == (row["offset"] == 0) == (target in rows["align_key"])
         if row["offset"] == 0:
             answer = ([test_input[task.aligned[row["phrase"]]]], test_input)
-            assert asked["align_query"][target] == (row["query_pos"], *answer)
-            assert asked["align_key"][target] == (row["target_pos"], *answer)
+            assert rows["align_query"][target] == (row["query_pos"], *answer)
+            assert rows["align_key"][target] == (row["target_pos"], *answer)
         earlier = [(where[e, Role.OUTPUT][i], symbol(e, i // c)) for e in range(task.n_examples) for i in range(m * c)]
         keys = [position for position, of in earlier if of == symbol(task.n_examples, row["phrase"])]
-        assert (target in asked["lookup"]) == bool(keys)
+        assert (target in rows["lookup"]) == bool(keys)
         if keys:
-            assert asked["lookup"][target] == (row["query_pos"], keys, [position for position, _ in earlier])
+            assert rows["lookup"][target] == (row["query_pos"], keys, [position for position, _ in earlier])
 
 
 @pytest.mark.parametrize("fixture", ["char_tokenizer", "llama_tokenizer", "byte_bpe_tokenizer"])
@@ -155,9 +155,9 @@ def test_bos_is_an_option_and_recorded(llama_tokenizer):
 def test_unspaced_text_promises_nothing_and_the_check_names_what_breaks(llama_tokenizer):
     task = Seq2SeqTask(x_len=3, n_examples=1, style="marked", spaced=False)
     assert "!" in task.sample(1, llama_tokenizer).text[0]
-    words = lexicon(llama_tokenizer, task.alphabet, task.letters, ":", "\n", "!", False)
+    words = look_up(llama_tokenizer, task.alphabet, task.letters, ":", "\n", "!", False)
     with pytest.raises(ValueError, match="'!I', ':!'"):
-        check_text(llama_tokenizer, words, layout("marked", 3, 2, 1, True))
+        check_text(llama_tokenizer, words, layout_of("marked", 3, 2, 1, True))
 
 
 def test_text_that_breaks_is_refused(llama_tokenizer):

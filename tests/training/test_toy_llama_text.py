@@ -46,19 +46,19 @@ def test_documents_have_the_form_of_their_kind(kind, form):
         assert re.fullmatch(form, whole), text
 
 
-def test_echoes_are_of_the_symbol_whose_turn_it_is_and_the_lower_layers_are_asked_for_it():
+def test_echoes_are_of_the_phrases_symbol_which_is_the_early_label():
     tokenizer = char_tokenizer()
     ids, _, early = Mixture({"echoes": 1.0}, swapped=0.0).sample(60, 120, seed=0)
-    told = 0
-    for row, asked in zip(ids, early, strict=True):
-        tokens, wanted = (tokenizer.convert_ids_to_tokens(each[1:].tolist()) for each in (row, asked))
+    lines = 0
+    for row in zip(ids, early, strict=True):
+        tokens, labels = (tokenizer.convert_ids_to_tokens(part[1:].tolist()) for part in row)
         for line in re.finditer(r"!([A-Z]+):(\w+)\n", "".join(tokens)):
             symbols, body = line.groups()
             own = np.repeat([*symbols], len(body) // len(symbols)).tolist()
             assert all(letter in (symbol, letter.lower()) for symbol, letter in zip(own, body, strict=True))
-            assert wanted[line.start(2) : line.end(2)] == own
-            told += 1
-    assert told > 100
+            assert labels[line.start(2) : line.end(2)] == own
+            lines += 1
+    assert lines > 100
 
 
 def test_halves_complete_each_other():
@@ -89,9 +89,9 @@ def test_copies_repeat():
 def test_the_loss_weighs_letters_and_never_the_aligned_symbols():
     ids, weights, _ = Mixture({"pre-aligned": 1.0}, swapped=0.0).sample(20, 100, seed=1)
     tokenizer = char_tokenizer()
-    pieces = np.array(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))[ids.numpy()]
-    upper = np.vectorize(str.isupper)(pieces)
-    lower = np.vectorize(lambda piece: len(piece) == 1 and piece.islower())(pieces)
+    strings = np.array(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))[ids.numpy()]
+    upper = np.vectorize(str.isupper)(strings)
+    lower = np.vectorize(lambda string: len(string) == 1 and string.islower())(strings)
     assert (weights.numpy()[upper] == 0).all()
     assert (weights.numpy()[lower] == 1).all()
     assert (weights[:, 0] == 0).all()
@@ -114,21 +114,21 @@ def test_automata_stay_within_their_edges():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"shares": {"poems": 1.0}}, "poems"),
         ({"shares": {}, "most_symbols": 1}, "most_symbols=1"),
         ({"shares": {}, "most_edges": 5}, "most_edges=5"),
-        ({"shares": {}, "heard": (0.8, 0.2)}, r"heard=\(0.8, 0.2\): give the least and the greatest share"),
-        ({"shares": {}, "heard": (-0.1, 0.2)}, r"heard=\(-0.1, 0.2\)"),
-        ({"shares": {}, "heard": (0.2, 1.1)}, r"heard=\(0.2, 1.1\)"),
+        ({"shares": {}, "echoed": (0.8, 0.2)}, r"echoed=\(0.8, 0.2\): give the least and the greatest share"),
+        ({"shares": {}, "echoed": (-0.1, 0.2)}, r"echoed=\(-0.1, 0.2\)"),
+        ({"shares": {}, "echoed": (0.2, 1.1)}, r"echoed=\(0.2, 1.1\)"),
         ({"shares": {}, "swapped": 2.0}, "swapped=2.0: give the share of documents, 0 to 1"),
         ({"shares": {}}, "shares={}: give shares of 0 or more, and one above 0"),
         ({"shares": {"pairs": -1.0, "copies": 2.0}}, "shares={'pairs': -1.0"),
     ],
 )
-def test_an_impossible_mixture_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_impossible_mixture_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         Mixture(**options)
 
 

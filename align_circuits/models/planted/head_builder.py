@@ -1,4 +1,4 @@
-"""Weights from words: named parts of the residual stream, and heads and ReLU units that read some and write others."""
+"""Weights from specifications: named subspaces of the residual stream, and heads and ReLU units between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +10,17 @@ from torch import Tensor
 from align_circuits.models.planted.transformer import HandBuilt
 
 Directions = Float[Tensor, "d_model direction"]
-"""Directions of the residual stream, one a column."""
+"""Directions of the residual stream, as columns."""
+
+Subspaces = dict[str, Directions]
+"""The basis of each subspace of the residual stream, by name."""
 
 
-def subspaces(widths: Mapping[str, int]) -> dict[str, Directions]:
-    """Returns the basis of each named part of a residual stream, which is just wide enough for all of them.
+def subspaces(widths: Mapping[str, int]) -> Subspaces:
+    """Returns orthogonal subspaces of the given widths that together fill the residual stream.
 
-    >>> parts = subspaces({"symbol": 2, "position": 1})
-    >>> parts["position"].T.tolist()
+    >>> stream = subspaces({"symbol": 2, "position": 1})
+    >>> stream["position"].T.tolist()
     [[0.0, 0.0, 1.0]]
     """
     bases = torch.eye(sum(widths.values())).split(list(widths.values()), dim=1)
@@ -25,8 +28,8 @@ def subspaces(widths: Mapping[str, int]) -> dict[str, Directions]:
 
 
 @dataclass(frozen=True)
-class Match:
-    """Adds `weight * <query part, key part>` to a head's attention scores."""
+class QKTerm:
+    """Adds `weight * <query coordinates, key coordinates>` to a head's attention scores."""
 
     query: Directions
     key: Directions
@@ -34,8 +37,8 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Move:
-    """Writes `weight *` what the attended position holds in `read` into `write`."""
+class OVTerm:
+    """Adds `weight` times the coordinates of the attended position along `read` to those along `write`."""
 
     read: Directions
     write: Directions
@@ -43,40 +46,40 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Head:
-    """An attention head in words."""
+class HeadSpec:
+    """An attention head, as the sum of its QK terms and the sum of its OV terms."""
 
-    matches: tuple[Match, ...] = ()
-    moves: tuple[Move, ...] = ()
+    qk: tuple[QKTerm, ...] = ()
+    ov: tuple[OVTerm, ...] = ()
 
     @property
     def width(self) -> int:
         """The `d_head` that it needs."""
-        return max(sum(match.query.shape[1] for match in self.matches), sum(move.read.shape[1] for move in self.moves))
+        return max(sum(term.query.shape[1] for term in self.qk), sum(term.read.shape[1] for term in self.ov))
 
-    def weakened(self, strength: float) -> "Head":
-        """Returns the head with its query and key weights multiplied by `strength`, so its scores by its square."""
-        weak = (replace(match, query=match.query * strength, key=match.key * strength) for match in self.matches)
-        return replace(self, matches=tuple(weak))
+    def weakened(self, strength: float) -> "HeadSpec":
+        """Returns the head with its query and key weights multiplied by `strength`, its scores thus by its square."""
+        weak = (replace(term, query=term.query * strength, key=term.key * strength) for term in self.qk)
+        return replace(self, qk=tuple(weak))
 
     def write(self, model: HandBuilt, layer: int, head: int) -> None:
-        """Puts the head into a model whose weights are still zero there."""
+        """Sets the weights of a head that are still zero."""
         attention = model.blocks[layer].attn
         with torch.no_grad():
             start = 0
-            for match in self.matches:
-                columns = slice(start, start := start + match.query.shape[1])
-                attention.W_Q[head, :, columns] = match.query * match.weight * model.cfg.d_head**0.5
-                attention.W_K[head, :, columns] = match.key
+            for term in self.qk:
+                columns = slice(start, start := start + term.query.shape[1])
+                attention.W_Q[head, :, columns] = term.query * term.weight * model.cfg.d_head**0.5
+                attention.W_K[head, :, columns] = term.key
             start = 0
-            for move in self.moves:
-                columns = slice(start, start := start + move.read.shape[1])
-                attention.W_V[head, :, columns] = move.read
-                attention.W_O[head, columns] = move.write.T * move.weight
+            for term in self.ov:
+                columns = slice(start, start := start + term.read.shape[1])
+                attention.W_V[head, :, columns] = term.read
+                attention.W_O[head, columns] = term.write.T * term.weight
 
 
 @dataclass(frozen=True)
-class Units:
+class ReLUUnits:
     """ReLU units of an MLP: unit i writes `writes[:, i] * relu(<reads[:, i], residual> + bias[i])`."""
 
     reads: Directions
@@ -84,7 +87,7 @@ class Units:
     writes: Directions
 
     def write(self, model: HandBuilt, layer: int, start: int) -> int:
-        """Puts the units into a model from unit `start` on, and returns the first unit after them."""
+        """Sets the weights of an MLP's units from unit `start` on, and returns the first unit after them."""
         mlp, end = model.blocks[layer].mlp, start + len(self.bias)
         with torch.no_grad():
             mlp.W_in[:, start:end] = self.reads
@@ -93,8 +96,8 @@ class Units:
         return end
 
 
-def indicators(number: Float[Tensor, "d_model 1"], first: int, writes: Directions, shift: float = 0.0) -> Units:
-    """Returns units that write column i of `writes` where `number + shift` is `first + i`, else nothing (at integers).
+def indicators(number: Float[Tensor, "d_model 1"], first: int, writes: Directions, shift: float = 0.0) -> ReLUUnits:
+    """Returns units that write column i of `writes` where `number + shift`, an integer, is `first + i`, else nothing.
 
     Each indicator is a hat, `relu(x + 1) - 2 relu(x) + relu(x - 1)`; neighbours share units.
     """
@@ -103,4 +106,4 @@ def indicators(number: Float[Tensor, "d_model 1"], first: int, writes: Direction
     for i in range(n):
         hats[i : i + 3, i] = torch.tensor([1.0, -2.0, 1.0])
     thresholds = torch.arange(first - 1, first + n + 1)
-    return Units(number.expand(-1, n + 2), shift - thresholds, writes @ hats.T)
+    return ReLUUnits(number.expand(-1, n + 2), shift - thresholds, writes @ hats.T)

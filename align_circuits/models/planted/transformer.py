@@ -1,4 +1,4 @@
-"""A small transformer with TransformerLens's hooks whose weights are written by hand."""
+"""A small transformer with TransformerLens's hooks whose weights are set by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ class HandBuiltConfig:
     model_name: str = "hand-built"
     act_fn: str = "relu"
     normalization_type: None = None
-    """There is no LayerNorm: what a head writes is what another reads."""
+    """There is no LayerNorm, so a head reads exactly what earlier heads wrote."""
     positional_embedding_type: str = "standard"
     attn_only: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -33,7 +33,7 @@ class HandBuiltConfig:
 
 
 class HandBuilt(HookedRootModule):
-    """A causal decoder with absolute positions, softmax attention, ReLU MLPs and no normalisation; all weights are 0.
+    """A causal decoder with absolute positions, softmax attention, ReLU MLPs and no normalisation; weights start at 0.
 
     Its hook points, weights and `cfg` have TransformerLens's names and shapes, so `run_with_cache`, `run_with_hooks`,
     `transformer_lens.patching` and `head_detector` work on it. Positions count from the first real token, so padding
@@ -41,7 +41,7 @@ class HandBuilt(HookedRootModule):
     """
 
     blocks: Any
-    """A `Block` for each layer."""
+    """A `HandBuiltBlock` for each layer."""
     W_E: nn.Parameter
     """`[d_vocab d_model]`."""
     W_pos: nn.Parameter
@@ -55,7 +55,7 @@ class HandBuilt(HookedRootModule):
         self.tokenizer = tokenizer
         self.W_E = _zeros(cfg, cfg.d_vocab, cfg.d_model)
         self.W_pos = _zeros(cfg, cfg.n_ctx, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(HandBuiltBlock(cfg) for _ in range(cfg.n_layers))
         self.W_U = _zeros(cfg, cfg.d_model, cfg.d_vocab)
         self.hook_embed = HookPoint()
         self.hook_pos_embed = HookPoint()
@@ -83,9 +83,8 @@ class HandBuilt(HookedRootModule):
         real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         place = (real.cumsum(1) - 1).clamp(min=0)
         pos = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = ((pos > pos[:, None]) | ~real[:, None, :]) & (
-            pos != pos[:, None]
-        )  # padding sees itself: no empty rows
+        # Every position may attend to itself, padding included: a row without any key would be NaN.
+        hidden = ((pos > pos[:, None]) | ~real[:, None, :]) & (pos != pos[:, None])
         residual = self.hook_embed(self.W_E[tokens]) + self.hook_pos_embed(self.W_pos[place])
         for block in self.blocks:
             residual = block(residual, hidden[:, None])
@@ -99,7 +98,7 @@ class HandBuilt(HookedRootModule):
         return logits, ActivationCache(cache, self, not remove_batch_dim) if return_cache_object else cache
 
     def to_tokens(self, text: str | Sequence[str]) -> Int[Tensor, "prompt pos"]:
-        """Returns the token ids of one text, or of texts of one length, with the tokenizer's BOS token."""
+        """Returns the token ids of one text, or of texts of equal length, with the tokenizer's BOS token."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids")
         texts = [text] if isinstance(text, str) else list(text)
@@ -131,13 +130,13 @@ class HandBuilt(HookedRootModule):
         return torch.stack([block.attn.W_O for block in self.blocks])
 
 
-class Block(nn.Module):
+class HandBuiltBlock(nn.Module):
     """One layer: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, cfg: HandBuiltConfig):
         super().__init__()
-        self.attn = Attention(cfg)
-        self.mlp = MLP(cfg)
+        self.attn = HandBuiltAttention(cfg)
+        self.mlp = HandBuiltMLP(cfg)
         self.hook_resid_pre = HookPoint()
         self.hook_attn_out = HookPoint()
         self.hook_resid_mid = HookPoint()
@@ -153,7 +152,7 @@ class Block(nn.Module):
         return self.hook_resid_post(residual + self.hook_mlp_out(self.mlp(residual)))
 
 
-class Attention(nn.Module):
+class HandBuiltAttention(nn.Module):
     """Softmax attention without biases."""
 
     def __init__(self, cfg: HandBuiltConfig):
@@ -178,7 +177,7 @@ class Attention(nn.Module):
         return torch.einsum("nqhe,hed->nqd", z, self.W_O)
 
 
-class MLP(nn.Module):
+class HandBuiltMLP(nn.Module):
     """One hidden layer of ReLU units."""
 
     def __init__(self, cfg: HandBuiltConfig):
@@ -188,7 +187,7 @@ class MLP(nn.Module):
         self.hook_pre, self.hook_post = HookPoint(), HookPoint()
 
     def forward(self, residual: Float[Tensor, "prompt pos d_model"]) -> Float[Tensor, "prompt pos d_model"]:
-        """Returns what the units write."""
+        """Returns the sum of the units' outputs."""
         return self.hook_post(self.hook_pre(residual @ self.W_in + self.b_in).relu()) @ self.W_out + self.b_out
 
 

@@ -1,9 +1,8 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its data, its alignment prior, and its EM. No model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import permutations
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,10 +12,9 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.accuracy import extreme_of, mean_of
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Claim, Measured, extreme_of, mean_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
@@ -48,30 +46,22 @@ def _accepted(prompts: Prompts) -> Bool[Tensor, "prompt phrase pos"]:
     return by_symbol.gather(2, order[:, None].expand(-1, by_symbol.shape[1], -1))
 
 
-def _process(config: Process, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    task = Seq2SeqTask(x_len=config.x_len, phrase_len=config.phrase_len, n_examples=1, alignment="permutation")
-    prompts = task.sample(config.n, char_tokenizer(), seed=0, references=False)
+def process(*, n: int, x_len: int, phrase_len: int) -> pd.DataFrame:
+    """Returns how often each symbol's automaton accepts each phrase; the function of a job. Arguments of `Process`."""
+    task = Seq2SeqTask(x_len=x_len, phrase_len=phrase_len, n_examples=1, alignment="permutation")
+    prompts = task.sample(n, char_tokenizer(), seed=0, references=False)
     accepted = _accepted(prompts).double().flatten(1).T.numpy()
-    keys: Any = pd.DataFrame(
-        [(p, q, q == task.aligned[p]) for p in range(config.x_len) for q in range(config.x_len)],
-        columns=["phrase", "pos", "aligned"],
-    )
-    about = Provenance("fig2", {"prompt": prompts.text[0].removeprefix("<bos>"), "aligned": list(task.aligned)})
-    return Table.from_prompts(keys, accepted, np.ones_like(accepted), about)
+    keys = [(phrase, at, at == task.aligned[phrase]) for phrase in range(x_len) for at in range(x_len)]
+    columns: Any = ["phrase", "pos", "aligned"]
+    return Table.from_prompts(
+        pd.DataFrame(keys, columns=columns), accepted, np.ones_like(accepted), Provenance("process")
+    ).frame
 
 
 def _check_process(table: Table) -> list[Check]:
-    gold, others = (table.where(aligned=aligned) for aligned in (True, False))
-    return [
-        Check(
-            claim="Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)",
-            measured=extreme_of(gold, highest=False),
-            relation=">=",
-            threshold=1.0,
-            control=extreme_of(others, highest=True),
-            control_is="symbols it is not aligned with, the best",
-        )
-    ]
+    worst, best = (extreme_of(table.where(aligned=aligned), highest=not aligned) for aligned in (True, False))
+    claim = Claim("Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)")
+    return [claim.at_least(1.0, worst, best, "symbols it is not aligned with, the best")]
 
 
 def _draw_process(table: Table) -> Mapping[str, go.Figure]:
@@ -80,14 +70,16 @@ def _draw_process(table: Table) -> Mapping[str, go.Figure]:
 
 
 FIG2 = Experiment(
-    name="icatune/fig2",
-    title="How data come about: each phrase is written by the automaton of the symbol it is aligned with",
-    source="Agarwal and Sarawagi (2025), Fig. 2",
-    scales={"smoke": Process(n=8), "cpu": Process(), "paper": Process()},
-    run=_process,
-    draw=_draw_process,
-    makes_models=True,
-    check=_check_process,
+    "icatune/fig2",
+    "How data come about: each phrase is written by the automaton of the symbol it is aligned with",
+    "Agarwal and Sarawagi (2025), Fig. 2",
+    Study(
+        "icatune/fig2",
+        {"smoke": Process(n=8), "cpu": Process(), "paper": Process()},
+        lambda config, _: [Measurement(process, asdict(config), None)],
+    ),
+    _draw_process,
+    _check_process,
 )
 
 
@@ -102,24 +94,18 @@ class Prior:
     decays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 1000.0)
 
 
-def _prior(config: Prior, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    orders = np.array(list(permutations(range(config.x_len))))
+def prior(*, x_len: int, decays: Sequence[float]) -> list[dict[str, Any]]:
+    """Returns what the prior makes probable, summed over all permutations; the function of a job."""
+    orders, phrases = np.array(list(permutations(range(x_len)))), np.arange(x_len)
     rows = []
     for form in get_args(PriorForm):
-        for decay in config.decays:
-            prior = alignment_prior(config.x_len, decay, form).numpy()
-            phrases = np.arange(config.x_len)
-            monotonic = float(prior.diagonal().prod())
-            shuffled = float(prior[phrases, orders].prod(1).sum()) - monotonic
-            for metric, value in (
-                ("phrase in place", prior.diagonal().mean()),
-                ("monotonic", monotonic),
-                ("shuffled", shuffled),
-            ):
-                rows.append({"form": form, "decay": decay, "metric": metric, "value": float(value), "n": 1})
-    frame = pd.DataFrame(rows)
-    settings = {"x_len": config.x_len}
-    return Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("prior", settings))
+        for decay in decays:
+            probability = alignment_prior(x_len, decay, form).numpy()
+            in_place, monotonic = probability.diagonal().mean(), float(probability.diagonal().prod())
+            shuffled = float(probability[phrases, orders].prod(1).sum()) - monotonic
+            values = {"phrase in place": in_place, "monotonic": monotonic, "shuffled": shuffled}
+            rows += [{"form": form, "decay": decay, "metric": name, "value": float(of)} for name, of in values.items()]
+    return rows
 
 
 def _check_prior(table: Table) -> list[Check]:
@@ -133,43 +119,35 @@ def _check_prior(table: Table) -> list[Check]:
         return exact(at(form, 16.0, "phrase in place") - at(form, 4.0, "phrase in place"))
 
     return [
-        Check(
-            claim="λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form",
-            measured=apart("code"),
-            relation=">=",
-            threshold=0.2,
-            control=apart("text"),
-            control_is="Eq. 2 as printed",
+        Claim("λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form").at_least(
+            0.2, apart("code"), apart("text"), "Eq. 2 as printed"
         ),
-        Check(
-            claim="At λ = 1 the released form is almost a random permutation (share of draws that permute)",
-            measured=exact(at("code", 1.0, "shuffled")),
-            relation=">=",
-            threshold=0.5,
-            control=exact(at("code", 1000.0, "shuffled")),
-            control_is="λ = 1000",
+        Claim("At λ = 1 the released form is almost a random permutation (share of draws that permute)").at_least(
+            0.5, exact(at("code", 1.0, "shuffled")), exact(at("code", 1000.0, "shuffled")), "λ = 1000"
         ),
     ]
 
 
 def _draw_prior(table: Table) -> Mapping[str, go.Figure]:
-    rows: Any = table.where(metric=["phrase in place", "monotonic", "shuffled"]).frame
-    rows = rows[rows["decay"] <= 32]
+    rows: Any = table.frame[table.frame["decay"] <= 32]
     titles = {"text": "Eq. 2 as printed", "code": "as released: positions divided by m"}
     panels = {title: rows[rows["form"] == form] for form, title in titles.items()}
     return {"prior": plots.curves(panels, x="decay", by="metric", label="λ", value="probability")}
 
 
 PRIOR = Experiment(
-    name="icatune/prior",
-    title="The alignment prior, as printed and as released",
-    source="Agarwal and Sarawagi (2025), Eq. 2 and Fig. 7; exact, by summing over permutations",
-    scales={"smoke": Prior(x_len=4), "cpu": Prior(), "paper": Prior()},
-    run=_prior,
-    draw=_draw_prior,
-    makes_models=True,
-    check=_check_prior,
-    published="λ = 1, 4 and 16 are told apart; small λ is 'almost a random permutation'.",
+    "icatune/prior",
+    "The alignment prior, as printed and as released",
+    "Agarwal and Sarawagi (2025), Eq. 2 and Fig. 7; exact, by summing over permutations",
+    Study(
+        "icatune/prior",
+        {"smoke": Prior(x_len=4), "cpu": Prior(), "paper": Prior()},
+        lambda config, _: [Measurement(prior, asdict(config), None)],
+        lambda _, rows: rows["prior"].assign(n=1, low=rows["prior"]["value"], high=rows["prior"]["value"]),
+    ),
+    _draw_prior,
+    _check_prior,
+    "λ = 1, 4 and 16 are told apart; small λ is 'almost a random permutation'.",
 )
 
 
@@ -202,44 +180,45 @@ def em(*, x_len: int, n_examples: int, prompts: int, exhaustive: bool, seed: int
         seed: Of the tasks.
 
     Returns:
-        For each method `recovered` (the whole alignment is gold) and `positions` (the share of it); for both updates
+        For each method `recovered` (the entire alignment is right) and `positions` (the share of it); for both updates
         of EM `falls`, the share of updates under which the likelihood falls, and `log_likelihood` at the end, in nats a
         letter. `shuffled` is true EM on examples whose phrases changed places, each example on its own.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    results: dict[tuple[str, str], list[float]] = {}
+
+    def add(method: str, metric: str, value: Any) -> None:
+        results.setdefault((method, metric), []).append(float(value))
+
     for at in range(seed * prompts, (seed + 1) * prompts):
         task = Seq2SeqTask(x_len=x_len, phrase_len=1, n_examples=n_examples, alignment="permutation", task_seed=at)
         drawn = task.sample(1, char_tokenizer(), seed=at, references=False)
         x, y = examples_of(drawn, 0)
-        gold = np.array(task.aligned)
         alignments: dict[str, Any] = {}
         for update in get_args(Update):
             result = align_by_em(x, y, update=update, seed=at)
-            change = result.log_likelihood.diff()
             alignments[update] = result.alignment
-            found.setdefault((update, "falls"), []).append(float((change < -1e-9).double().mean()))
-            found.setdefault((update, "log_likelihood"), []).append(float(result.log_likelihood[-1]) / y.numel())
+            add(update, "falls", (result.log_likelihood.diff() < -1e-9).double().mean())
+            add(update, "log_likelihood", float(result.log_likelihood[-1]) / y.numel())
         alignments["shuffled"] = align_by_em(*examples_of(task.corrupt(drawn, "alignment", seed=at), 0)).alignment
         if exhaustive:
             alignments["sequential likelihood"] = align_by_likelihood(x, y).alignment
         for method, aligned in alignments.items():
-            right = np.array(aligned) == gold
-            found.setdefault((method, "recovered"), []).append(float(right.all()))
-            found.setdefault((method, "positions"), []).append(float(right.mean()))
-    keys: Any = pd.DataFrame(list(found), columns=["method", "metric"])
-    values: Float[ndarray, "row prompt"] = np.array(list(found.values()))
+            right = np.array(aligned) == np.array(task.aligned)
+            add(method, "recovered", right.all())
+            add(method, "positions", right.mean())
+    keys: Any = pd.DataFrame(list(results), columns=["method", "metric"])
+    values: Float[ndarray, "row prompt"] = np.array(list(results.values()))
     bounded = (keys["metric"] != "log_likelihood").to_numpy()
     return Table.from_prompts(keys, values, np.ones_like(values), Provenance("em"), bounded=bounded).frame
 
 
-def _em(config: EM, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    cells = [
-        Job(f"{__name__}:em", {"x_len": m, "n_examples": k, "prompts": config.n, "exhaustive": m <= config.exhaustive})
+def _em_jobs(config: EM, _: Inputs) -> list[Measurement]:
+    return [
+        Measurement(em, {**size, "prompts": config.n, "exhaustive": size["x_len"] <= config.exhaustive}, keys=size)
         for m in config.x_lens
         for k in config.n_examples
+        for size in [{"x_len": m, "n_examples": k}]
     ]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
-    return Table(found.drop(columns=["prompts", "exhaustive", "seed"]), Provenance("em", {"n": config.n}))
 
 
 def _check_em(table: Table) -> list[Check]:
@@ -248,32 +227,16 @@ def _check_em(table: Table) -> list[Check]:
     def recovered(method: str) -> Measured:
         return mean_of(table.where(method=method, metric="recovered", n_examples=k))
 
-    falls = {update: mean_of(table.where(method=update, metric="falls")) for update in get_args(Update)}
+    true, printed = (mean_of(table.where(method=update, metric="falls")) for update in get_args(Update))
+    control = recovered("shuffled"), "examples without a common alignment"
     return [
-        Check(
-            claim="True EM never lowers the likelihood (share of updates that do)",
-            measured=falls["true"],
-            relation="<=",
-            threshold=0.0,
-            control=falls["printed"],
-            control_is="the update as printed",
+        Claim("True EM never lowers the likelihood (share of updates that do)").at_most(
+            0.0, true, printed, "the update as printed"
         ),
-        Check(
-            claim=f"True EM recovers the whole alignment from k = {k} examples (mean over m)",
-            measured=recovered("true"),
-            relation=">=",
-            threshold=0.9,
-            control=recovered("shuffled"),
-            control_is="examples without a common alignment",
+        Claim(f"True EM recovers the whole alignment from k = {k} examples (mean over m)").at_least(
+            0.9, recovered("true"), *control
         ),
-        Check(
-            claim=f"So does the update as printed (k = {k})",
-            measured=recovered("printed"),
-            relation=">=",
-            threshold=0.9,
-            control=recovered("shuffled"),
-            control_is="examples without a common alignment",
-        ),
+        Claim(f"So does the update as printed (k = {k})").at_least(0.9, recovered("printed"), *control),
     ]
 
 
@@ -281,17 +244,20 @@ def _draw_em(table: Table) -> Mapping[str, go.Figure]:
     rows: Any = table.where(metric="recovered").frame
     names = {"true": "EM", "printed": "EM as printed", "shuffled": "EM, no common alignment"}
     rows = rows.assign(method=rows["method"].replace(names))
-    panels = {f"m = {m}": some for m, some in rows.groupby("x_len")}
+    panels = {f"m = {m}": group for m, group in rows.groupby("x_len")}
     return {"appF": plots.curves(panels, x="n_examples", by="method", label="examples k", value="alignment recovered")}
 
 
 APPF = Experiment(
-    name="icatune/appF",
-    title="EM finds the alignment from the examples; the printed update is no EM",
-    source="Agarwal and Sarawagi (2025), App. F and §5",
-    scales={"smoke": EM(x_lens=(3,), n_examples=(2, 6), n=3, exhaustive=3), "cpu": EM(), "paper": EM(n=200)},
-    run=_em,
-    draw=_draw_em,
-    check=_check_em,
-    makes_models=True,
+    "icatune/appF",
+    "EM finds the alignment from the examples; the printed update is no EM",
+    "Agarwal and Sarawagi (2025), App. F and §5",
+    Study(
+        "icatune/appF",
+        {"smoke": EM(x_lens=(3,), n_examples=(2, 6), n=3, exhaustive=3), "cpu": EM(), "paper": EM(n=200)},
+        _em_jobs,
+        lambda _, rows: rows["em"].drop(columns="seed"),
+    ),
+    _draw_em,
+    _check_em,
 )

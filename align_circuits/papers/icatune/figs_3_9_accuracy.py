@@ -1,19 +1,18 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): what a pretrained model does in context."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.accuracy import difference_of, mean_of, measure
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
+from align_circuits.papers.model_on_tasks import accuracy, on_tasks
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 STYLES = ("standard", "pre-aligned")
@@ -41,9 +40,13 @@ class Grid:
         ]
 
 
-def _run(config: Grid, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    table = measure("accuracy", models, config.tasks, n=config.n, jobs=jobs, folder=folder)
-    return table.where(offset=ALL_OFFSETS)
+def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
+    return on_tasks(accuracy, inputs, config.tasks, n=config.n)
+
+
+def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
+    frame = rows["accuracy"]
+    return frame[frame["offset"].isna()].drop(columns="seed")
 
 
 # Figure 3
@@ -72,62 +75,45 @@ def _draw_grids(table: Table) -> dict[str, go.Figure]:
 def _check_grids(table: Table) -> list[Check]:
     m, c = (int(table.frame[column].to_numpy().max()) for column in ("x_len", "phrase_len"))
 
-    def both(statistic: Callable[[str], Measured]) -> dict[str, Any]:
-        control = {"control": statistic("pre-aligned"), "control_is": "pre-aligned prompts"}
-        return {"measured": statistic("standard"), **control}
-
     def at(style: str, kind: str = "all", **where: int) -> Table:
         return _accuracy(table, style, kind).where(**where)
 
+    def beside(statistic: Callable[[str], Measured]) -> tuple[Measured, Measured, str]:
+        return statistic("standard"), statistic("pre-aligned"), "pre-aligned prompts"
+
     return [
-        Check(
-            claim=f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)",
-            relation=">=",
-            threshold=0.2,
-            **both(lambda style: difference_of(at(style, x_len=1), at(style, x_len=m))),
+        Claim(f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)").at_least(
+            0.2, *beside(lambda style: difference_of(at(style, x_len=1), at(style, x_len=m)))
         ),
-        Check(
-            claim=f"Accuracy rises with phrase length (c = {c} minus c = 1 at m = {m})",
-            relation=">=",
-            threshold=0.2,
-            published=".71 - .33 = .38",
-            **both(lambda style: difference_of(at(style, x_len=m, phrase_len=c), at(style, x_len=m, phrase_len=1))),
+        Claim(f"Accuracy rises with phrase length (c = {c} minus c = 1 at m = {m})", ".71 - .33 = .38").at_least(
+            0.2, *beside(lambda style: difference_of(*(at(style, x_len=m, phrase_len=length) for length in (c, 1))))
         ),
-        Check(
-            claim=f"The loss is at the first token of a phrase (all minus first at m = {m}, c = {c})",
-            relation=">=",
-            threshold=0.2,
-            published=".71 - .14 = .57",
-            **both(
-                lambda style: difference_of(at(style, x_len=m, phrase_len=c), at(style, "first", x_len=m, phrase_len=c))
-            ),
+        Claim(
+            f"The loss is at the first token of a phrase (all minus first at m = {m}, c = {c})", ".71 - .14 = .57"
+        ).at_least(
+            0.2, *beside(lambda style: difference_of(*(at(style, k, x_len=m, phrase_len=c) for k in ("all", "first"))))
         ),
-        Check(
-            claim=f"Writing the aligned symbol before its phrase brings accuracy back (m = {m}, mean over c)",
-            measured=mean_of(at("pre-aligned", x_len=m)),
-            relation=">=",
-            threshold=0.9,
-            control=mean_of(at("standard", x_len=m)),
-            control_is="standard prompts",
-            published=".90 to .99",
-        ),
+        Claim(
+            f"Writing the aligned symbol before its phrase brings accuracy back (m = {m}, mean over c)", ".90 to .99"
+        ).at_least(0.9, mean_of(at("pre-aligned", x_len=m)), mean_of(at("standard", x_len=m)), "standard prompts"),
     ]
 
 
-SMOKE = Grid(x_lens=(1, 3), phrase_lens=(1, 2), n_examples=4, n=6)
-
 FIG3 = Experiment(
-    name="icatune/fig3",
-    title="Accuracy in context by input length and phrase length",
-    source="Agarwal and Sarawagi (2025), Fig. 3",
-    scales={"smoke": SMOKE, "cpu": Grid(n=100), "paper": Grid(n=500)},
-    run=_run,
-    draw=_draw_grids,
-    check=_check_grids,
-    published=(
-        "Llama 3 8B at m = 8, all tokens: 33% (c = 1), 48% (c = 2), 60% (c = 4), 71% (c = 8); "
-        "first token at c = 8: 14%; pre-aligned at m = 8: 90 to 99%."
+    "icatune/fig3",
+    "Accuracy in context by input length and phrase length",
+    "Agarwal and Sarawagi (2025), Fig. 3",
+    Study(
+        "icatune/fig3",
+        {"smoke": Grid(x_lens=(1, 3), phrase_lens=(1, 2), n_examples=4, n=6), "cpu": Grid(n=100), "paper": Grid(n=500)},
+        _jobs,
+        _summarize,
+        models="one",
     ),
+    _draw_grids,
+    _check_grids,
+    "Llama 3 8B at m = 8, all tokens: 33% (c = 1), 48% (c = 2), 60% (c = 4), 71% (c = 8); "
+    "first token at c = 8: 14%; pre-aligned at m = 8: 90 to 99%.",
 )
 
 
@@ -140,17 +126,21 @@ def _draw_models(table: Table) -> dict[str, go.Figure]:
 
 
 FIG9 = Experiment(
-    name="icatune/fig9",
-    title="Accuracy in context of several models, at the longest inputs",
-    source="Agarwal and Sarawagi (2025), Fig. 9",
-    scales={
-        "smoke": Grid(x_lens=(3,), phrase_lens=(1, 2), n_examples=4, n=6),
-        "cpu": Grid(x_lens=(8,), n=100),
-        "paper": Grid(x_lens=(8,), n=500),
-    },
-    run=_run,
-    draw=_draw_models,
-    compares_models=True,
+    "icatune/fig9",
+    "Accuracy in context of several models, at the longest inputs",
+    "Agarwal and Sarawagi (2025), Fig. 9",
+    Study(
+        "icatune/fig9",
+        {
+            "smoke": Grid(x_lens=(3,), phrase_lens=(1, 2), n_examples=4, n=6),
+            "cpu": Grid(x_lens=(8,), n=100),
+            "paper": Grid(x_lens=(8,), n=500),
+        },
+        _jobs,
+        _summarize,
+        models="several",
+    ),
+    _draw_models,
     published="Llama 3.2 1B and 3B and Llama 3 8B: larger models are better, and all are good on pre-aligned prompts.",
 )
 
@@ -165,25 +155,24 @@ class Example:
     seed: int = 0
 
 
-def _prompts(config: Example, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
+def examples(*, seed: int) -> list[dict[str, Any]]:
+    """Returns a prompt of each style; the function of a job."""
     rows = []
     for style in STYLES:
-        task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3, style=style)
-        prompts = task.sample(1, char_tokenizer(), config.seed)
+        prompts = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3, style=style).sample(1, char_tokenizer(), seed)
         text = prompts.text[0].removeprefix("<bos>")
         rows.append({"style": style, "prompt": text, "value": prompts.inputs.shape[1], "n": 1})
-    return Table(pd.DataFrame(rows).assign(low=float("nan"), high=float("nan")), Provenance("table1"))
-
-
-def _no_figures(_: Table) -> Mapping[str, go.Figure]:
-    return {}
+    return rows
 
 
 TABLE1 = Experiment(
-    name="icatune/table1",
-    title="A standard and a pre-aligned prompt (value: tokens)",
-    source="Agarwal and Sarawagi (2025), Table 1",
-    scales={"smoke": Example(), "cpu": Example(), "paper": Example()},
-    run=_prompts,
-    draw=_no_figures,
+    "icatune/table1",
+    "A standard and a pre-aligned prompt (value: tokens)",
+    "Agarwal and Sarawagi (2025), Table 1",
+    Study(
+        "icatune/table1",
+        {"smoke": Example(), "cpu": Example(), "paper": Example()},
+        lambda config, _: [Measurement(examples, seed=config.seed)],
+        lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
+    ),
 )

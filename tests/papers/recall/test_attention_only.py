@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.papers.recall.attention_only import AttentionOnly, AttentionOnlyConfig
-from align_circuits.papers.recall.constructions import CORRECTIONS, HEADS, finetuned, pretrained
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import CORRECTIONS, HEADS, finetuned, pretrained
 from align_circuits.run.forward_pass import capture
 
 WORLD = RecallWorld.small(relation_tokens=True)

@@ -7,19 +7,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
-import align_circuits as ac
-from align_circuits.heads.metrics import MATCHES
-from align_circuits.papers.recall.constructions import HEADS, finetuned, pretrained
 from align_circuits.papers.recall.forced_attention import BACK, BRIDGE, forced, looking_at
 from align_circuits.papers.recall.head_exchange import EXCHANGE, EXCHANGED, exchanged, parts_of
 from align_circuits.papers.recall.layer_2_attention import CARRIER, last_demonstrations, measure, places_of
 from align_circuits.papers.recall.mixed_training import MIXING
-from align_circuits.papers.recall.pretraining import MixedTask
-from align_circuits.papers.recall.small_gpt2 import small_gpt2
 from align_circuits.papers.recall.subject_head import STRATEGIES
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+
+import align_circuits as ac
+from align_circuits.heads.metrics import MATCHES
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import MixedTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import HEADS, finetuned, pretrained
 from align_circuits.prompts.prompts import Role
 from align_circuits.tables.tables import Provenance, Table
 

@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
-from align_circuits.heads.metrics import MATCHES
 from align_circuits.papers.recall.figs_2_3_4_15_learning import FIG2, FIG3, FIG15
 from align_circuits.papers.recall.figs_5_6_7_dependence import FIG5, FIG6
 from align_circuits.papers.recall.figs_8_16_17_18_representations import FIG8, FIG16, FIG17, FIG18, by_type
 from align_circuits.papers.recall.figs_13_14_19_24_attributes import FIG13, FIG14
 from align_circuits.papers.recall.trainings import SMOKE, Study, best, finetuned, pretrained, reached, study
+
+from align_circuits.heads.metrics import MATCHES
 from align_circuits.tables.tables import Provenance, Table
 
 STEPS = np.arange(0, 101, 10)

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from align_circuits.papers.recall.finetuning_theory import Batches, Finetuning, Update
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.finetuning_steps import Batches, Finetuning, Update
 
 TINY = RecallWorld(n_subjects=4, n_values=(2, 2), n_grammar=2, div=None, relation_tokens=True)
 

@@ -1,14 +1,15 @@
-"""The heads of the recall constructions, found by the same verb."""
+"""The heads of the recall constructions, named by the same verb."""
 
 import numpy as np
 import pytest
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import in_one_place, p_values
-from align_circuits.papers.recall.constructions import HEADS, finetuned, pretrained
-from align_circuits.papers.recall.slots_task import SlotsTask
-from align_circuits.papers.recall.tasks import DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import HEADS, finetuned, pretrained
+from align_circuits.report import save_localization
 
 WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
 FACTS = FactsTask(WORLD, 3, 4, p_grammar=0.0)
@@ -27,30 +28,30 @@ AFTER = finetuned(WORLD, CONTEXT.length, 4).model()
     ],
 )
 def test_the_heads_of_the_constructions_are_named(model, task, roles, needed, tmp_path):
-    found = ac.localize(model, task, n=64, seed=0, draws=1)
+    result = ac.localize(model, task, n=64, seed=0, draws=1)
     for role, head in roles.items():
-        assert found.heads(role) == [HEAD[head]], role
-    assert set(found.found) == {HEAD[head] for head in roles.values()}
-    assert "The answer is right in 1.00" in found.summary
-    right = found.group_ablations.where(kind="all").frame.set_index("ablated")["value"]
-    assert right["nothing"] > right["found"] + needed
-    assert found.summary[:30] in found.save(tmp_path).read_text(encoding="utf-8")
+        assert result.heads(role) == [HEAD[head]], role
+    assert set(result.named_heads) == {HEAD[head] for head in roles.values()}
+    assert "The answer is correct in 1.00" in result.summary
+    right = result.group_ablations.where(kind="all").frame.set_index("ablated")["value"]
+    assert right["nothing"] > right["named"] + needed
+    assert result.summary[:30] in save_localization(result, tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_head_that_attends_and_writes_nothing_is_not_named():
     weights = finetuned(WORLD, CONTEXT.length, 4)
     weights.ov[HEAD["relation"][1]] = 0
-    found = ac.localize(weights.model(), CONTEXT, n=32, draws=0)
-    assert found.heads("same_type") == []
-    assert found.table.where(role="same_type", metric="score").grid("score")[HEAD["relation"]] == pytest.approx(1)
+    result = ac.localize(weights.model(), CONTEXT, n=32, draws=0)
+    assert result.heads("same_type") == []
+    assert result.table.where(role="same_type", metric="score").grid("score")[HEAD["relation"]] == pytest.approx(1)
 
 
-def test_it_is_said_where_places_would_do():
-    found = ac.localize(AFTER, CONTEXT, n=16, draws=0)
-    assert "query_subject and same_type should look at in the same places" in found.summary
+def test_the_summary_says_that_positions_would_do():
+    result = ac.localize(AFTER, CONTEXT, n=16, draws=0)
+    assert "The keys of query_subject and same_type are at the same positions" in result.summary
 
 
-def test_gold_in_one_place_is_redrawn_among_places():
+def test_keys_at_fixed_positions_are_redrawn_among_positions():
     prompts = CONTEXT.sample(12, seed=0)
     assert in_one_place(prompts.relations["same_type"], prompts)
     assert not in_one_place(prompts.relations["subject"], prompts) or len(prompts.relations["subject"].keys_of(0)) == 1

@@ -12,10 +12,10 @@ from torch.nn.functional import cosine_similarity
 import align_circuits as ac
 from align_circuits.heads.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.heads.task_vectors import representations, steer, task_vectors
-from align_circuits.papers.recall.pretraining import Stage, next_token_loss, probe, train_stage
-from align_circuits.papers.recall.small_gpt2 import small_gpt2
-from align_circuits.papers.recall.tasks import IGNORED, DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import Stage, next_token_loss, probe, train_stage
+from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.training.loop import TrainConfig
 
 WORLD = RecallWorld.small()
@@ -155,7 +155,7 @@ def test_a_stage_is_logged_and_resumes_to_the_bit(tmp_path):
         return next_token_loss(net, batch)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("align_circuits.papers.recall.pretraining.next_token_loss", killed)
+        patch.setattr("align_circuits.papers.recall.models.training.next_token_loss", killed)
         train_stage(network(), STAGE, probes=probes, out=tmp_path, progress=False)
     resumed = train_stage(network(), STAGE, probes=probes, out=tmp_path, progress=False)
     assert whole.log.equals(resumed.log)

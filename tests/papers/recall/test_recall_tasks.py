@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from align_circuits.papers.recall import tasks as recall_tasks
-from align_circuits.papers.recall.posterior import type_ceiling, type_posterior
-from align_circuits.papers.recall.tasks import IGNORED, DemonstrationsTask, FactsTask
-from align_circuits.papers.recall.world import RecallWorld, distances
+from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
+from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld, distances
 from align_circuits.prompts.prompts import Prompts, Role
 
 PLAIN = RecallWorld.small()

@@ -4,14 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-
-from align_circuits.papers.recall.constructions import HEADS, pretrained
 from align_circuits.papers.recall.figs_9_to_12_20_to_26_heads import blocks, localized, measure, named, weight_slices
 from align_circuits.papers.recall.propositions import all_right
-from align_circuits.papers.recall.slots_task import PLACES, allowed_after
-from align_circuits.papers.recall.tasks import FactsTask
 from align_circuits.papers.recall.theorems import _jackknife
-from align_circuits.papers.recall.world import RecallWorld
+
+from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
+from align_circuits.papers.recall.task.sequences import FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import HEADS, pretrained
 from align_circuits.tables.tables import Provenance, Table
 
 WORLD = RecallWorld.small(relation_tokens=True)

@@ -1,0 +1,30 @@
+"""`align-circuits evaluate`."""
+
+from dataclasses import dataclass
+
+from align_circuits.cli.verb import PromptVerb, interval
+from align_circuits.report import plots
+from align_circuits.run.evaluation import evaluate
+
+
+@dataclass(frozen=True)
+class Evaluate(PromptVerb):
+    """Measures accuracy with `evaluate`."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, prompts = self.prepare()
+        table = evaluate(model, prompts, options=self.options)
+        print(table)
+        rows = table.where(metric="accuracy", kind="all", offset=None).frame
+        accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
+        summary = f"{accuracy['model']} of all target tokens are correct"
+        if "history" in accuracy:
+            summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
+        self.finish(
+            "evaluate",
+            table,
+            title=f"Accuracy of {self.model}",
+            summary=f"{summary}.",
+            sections=[("Accuracy", "", plots.accuracy(table)), ("All numbers", "", table)],
+        )

@@ -1,0 +1,36 @@
+"""`align-circuits localize`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from align_circuits.cli.verb import PromptVerb, as_json, head_value
+from align_circuits.heads.localize_heads import localize
+from align_circuits.report.localize_report import save_localization
+
+
+@dataclass(frozen=True)
+class Localize(PromptVerb):
+    """Names heads with `localize`."""
+
+    model: str = "toy-llama-ica"
+    """A folder, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), or "planted": a circuit built by
+    hand for the task."""
+    draws: int = 20
+    """How many sets of random heads are ablated, to compare with the named heads."""
+    out: Path = Path("runs/localize")
+    """The folder for the results."""
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        model, _ = self.prepare()
+        result = localize(model, self.task, self.n, self.seed, draws=self.draws, options=self.options)
+        roles = getattr(model, "roles", None)
+        print(f"{self.model}: {self.n} prompts, half to choose candidates, half to test them\n")
+        for role, heads in result.heads_by_role.items():
+            scores = result.table.where(role=role, metric="score")
+            rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
+            print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
+        print(f"\n{result.summary}")
+        provenance = replace(result.table.provenance, settings=as_json(self))
+        report = save_localization(replace(result, table=replace(result.table, provenance=provenance)), self.out)
+        print(f"\nreport: {report}")

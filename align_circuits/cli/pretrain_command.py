@@ -1,0 +1,31 @@
+"""`align-circuits pretrain`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from align_circuits.cli.verb import Verb
+from align_circuits.training.toy_llama import RECIPES, pretrain
+
+
+@dataclass(frozen=True)
+class Pretrain(Verb):
+    """Trains a model with `pretrain`."""
+
+    recipe: Literal["toy-llama", "smoke"] = "toy-llama"
+    """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
+    seed: int = 0
+    """Of the weights and the documents."""
+    out: Path = Path("runs/pretrain")
+    """The folder for checkpoints, the log and the model."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder for the results."""
+        return self.out
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=self.out)
+        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        print(f"\nmodel: {self.out / 'model'}")

@@ -1,0 +1,75 @@
+"""`align-circuits reproduce`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from align_circuits.cli.verb import Verb, write_results
+from align_circuits.files import writable_folder
+from align_circuits.papers.claims import Scale, checks_html
+
+MAX_ROWS = 15_000
+"""The longest table that a report contains; longer ones are left to `table.csv`."""
+
+
+@dataclass(frozen=True)
+class Reproduce(Verb):
+    """Runs an experiment of `papers`."""
+
+    name: tyro.conf.Positional[str] = ""
+    """Such as icatune/fig3; see --list."""
+    list: bool = False
+    """List all experiments and stop."""
+    scale: Scale = "cpu"
+    """smoke takes seconds, cpu up to 30 minutes on two cores, paper is the paper's setting."""
+    model: tuple[str, ...] = ("toy-llama",)
+    """The model that is measured, or several if the figure compares models."""
+    jobs: int = 1
+    """How many local processes."""
+    out: Path | None = None
+    """The folder for the results and intermediate files. By default results go to runs/NAME/SCALE and intermediate
+    files to runs, so that experiments share the models that they tune."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder for the results."""
+        return self.out or Path("runs") / self.name / self.scale
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        from align_circuits.papers.experiments import EXPERIMENTS
+
+        if self.list or self.name not in EXPERIMENTS:
+            for experiment in EXPERIMENTS.values():
+                print(f"{experiment.name:<20} {experiment.title} [{experiment.source}]")
+            if not self.list:
+                raise ValueError(f"no experiment {self.name!r}: give one of the names above")
+            return
+        experiment = EXPERIMENTS[self.name]
+        config = experiment.scales[self.scale]
+        if len(self.model) != 1 and not experiment.compares_models:
+            raise ValueError(
+                f"{self.name} measures one model, but {len(self.model)} were given: {', '.join(self.model)}"
+            )
+        if experiment.makes_models and self.model != Reproduce.model:
+            raise ValueError(f"{self.name} makes its own models and takes none: leave out --model")
+        models = () if experiment.makes_models else self.model
+        out = writable_folder(self.folder)
+        table = experiment.run(config, models=models, jobs=self.jobs, folder=self.out or Path("runs"))
+        checks = experiment.check(table)
+        for check in checks:
+            print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
+        settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
+        provenance = replace(table.provenance, verb="reproduce", settings=settings)
+        write_results(
+            out,
+            replace(table, provenance=provenance),
+            title=f"{experiment.name}: {experiment.title}",
+            summary=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",
+            sections=[
+                ("Claims", f"Thresholds were fixed before the run; {experiment.source}.", checks_html(checks)),
+                *[(name, "", figure) for name, figure in experiment.draw(table).items()],
+                ("All numbers", "", table if len(table) <= MAX_ROWS else f"{len(table):,} rows: see table.csv."),
+            ],
+        )

@@ -1,0 +1,60 @@
+"""`align-circuits rerun`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from align_circuits.cli.entry import verb_class
+from align_circuits.cli.verb import PromptVerb, Verb
+from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True)
+class Rerun(Verb):
+    """Repeats another verb."""
+
+    run: tyro.conf.Positional[Path]
+    """A folder that another verb wrote."""
+    out: Path | None = None
+    """The folder for the repetition; by default the folder rerun in the first."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder for the repetition."""
+        return self.out or self.run / "rerun"
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        before = Table.load(self.run)
+        self._verb(before)()
+        after = Table.load(self.folder)
+        first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
+        if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
+            raise ValueError(
+                f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
+            )
+        print(f"largest difference from the first run: {np.nanmax(np.abs(second - first)):.2g}")
+        for part in ("versions", "model"):
+            old, new = getattr(before.provenance, part), getattr(after.provenance, part)
+            for name in old.keys() | new.keys():
+                if old.get(name) != new.get(name):
+                    print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
+
+    def _verb(self, before: Table) -> Verb:
+        """The verb that wrote a table, with its settings."""
+        name, settings = before.provenance.verb, dict(before.provenance.settings)
+        if name == "reproduce":
+            from align_circuits.cli.reproduce_command import Reproduce
+
+            model = tuple(settings["models"]) or Reproduce.model
+            return Reproduce(settings["name"], scale=settings["scale"], model=model, out=self.folder)
+        if name in ("score", "evaluate", "localize", "tune") and "model" in settings:
+            repeated = verb_class(name)
+            assert issubclass(repeated, PromptVerb)
+            return repeated.from_settings(settings, self.folder)
+        raise ValueError(
+            f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
+            "folder that align-circuits score, evaluate, localize, tune or reproduce wrote"
+        )

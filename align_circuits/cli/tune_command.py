@@ -1,0 +1,85 @@
+"""`align-circuits tune`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import tyro
+
+from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
+from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.score import score_heads
+from align_circuits.report import plots
+from align_circuits.report.localize_report import save_localization
+from align_circuits.report.page import Section
+from align_circuits.run.evaluation import evaluate
+from align_circuits.training.tuning import TuneConfig, tune
+
+
+@dataclass(frozen=True)
+class Tune(PromptVerb):
+    """Tunes a model with `tune`."""
+
+    model: str = "toy-llama"
+    """A folder, a hub name, or "toy-llama", which takes about three minutes."""
+    config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
+    """How it is tuned."""
+    defaults: Literal["toy-llama", "paper"] | None = None
+    """Which defaults apply to settings that are left out: those made for "toy-llama" (of `reproduce icatune/fig4`) or
+    the paper's. By default the former for that model and the latter for others."""
+    heads: bool = True
+    """Whether `localize` names the tuned model's heads and ablates them."""
+
+    def with_defaults(self, arguments: Sequence[str]) -> "Tune":
+        """Returns the verb with the settings made for toy-llama, if those apply."""
+        if (self.defaults or self.model) != "toy-llama":
+            return self
+        from align_circuits.papers.icatune.tuned_models import TOY
+
+        # Without examples there is one line to take the loss on.
+        settings = {name: value for name, value in TOY.items() if name != "loss_on" or self.config.method == "ica"}
+        default = Tune(config=TuneConfig(**settings), dtype="float32")
+        verb = tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
+        kept = ", ".join(f"{name} {value}" for name, value in settings.items() if getattr(verb.config, name) == value)
+        print(f"settings made for toy-llama: {kept}")
+        return verb
+
+    def __call__(self) -> None:
+        """Runs the verb."""
+        naming = self.heads and self.config.method == "ica"
+        if naming and self.n < 8:
+            raise ValueError(f"n={self.n}: give at least 8 prompts to choose heads and to test them, or --no-heads")
+        model, prompts = self.prepare()
+        if self.config.method == "standard":
+            prompts = replace(self.task, n_examples=0).sample(self.n, model.tokenizer, seed=self.seed)
+        run = tune(model, self.task, self.config, seed=self.seed, out=self.out)
+        print(run.log.to_string(index=False, float_format="{:.3f}".format))
+        before, after = (evaluate(each, prompts, options=self.options) for each in (model, run.model))
+        scores = score_heads(run.model, prompts, options=self.options)
+        metrics = [name for name in METRICS[:3] if len(prompts.relations[name])]
+        best = ", ".join(f"{name} {head_value(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
+        summary = (
+            f"The first token of a phrase is correct in {first_token(before)} of cases before tuning and in "
+            f"{first_token(after)} after it"
+        )
+        if "history" in set(after.frame["predictor"]):
+            summary += f" (history ceiling {first_token(after, 'history')})"
+        print(f"\n{summary}.")
+        sections: list[Section] = [
+            ("Accuracy over steps", "Probes with 95% intervals over few prompts.", run.figures["accuracy"]),
+            ("The best head over steps", "It may be another head at each step.", run.figures["best heads"]),
+            ("Accuracy after tuning", "On fresh prompts, with reference accuracies.", plots.accuracy(after)),
+            ("All heads after tuning", "Hover for a number.", plots.head_maps(scores, metrics)),
+        ]
+        if naming:
+            result = localize(run.model, self.task, self.n, self.seed, options=self.options)
+            print(f"{result.summary}\nheads: {save_localization(result, self.out / 'heads')}")
+            sections.append(("The named heads ablated", result.summary, plots.ablation(result.group_ablations)))
+        print(f"adapter: {self.out / 'adapter'}")
+        self.finish(
+            "tune",
+            run.table,
+            title=f"{self.model} tuned: {self.config.method}",
+            summary=f"{summary}. Highest scores: {best}.",
+            sections=sections,
+        )

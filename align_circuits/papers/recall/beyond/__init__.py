@@ -1,0 +1,1 @@
+"""Experiments beyond the paper, on the models of its figures."""

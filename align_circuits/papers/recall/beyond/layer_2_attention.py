@@ -1,0 +1,216 @@
+"""Beyond the paper: does the output of layer-2 attention carry the type? By patching and ablation."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.heads.ablate import ablation_baseline, change
+from align_circuits.heads.patch import EVERYWHERE, patch_heads
+from align_circuits.hooks.edits import Ablate, Edit
+from align_circuits.hooks.heads import heads_of
+from align_circuits.models.loading import load
+from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import CAPTIONS
+from align_circuits.papers.recall.figures.gpt2_models import (
+    CPU,
+    PAPER,
+    SMOKE,
+    SOURCE,
+    Finetuned,
+    GPT2Setup,
+    each_seed,
+    finetuned,
+    pretrainings,
+)
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.report import plots
+from align_circuits.run.evaluation import predict_with_edits
+from align_circuits.tables.tables import Table
+
+DIRECTIONS = ("denoise", "noise")
+
+
+@dataclass(frozen=True)
+class Patching:
+    """The finetuned models that are patched."""
+
+    setup: GPT2Setup
+    kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
+
+
+def _jobs(config: Patching, inputs: Inputs) -> list[Measurement]:
+    return [
+        job
+        for kind in config.kinds
+        for job in each_seed(patch_types, config.setup, inputs, {"kind": kind, "n": config.setup.n_prompts}, kind=kind)
+    ]
+
+
+def patch_types(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> pd.DataFrame:
+    """Patches and ablates one finetuned model on ICL about held-out subjects; the function of a job.
+
+    Returns:
+        The rows of `measure`; in the corrupted prompts the demonstrations are of another type.
+    """
+    on_one_thread()
+    made = GPT2Setup.from_config(setup)
+    model = load(copy.deepcopy(finetuned(made, seed, kind, trained).model))
+    task = made.demonstrations(seed, "icl", held_out=True)
+    clean = task.sample(made.n_prompts, seed=seed)
+    return measure(model, clean, task.corrupt(clean, "type", seed=seed))
+
+
+def token_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
+    """Returns masks of in-context prompts: the query subject, and the tokens of demonstrations by their role."""
+    position = torch.arange(prompts.mask.shape[1]) == prompts.mask.shape[1] - 1
+    last = position.expand_as(prompts.mask) & prompts.mask
+    roles = {"subjects": Role.INPUT, "attributes": Role.OUTPUT, "separators": Role.SEPARATOR}
+    return {"query": last} | {name: (prompts.roles == role) & prompts.mask & ~last for name, role in roles.items()}
+
+
+def last_demonstrations(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
+    """Returns masks of the last k demonstrations by k, for k = 1, 2, 4, ... and all of them."""
+    n = int(prompts.example.max())
+    counts = sorted({min(2**power, n) for power in range(n.bit_length() + 1)} - {0})
+    return {str(k): prompts.mask & (prompts.example >= n - k) & (prompts.example < n) for k in counts}
+
+
+def measure(model: Any, clean: Prompts, corrupted: Prompts) -> pd.DataFrame:
+    """Returns the changes of one model on the clean prompts' answers.
+
+    Returns:
+        Rows keyed by edit (`"denoise"`, `"noise"`: `patch_heads`; `"ablate"`: means over tokens of one role), site,
+        layer, positions and metric (`"accuracy"`, `"log_prob"`). Positions are `token_groups`, `"all"`, and for
+        `resid_post` of layer 1 also the last k demonstrations. `resid_pre` of layer 0 everywhere is the whole prompt:
+        the most that a patch can do. Rows of the edit `"none"` are the model's own numbers on the clean prompts.
+    """
+    groups = token_groups(clean) | {EVERYWHERE: clean.mask}
+    frames: list[Any] = []
+    for direction in DIRECTIONS:
+        pair: dict[str, Any] = {"clean": clean, "corrupted": corrupted, "direction": direction}
+        tables = [
+            patch_heads(model, **pair, sites=("z", "resid_post"), positions=groups),
+            patch_heads(model, **pair, sites=("resid_post",), heads=[(0, 0)], positions=last_demonstrations(clean)),
+            patch_heads(model, **pair, sites=("resid_pre",), heads=[(0, 0)]),
+        ]
+        frames += [table.where(kind="all").frame.assign(edit=direction) for table in tables]
+    frames.append(_ablated(model, clean, groups))
+    return pd.concat(frames, ignore_index=True).loc[:, ["edit", "site", "layer", "positions", "metric", "value"]]
+
+
+def _ablated(model: Any, clean: Prompts, groups: Mapping[str, Bool[Tensor, "prompt pos"]]) -> pd.DataFrame:
+    """The changes by ablating each head at some tokens, and the model's own numbers."""
+    baseline = ablation_baseline(model, clean)
+    keys = [(head, name) for head in heads_of(model.cfg) for name in groups]
+    edit_sets: list[list[Edit]] = [
+        [Ablate([head], how="mean", reference=baseline, positions=groups[name])] for head, name in keys
+    ]
+    (intact, *ablated), _ = predict_with_edits(model, clean, [[], *edit_sets])
+    rows = [
+        {"edit": "none", "site": "none", "layer": None, "positions": "clean", "metric": metric, "value": value.mean()}
+        for metric, value in zip(("accuracy", "log_prob"), intact.by_target(), strict=True)
+    ]
+    for ((layer, _), name), predicted in zip(keys, ablated, strict=True):
+        where = {"edit": "ablate", "site": "z", "layer": layer, "positions": name}
+        changes = zip(("log_prob", "accuracy"), change(intact, predicted), strict=True)
+        rows += [{**where, "metric": metric, "value": value.mean()} for metric, value in changes]
+    return pd.DataFrame(rows)
+
+
+def _kinds(table: Table) -> list[str]:
+    return list(table.frame["kind"].unique())
+
+
+def _check(table: Table) -> list[Check]:
+    def change_of(**where: Any) -> Float[ndarray, " seed"]:
+        """Each seed's change of accuracy."""
+        return table.where(metric="accuracy", **where).frame.sort_values("seed")["value"].to_numpy(float)
+
+    checks = []
+    for kind in _kinds(table):
+        after = f"After {CAPTIONS[kind]}"
+        for edit, sign, claim in (
+            (
+                "denoise",
+                1,
+                "layer-2 attention at the query subject brings the answer back where demonstrations tell another type",
+            ),
+            ("noise", -1, "and takes it away where it comes from demonstrations of another type"),
+            ("ablate", -1, "and so does its mean over types"),
+        ):
+            changes = (
+                sign * change_of(kind=kind, edit=edit, site="z", layer=layer, positions="query") for layer in (1, 0)
+            )
+            measure = "gain" if sign > 0 else "loss"
+            checks.append(
+                Claim(f"{after}, {claim} ({measure} of exact match, held-out)").at_least(
+                    0.5, *changes, "layer-1 attention there"
+                )
+            )
+        between = {"kind": kind, "edit": "denoise", "site": "resid_post", "layer": 0}
+        checks.append(
+            Claim(
+                f"{after}, it reads the type where the attributes of demonstrations stand (gain of exact match "
+                "from the residual stream between the layers, there)"
+            ).at_least(
+                0.5,
+                change_of(positions="attributes", **between),
+                change_of(positions="subjects", **between),
+                "at the demonstrations' subjects",
+            )
+        )
+    return checks
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    groups = ["query", "attributes", "subjects", "separators", EVERYWHERE]
+    grids, curves = {}, {}
+    for kind in _kinds(table):
+        rows: Any = table.where(kind=kind, metric="accuracy", edit="denoise").frame
+        limit = rows["site"] == "resid_pre"
+        in_groups = rows["positions"].isin(groups)
+        grouped = rows[~limit & in_groups]
+        name = "layer " + (grouped["layer"] + 1).astype(str) + ", " + grouped["site"]
+        grid = grouped.assign(name=name).groupby(["name", "positions"])["value"].mean().unstack("positions")
+        grids[f"after {kind}"] = grid[groups].clip(lower=0)
+        by_count = {
+            int(k): over_seeds(of_k["value"].to_numpy(float)) for k, of_k in rows[~in_groups].groupby("positions")
+        }
+        whole_prompt = over_seeds(rows[limit]["value"].to_numpy(float))
+        points = [{"k": k, "curve": "last k demonstrations", **vars(value)} for k, value in by_count.items()]
+        points += [{"k": k, "curve": "the whole prompt", **vars(whole_prompt)} for k in by_count]
+        curves[f"after {kind}"] = pd.DataFrame(points).sort_values(["curve", "k"])
+    value = "exact match that a patch brings back"
+    return {
+        "where": plots.accuracy_grids(grids, x="patched at", y="", value=value),
+        "how many": plots.curves(curves, x="k", by="curve", label="demonstrations patched", value=value),
+    }
+
+
+CARRIER = Experiment(
+    "recall/carrier",
+    "Does layer-2 attention carry the task vector?",
+    f"Beyond {SOURCE}",
+    Study(
+        "recall/carrier",
+        {"smoke": Patching(SMOKE), "cpu": Patching(CPU, ("icl",)), "paper": Patching(PAPER)},
+        _jobs,
+        lambda _, rows: rows["patch_types"].assign(
+            layer=rows["patch_types"]["layer"].astype("Int64"), low=np.nan, high=np.nan
+        ),
+        pretrainings,
+    ),
+    _draw,
+    _check,
+    "§3.4 steers with this output; whether the model itself uses it so is not tested there.",
+)

@@ -1,0 +1,195 @@
+"""Beyond the paper: what finetuning changes, by swapping heads between the pretrained and the finetuned model."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+from numpy import ndarray
+from scipy.optimize import linear_sum_assignment
+
+from align_circuits.heads.score import score_heads
+from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.names import Site, name_of
+from align_circuits.models.loading import load
+from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.recall.figures import attention_only_models, figs_13_14_19_24_held_out, gpt2_models
+from align_circuits.papers.recall.figures.attention_only_models import AttentionOnlySetup
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed, pretrainings
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.report import plots
+from align_circuits.run.evaluation import predict_with_edits
+from align_circuits.run.forward_pass import capture
+from align_circuits.tables.tables import Table
+
+SITES: tuple[Site, ...] = ("pattern", "v", "z")
+"""A head's attention, its values, and both."""
+
+ROLES = ("subject", "relation")
+"""The relations by which heads of the attention-only model are named after pretraining; the third is `"other"`."""
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """The models whose heads are swapped."""
+
+    setup: GPT2Setup
+    kind: Finetuned
+    attention_only: AttentionOnlySetup
+    seeds: int
+    """Of the attention-only models."""
+
+
+def _jobs(config: Swaps, inputs: Inputs) -> list[Measurement]:
+    gpt2 = {"model": "GPT-2", "n": config.setup.n_prompts}
+    small = {"model": "attention-only", "n": config.attention_only.n}
+    settings = {"setup": asdict(config.attention_only), "trained": inputs.trained}
+    return [
+        *each_seed(swap_gpt2, config.setup, inputs, gpt2, kind=config.kind),
+        *(Measurement(swap_attention_only, settings, seed, small) for seed in range(config.seeds)),
+    ]
+
+
+def swap_gpt2(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> list[dict[str, Any]]:
+    """Swaps the heads of a GPT-2; the function of a job. Returns the rows of `_both_ways`."""
+    on_one_thread()
+    made = GPT2Setup.from_config(setup)
+    runs = {"pt": gpt2_models.pretrained(made, seed, trained), "ft": gpt2_models.finetuned(made, seed, kind, trained)}
+    models = {name: load(copy.deepcopy(run.model)) for name, run in runs.items()}
+    parts = {head: f"layer {head[0] + 1}" for head in heads_of(models["pt"].cfg)}
+    probes = made.probes(seed)
+    return _both_ways(models, {"pt": probes["pt"], "icl": probes["icl_held_out"]}, parts)
+
+
+def swap_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int) -> list[dict[str, Any]]:
+    """Swaps the heads of an attention-only model; the function of a job. Returns the rows of `_both_ways`."""
+    on_one_thread()
+    made = AttentionOnlySetup(**setup)
+    models = {
+        "pt": attention_only_models.pretrained(made, seed, "relative", trained).model,
+        "ft": attention_only_models.finetuned(made, seed, "relative", trained).model,
+    }
+    facts = made.facts(made.world(seed)).sample(made.n, seed=seed)
+    in_context = attention_only_models.in_context(made, seed)["held_out"]
+    return _both_ways(models, {"pt": facts, "icl": in_context}, parts_of(models["pt"], facts))
+
+
+def _both_ways(
+    models: Mapping[str, Any], probes: Mapping[str, Prompts], parts: Mapping[Head, str]
+) -> list[dict[str, Any]]:
+    """The rows of `swapped` by receiver (`"pt"`, `"ft"`), probe (`"pt"`; `"icl"`, held-out) and the head's name."""
+    return [
+        {"receiver": receiver, "probe": probe, "part": parts.get((row["layer"], row["head"]), "none"), **row}
+        for receiver, donor in (("pt", "ft"), ("ft", "pt"))
+        for probe, prompts in probes.items()
+        for row in swapped(models[receiver], models[donor], prompts)
+    ]
+
+
+def swapped(receiver: Any, donor: Any, prompts: Prompts) -> list[dict[str, Any]]:
+    """Returns a model's accuracy with one head's activations taken from another model on the same prompts.
+
+    Rows have `site` (one of `SITES`), `layer` and `head`; those of the unedited model `site = "none"`.
+    """
+    names = [name_of(site, layer) for site in SITES for layer in range(donor.cfg.n_layers)]
+    activations = capture(donor, prompts, names)
+    keys = [("none", None, None), *((site, *head) for site in SITES for head in heads_of(receiver.cfg))]
+    edit_sets: list[list[Edit]] = [
+        [] if layer is None else [Patch([(layer, head)], site=site, values=activations)] for site, layer, head in keys
+    ]
+    predictions, _ = predict_with_edits(receiver, prompts, edit_sets)
+    return [
+        {"site": site, "layer": layer, "head": head, "value": float(predicted.by_target()[0].mean())}
+        for (site, layer, head), predicted in zip(keys, predictions, strict=True)
+    ]
+
+
+def parts_of(model: Any, facts: Prompts) -> dict[Head, str]:
+    """Returns the name of each head of an attention-only model, by its attention on pretraining sequences."""
+    scores = score_heads(model, facts, [f"{role}_attention" for role in ROLES])
+    attention = np.stack([scores.grid(f"{role}_attention")[0] for role in ROLES])
+    roles, heads = linear_sum_assignment(attention, maximize=True)
+    names = {(0, int(head)): f"{ROLES[role]} head" for role, head in zip(roles, heads, strict=True)}
+    return {head: names.get(head, "other head") for head in heads_of(model.cfg)}
+
+
+def _table(_: Swaps, rows: Rows) -> pd.DataFrame:
+    frame = pd.concat([rows["swap_gpt2"], rows["swap_attention_only"]], ignore_index=True)
+    places = {name: frame[name].astype("Int64") for name in ("layer", "head")}
+    return frame.assign(low=np.nan, high=np.nan, **places)
+
+
+def _accuracy(table: Table, **where: Any) -> Float[ndarray, " seed"]:
+    return table.where(probe="icl", **where).frame.sort_values("seed")["value"].to_numpy(float)
+
+
+def _check(table: Table) -> list[Check]:
+    def change(model: str, receiver: str, site: str, part: str) -> Float[ndarray, " seed"]:
+        """The gain of the pretrained model, the loss of the finetuned one."""
+        where = {"model": model, "receiver": receiver}
+        gain = _accuracy(table, site=site, part=part, **where) - _accuracy(table, site="none", **where)
+        return gain if receiver == "pt" else -gain
+
+    checks = []
+    for model, key, other in (("GPT-2", "layer 2", "layer 1"), ("attention-only", "relation head", "other head")):
+        for receiver, claim, measure in (
+            (
+                "ft",
+                f"the finetuned model needs its {key}: with the pretrained one's it no longer recalls in context",
+                "loss",
+            ),
+            ("pt", f"the finetuned {key} is enough: with it the pretrained model recalls in context", "gain"),
+        ):
+            changes = (change(model, receiver, "z", part) for part in (key, other))
+            checks.append(
+                Claim(f"{model}: {claim} ({measure} of exact match, held-out)").at_least(0.5, *changes, f"the {other}")
+            )
+    attention, values = (change("attention-only", "ft", site, "relation head") for site in ("pattern", "v"))
+    checks.append(
+        Claim(
+            "attention-only: finetuning changes where the relation head looks (loss of exact match with the "
+            "pretrained one's pattern)",
+            "W_KQ of both heads, and W_OV of this one",
+        ).at_least(0.5, attention, values, "with its values")
+    )
+    return checks
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    figures = {}
+    for model in ("GPT-2", "attention-only"):
+        panels = {}
+        for receiver, caption in (("pt", "pretrained, one head finetuned"), ("ft", "finetuned, one head pretrained")):
+            frame: Any = table.where(model=model, receiver=receiver, probe="icl").frame
+            panels[caption] = frame.groupby(["part", "site"], sort=False)["value"].mean().unstack("site")
+        figures[model] = plots.accuracy_grids(panels, x="taken from the other", y="head", value="exact match")
+    return figures
+
+
+_SMALL = figs_13_14_19_24_held_out
+
+EXCHANGE = Experiment(
+    "recall/exchange",
+    "What do heads contribute when swapped between pretrained and finetuned models?",
+    f"Beyond {SOURCE}",
+    Study(
+        "recall/exchange",
+        {
+            "smoke": Swaps(gpt2_models.SMOKE, "icl", _SMALL.SMOKE, 1),
+            "cpu": Swaps(gpt2_models.CPU, "icl", _SMALL.CPU, 3),
+            "paper": Swaps(gpt2_models.PAPER, "icl", attention_only_models.PAPER, 3),
+        },
+        _jobs,
+        _table,
+        pretrainings,
+    ),
+    _draw,
+    _check,
+    "The theorem has finetuning change where both heads look, and what the relation head reads.",
+)

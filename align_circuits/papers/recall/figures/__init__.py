@@ -1,0 +1,1 @@
+"""The studies behind the figures: each trains and measures once; its experiments draw and check the table."""

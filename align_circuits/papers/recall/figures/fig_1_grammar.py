@@ -1,0 +1,106 @@
+"""How much grammar determines the type, exactly: the data of Fig. 1."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+from numpy import ndarray
+
+from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.recall.task.posterior import type_ceiling
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
+from align_circuits.report import plots
+from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Worlds and grammar lengths."""
+
+    world: RecallWorld
+    divs: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
+    lens: tuple[int, ...] = (1, 2, 3, 4, 5, 10, 20, 40, 80)
+    n: int = 1000
+    """Subsequences a world."""
+    seeds: int = 3
+
+
+def best_type_accuracy(*, world: Mapping[str, Any], lens: Sequence[int], n: int, seed: int) -> list[dict[str, Any]]:
+    """Returns the highest accuracy of the type that each length allows; the function of a job."""
+    made = RecallWorld(**{**world, "world_seed": seed})
+    return [{"grammar_len": s, "value": float(type_ceiling(made, s, n, seed).mean()), "n": n} for s in lens]
+
+
+def _jobs(config: Grammar, _: Inputs) -> list[Measurement]:
+    return [
+        Measurement(
+            best_type_accuracy,
+            {"world": asdict(replace(config.world, div=div)), "lens": config.lens, "n": config.n},
+            seed,
+            {"div": div},
+        )
+        for div in config.divs
+        for seed in range(config.seeds)
+    ]
+
+
+def _at(table: Table, div: float, length: int) -> Float[ndarray, " seed"]:
+    return table.where(div=div, grammar_len=length).frame.sort_values("seed")["value"].to_numpy(float)
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    keys = table.frame[["div", "grammar_len"]].drop_duplicates().itertuples(index=False)
+    rows = [
+        {"grammar_len": length, "curve": f"Div {div:g}", **vars(over_seeds(_at(table, div, length)))}
+        for div, length in keys
+    ]
+    panels, label = {"": pd.DataFrame(rows)}, "grammar tokens S"
+    return {"": plots.curves(panels, x="grammar_len", by="curve", label=label, value="best accuracy of the type")}
+
+
+def _check(table: Table) -> list[Check]:
+    divs, lens = (sorted(table.frame[name].unique().tolist()) for name in ("div", "grammar_len"))
+    low, high, shortest, longest = divs[0], divs[-1], lens[0], lens[-1]
+    short = max(length for length in lens if length <= 5)
+    middle = lens[len(lens) // 2 + 1] if len(lens) > 3 else longest
+    alone, most = _at(table, high, shortest), _at(table, high, longest)
+    return [
+        Claim(f"The grammar of pretraining tells the type (S = {longest}, Div {high:g}: best accuracy)").at_least(
+            0.95, most, alone, f"S = {shortest}"
+        ),
+        Claim(
+            f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {high:g})", "insufficient"
+        ).at_most(0.8, _at(table, high, short), most, f"S = {longest}"),
+        Claim(f"A larger Div makes the type easier to tell (Div {high:g} minus {low:g}, S = {middle})").at_least(
+            0.1,
+            _at(table, high, middle) - _at(table, low, middle),
+            alone - _at(table, low, shortest),
+            f"S = {shortest}",
+        ),
+    ]
+
+
+FIG1 = Experiment(
+    "recall/fig1",
+    "How much grammar determines the type",
+    f"{SOURCE}, Fig. 1 and §3.2",
+    Study(
+        "recall/fig1",
+        {
+            "smoke": Grammar(RecallWorld.small(), (0.2, 0.5), (1, 3, 20), 50, 2),
+            "cpu": Grammar(RecallWorld.paper()),
+            "paper": Grammar(RecallWorld.paper(), n=20_000, seeds=6),
+        },
+        _jobs,
+        lambda _, rows: rows["best_type_accuracy"].assign(low=np.nan, high=np.nan),
+    ),
+    _draw,
+    _check,
+    "Fig. 1 draws the data; §3.2 says that five tokens of grammar tell too little about the type.",
+)

@@ -1,0 +1,424 @@
+"""The heads of trained attention-only models beside the constructions: Figs. 9 to 12 and 20 to 26."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import nn
+
+from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.score import score_heads
+from align_circuits.hooks.names import name_of
+from align_circuits.papers.claims import Check, Claim, Measured, over_seeds
+from align_circuits.papers.recall.figures.attention_only_models import PAPER, AttentionOnlySetup, Positions
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.recall.models.attention_only import AttentionOnly
+from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.recall.theory.constructions import Directions
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.report import plots
+from align_circuits.run.forward_pass import capture
+from align_circuits.tables.tables import Table
+
+Role = Literal["subject", "relation"]
+
+POSITIONS: tuple[Positions, ...] = ("relative", "absolute")
+
+ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
+"""The relations of the last position by which heads are scored."""
+
+KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
+
+
+def measure_heads(*, seed: int, positions: Positions, **setup: Any) -> list[dict[str, Any]]:
+    """Trains one model in both stages and measures its heads before, between and after; the function of a job."""
+    made = AttentionOnlySetup(**setup)
+    world = made.world()
+    seen, held_out = world.split(made.n_seen, seed=seed)
+    facts, in_context = made.facts(world), DemonstrationsTask(world, made.n_demos, subjects=seen)
+    tasks = {"pretraining": facts, "in context": replace(in_context, query_subjects=held_out)}
+    probes = {name: task.sample(made.n, seed=1) for name, task in tasks.items()}
+    model, every = made.model(seed, positions), {"log_every": 10**6, "checkpoint_every": 10**6}
+    schedules = (
+        made.schedule(PRETRAINING, made.pretraining, schedule="cosine", **every),
+        made.schedule(FINETUNING, made.finetuning, **every),
+    )
+    stages = {
+        "untrained": None,
+        "pretrained": Stage(facts, schedules[0], made.batch_size),
+        "finetuned": Stage(in_context, schedules[1], made.batch_size, "last"),
+    }
+    localized_on = {"pretrained": ["pretraining"], "finetuned": ["in context"]}
+    rows: list[dict[str, Any]] = []
+    for name, stage in stages.items():
+        if stage is not None:
+            train_stage(model, stage, seed=seed, progress=False)
+        of_stage = [row for sequences, prompts in probes.items() for row in measure(model, world, prompts, sequences)]
+        of_stage += blocks(model, world)
+        localized_tasks = {sequences: tasks[sequences] for sequences in localized_on.get(name, tasks)}
+        of_stage += localized(model, localized_tasks, made.n // 4)
+        if seed == 0:
+            of_stage += [row for which, prompts in probes.items() for row in attention_map(model, prompts[:1], which)]
+            of_stage += weight_slices(model, world) if positions == "relative" else []
+        rows += [{"stage": name, "n": made.n, **row} for row in of_stage]
+    return rows
+
+
+def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequences: str) -> list[dict[str, Any]]:
+    """Returns accuracy, attention and the cosines of each head's output with the constructions', at the last position.
+
+    The cosine with f_subj is dominated by a part that all subjects share, -1 at all values; so the table also has the
+    cosine with another subject's f_subj, and with another type's f_rel.
+    """
+    directions, rows = Directions(world, 1), []
+    rows += [{"metric": name, "value": float(x.mean())} for name, x in probe(model, prompts, world).items()]
+    relations = [name for name in ATTENDED if name in prompts.relations]
+    table = score_heads(model, prompts, [f"{name}_attention" for name in relations]).heads().frame
+    rows += [
+        {"metric": "attention", "head": head, "what": str(name).removesuffix("_attention"), "value": value}
+        for head, name, value in table[["head", "metric", "value"]].itertuples(index=False)
+    ]
+    site = name_of("z", 0)
+    z = capture(model, prompts, [site])[site][:, -1]
+    with torch.no_grad():
+        outputs = torch.einsum("nhe,hev->nhv", z, model.W_O)
+    subject, type_ = prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1]
+    values = torch.stack(directions.values)
+    theory = {
+        "f_subj": directions.facts[subject] - directions.value,
+        "f_rel": values[type_],
+        "f_subj of another": directions.facts[(subject + 1) % world.n_subjects] - directions.value,
+        "f_rel of another": values[(type_ + 1) % world.n_types],
+    }
+    for name, direction in theory.items():
+        cosines = nn.functional.cosine_similarity(outputs, direction[:, None], dim=-1).mean(0)
+        rows += [{"metric": "cosine", "head": h, "what": name, "value": v} for h, v in enumerate(cosines.tolist())]
+    return [{"sequences": sequences, **row} for row in rows]
+
+
+def localized(model: AttentionOnly, tasks: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+    """Returns for each role the number of heads that `localize` names, and a 1 for each of these heads."""
+    rows: list[dict[str, Any]] = []
+    for sequences, task in tasks.items():
+        for role, heads in localize(model, task, max(8, n), draws=0).heads_by_role.items():
+            keys = {"sequences": sequences, "what": role}
+            rows.append({"metric": "heads named", **keys, "value": len(heads)})
+            rows += [{"metric": "named", **keys, "head": head, "value": 1.0} for _, head in heads]
+    return rows
+
+
+def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
+    """Returns the mean entries of blocks of each W_OV, among them those from other tokens of the same kind.
+
+    From a subject to its attributes and to the other values: the first is larger where the head boosts, the second
+    smaller where it suppresses. Which of the two it is can be read only beside a zero: the entries to other tokens.
+    """
+    of = Directions(world, 1)
+    with torch.no_grad():
+        ov = model.ov
+    same_type = torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
+    subjects, other_tokens = torch.outer(of.value, of.subjects), 1 - of.value
+    attributes, stated = torch.zeros_like(same_type), torch.zeros_like(same_type)
+    attributes[:, : world.n_subjects] = of.facts.T
+    for relation, values in zip(world.relation_ids, of.values, strict=True):
+        stated[:, relation] = values
+    masks = {
+        "subject to own": attributes,
+        "subject to other values": subjects - attributes,
+        "subject to other tokens": torch.outer(other_tokens, of.subjects),
+        "relation to own": stated,
+        "relation to other values": torch.outer(of.value, of.relations) - stated,
+        "value to its type": same_type,
+        "value to other values": torch.outer(of.value, of.value) - same_type,
+    }
+    return [
+        {"metric": "weight", "head": head, "what": name, "value": float((ov[head] * mask).sum() / mask.sum())}
+        for name, mask in masks.items()
+        for head in range(model.cfg.n_heads)
+    ]
+
+
+def attention_map(model: AttentionOnly, prompt: Prompts, sequences: str) -> list[dict[str, Any]]:
+    """Returns every head's attention on one prompt."""
+    site = name_of("pattern", 0)
+    pattern = capture(model, prompt, [site])[site][0]
+    keys = {"metric": "map", "sequences": sequences}
+    return [
+        {**keys, "head": head, "query": query, "key": key, "value": pattern[head, query, key].item()}
+        for head in range(len(pattern))
+        for query in range(pattern.shape[1])
+        for key in range(query + 1)
+    ]
+
+
+def weight_slices(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
+    """Returns W_OV on the first eight subjects, eight values of two types, four grammar tokens, [sep], relations."""
+    parts = (world.subject_ids[:8], world.value_ids[0][:8], world.value_ids[1][:8], world.grammar_ids[:4])
+    ids = [token for part in (*parts, [world.separator], world.relation_ids) for token in part]
+    with torch.no_grad():
+        ov = model.ov[:, ids][:, :, ids]
+    return [
+        {"metric": "slice", "head": head, "query": row, "key": column, "value": ov[head, row, column].item()}
+        for head in range(len(ov))
+        for row in range(len(ids))
+        for column in range(len(ids))
+    ]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Models of one setup, each kind of positions, several seeds."""
+
+    setup: AttentionOnlySetup
+    seeds: int
+    positions: tuple[Positions, ...] = POSITIONS
+
+
+def heads_jobs(config: Heads, _: Inputs) -> list[Measurement]:
+    """Returns a job for each model."""
+    return [
+        Measurement(measure_heads, {"positions": positions, **asdict(config.setup)}, seed, {"positions": positions})
+        for positions in config.positions
+        for seed in range(config.seeds)
+    ]
+
+
+def heads_table(rows: Rows, keys: Sequence[str] = KEYS, metrics: Sequence[str] | None = None) -> pd.DataFrame:
+    """Returns the rows of some metrics, all by default, with values to four digits."""
+    frame: Any = rows["measure_heads"]
+    if metrics is not None:
+        frame = frame[frame["metric"].isin(metrics)]
+    frame = frame.reindex(columns=[*keys, "value", "n"])
+    places = {name: frame[name].astype("Int64") for name in ("head", "query", "key") if name in keys}
+    return frame.assign(value=frame["value"].astype(float).round(4), low=np.nan, high=np.nan, **places)
+
+
+def _by_head(table: Table, **where: Any) -> Float[ndarray, "seed head"]:
+    return table.where(**where).frame.pivot(index="seed", columns="head", values="value").to_numpy(float)
+
+
+def head_of(table: Table, role: Role, positions: str) -> Int[ndarray, " seed"]:
+    """Returns each seed's head of a role: that with the most attention to the role's tokens after pretraining.
+
+    The relation head is not the subject head.
+    """
+    where = {"positions": positions, "stage": "pretrained", "sequences": "pretraining", "metric": "attention"}
+    subject = _by_head(table, what="subject", **where).argmax(1)
+    if role == "subject":
+        return subject
+    relation = _by_head(table, what="relation", **where)
+    return np.where(np.arange(relation.shape[1]) == subject[:, None], -1.0, relation).argmax(1)
+
+
+def _of(table: Table, role: Role, positions: str, **where: Any) -> Measured:
+    """A number of the head that has a role, over seeds."""
+    heads = head_of(table, role, positions)
+    return over_seeds(_by_head(table, positions=positions, **where)[np.arange(len(heads)), heads])
+
+
+_BEFORE, _AFTER, _UNTRAINED = ({"stage": stage} for stage in ("pretrained", "finetuned", "untrained"))
+_FACTS, _IN_CONTEXT = ({"sequences": sequences} for sequences in ("pretraining", "in context"))
+_ATTENTION, _COSINE = ({"metric": metric} for metric in ("attention", "cosine"))
+
+_OF_HEADS: list[tuple[str, Role, dict[str, str], dict[str, str], dict[str, str], str]] = [
+    (
+        "after pretraining a head attends to the subject",
+        "subject",
+        {**_FACTS, **_ATTENTION, "what": "subject"},
+        _BEFORE,
+        _UNTRAINED,
+        "before training",
+    ),
+    (
+        "another attends to the latest relation token",
+        "relation",
+        {**_FACTS, **_ATTENTION, "what": "relation"},
+        _BEFORE,
+        _UNTRAINED,
+        "before training",
+    ),
+    (
+        "the subject head's output is f_subj (cosine)",
+        "subject",
+        {**_FACTS, **_COSINE, "what": "f_subj"},
+        _BEFORE,
+        _UNTRAINED,
+        "before training",
+    ),
+    (
+        "the relation head's output is f_rel (cosine)",
+        "relation",
+        {**_FACTS, **_COSINE, **_BEFORE},
+        {"what": "f_rel"},
+        {"what": "f_rel of another"},
+        "another type's",
+    ),
+    (
+        "after finetuning the subject head attends to the query subject",
+        "subject",
+        {**_IN_CONTEXT, **_ATTENTION, "what": "query_subject"},
+        _AFTER,
+        _BEFORE,
+        "before finetuning",
+    ),
+    (
+        "and the relation head to attributes",
+        "relation",
+        {**_IN_CONTEXT, **_ATTENTION, "what": "same_type"},
+        _AFTER,
+        _BEFORE,
+        "before finetuning",
+    ),
+    (
+        "whose output is then f_rel (cosine)",
+        "relation",
+        {**_IN_CONTEXT, **_COSINE, "what": "f_rel"},
+        _AFTER,
+        _BEFORE,
+        "before finetuning",
+    ),
+]
+"""Claims about the head of a role: which, the keys of both numbers, of the measured one, and of the control."""
+
+
+def _checks(table: Table, positions: str) -> Iterator[Check]:
+    name = f"{positions.capitalize()} positions"
+
+    def has_head(stage: str, sequences: str, role: str) -> Float[ndarray, " seed"]:
+        where = {"stage": stage, "sequences": sequences, "what": role, "metric": "heads named"}
+        counts = table.where(positions=positions, **where).frame["value"].to_numpy(float)
+        return (counts > 0).astype(float)
+
+    def recall(stage: str) -> Float[ndarray, " seed"]:
+        where = {"stage": stage, "sequences": "in context", "metric": "exact"}
+        return table.where(positions=positions, **where).frame["value"].to_numpy(float)
+
+    for claim, role, where, measured, control, control_is in _OF_HEADS:
+        values = (_of(table, role, positions, **where, **keys) for keys in (measured, control))
+        yield Claim(f"{name}: {claim}").at_least(0.8, *values, control_is)
+    for stage, sequences, role in (
+        ("pretrained", "pretraining", "subject"),
+        ("pretrained", "pretraining", "relation"),
+        ("finetuned", "in context", "same_type"),
+    ):
+        yield Claim(f"{name}: localize names a head for {role!r}, {stage} (share of seeds)").at_least(
+            1.0, has_head(stage, sequences, role), has_head("untrained", sequences, role), "before training"
+        )
+    yield Claim(f"{name}: held-out subjects are recalled (exact match)").at_least(
+        0.8, recall("finetuned"), recall("pretrained"), "before finetuning"
+    )
+
+
+def _check(table: Table) -> list[Check]:
+    return [check for positions in POSITIONS for check in _checks(table, positions)]
+
+
+_BARS: list[tuple[str, str, Role]] = [
+    ("pretrained", "pretraining", "subject"),
+    ("pretrained", "pretraining", "relation"),
+    ("finetuned", "in context", "subject"),
+    ("finetuned", "in context", "relation"),
+]
+
+
+def _draw_cosines(table: Table, positions: str) -> go.Figure:
+    figure = go.Figure()
+    for place, what in enumerate(dict.fromkeys(table.where(positions=positions, metric="cosine").frame["what"])):
+        cosines = [
+            _of(table, role, positions, stage=stage, sequences=sequences, metric="cosine", what=what)
+            for stage, sequences, role in _BARS
+        ]
+        figure.add_bar(
+            x=[[stage for stage, _, _ in _BARS], [f"{role} head" for _, _, role in _BARS]],
+            y=[each.value for each in cosines],
+            name=str(what),
+            marker_color=plots.COLOURS[place],
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [each.high - each.value for each in cosines],
+                "arrayminus": [each.value - each.low for each in cosines],
+            },
+        )
+    figure.update_yaxes(title="cosine, mean over seeds", range=[-1, 1])
+    return plots.styled(figure, "", height=420)
+
+
+def _draw_weights(table: Table, stage: str, role: Role) -> go.Figure:
+    rows, head = table.where(stage=stage, metric="slice").frame, int(head_of(table, role, "relative")[0])
+    grid = rows[rows["head"] == head].pivot(index="query", columns="key", values="value").to_numpy(float)
+    bound = float(np.abs(grid).max())
+    figure = go.Figure(go.Heatmap(z=grid, colorscale=plots.DIVERGING, zmin=-bound, zmax=bound))
+    figure.update_yaxes(autorange="reversed", title="logit of").update_xaxes(title="attended token")
+    return plots.styled(figure, "", height=460)
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    figures: dict[str, go.Figure] = {}
+    for positions in POSITIONS:
+        for stage, sequences in (("pretrained", "pretraining"), ("finetuned", "in context")):
+            rows: Any = table.where(positions=positions, stage=stage, sequences=sequences, metric="map").frame
+            maps = {f"head {int(head)}": of_head.assign(step=0) for head, of_head in rows.groupby("head")}
+            figures[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
+        figures[f"{positions}: cosines with the constructions"] = _draw_cosines(table, positions)
+    for stage in ("pretrained", "finetuned"):
+        for role in ("subject", "relation"):
+            figures[f"{stage}: W_OV of the {role} head"] = _draw_weights(table, stage, role)
+    return figures
+
+
+CPU = AttentionOnlySetup(
+    n_subjects=32,
+    n_values=4,
+    n_types=3,
+    n_grammar=6,
+    n_slots=4,
+    n_facts=3,
+    n_demos=5,
+    n_seen=16,
+    d_head=64,
+    pretraining=1200,
+    finetuning=400,
+    lr=5e-3,
+)
+"""At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
+
+SMOKE = AttentionOnlySetup(
+    n_subjects=8,
+    n_values=4,
+    n_types=2,
+    n_grammar=4,
+    n_slots=2,
+    n_facts=2,
+    n_demos=2,
+    n_seen=4,
+    d_head=8,
+    pretraining=6,
+    finetuning=3,
+    batch_size=4,
+    n=12,
+)
+
+HEADS = Experiment(
+    "recall/heads",
+    "The heads of trained attention-only models beside the constructions",
+    f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
+    Study(
+        "recall/heads",
+        {"smoke": Heads(SMOKE, 1), "cpu": Heads(CPU, 3), "paper": Heads(PAPER, 3)},
+        heads_jobs,
+        lambda _, rows: heads_table(rows),
+    ),
+    _draw,
+    _check,
+    "One head 'closely matches f_subj', one 'matches f_rel', before and after finetuning; one seed is shown.",
+)

@@ -1,0 +1,202 @@
+"""The GPT-2 models of the figures: their worlds, sequences and trainings at each scale, shared by all studies."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.papers.study import Inputs, Measurement, on_one_thread, training_folder
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.training.loop import TrainConfig, TrainRun
+
+SOURCE = "Vasudeva et al. (2026)"
+
+Finetuned = Literal["icl", "icl+grm"]
+"""The sequences of finetuning: demonstrations, or demonstrations with short grammar."""
+
+
+@dataclass(frozen=True)
+class GPT2Setup:
+    """A world, its sequences, and a GPT-2 with its two trainings."""
+
+    world: RecallWorld
+    """The base; each seed has its own facts and chains."""
+    n_facts: int = 5
+    grammar_len: int = 80
+    p_grammar: float = 0.2
+    n_demos: int = 16
+    grammar_lens: tuple[int, int] = (1, 5)
+    """S_ft of ICL+Grm."""
+    n_seen: int = 128
+    """M_ft, the subjects of finetuning."""
+    d_model: int = 256
+    pretraining: TrainConfig = PRETRAINING
+    finetuning: TrainConfig = FINETUNING
+    batch_size: int = 64
+    seeds: int = 2
+    """Each has its own world, initial weights, batches, and split into seen and held-out subjects."""
+    n_prompts: int = 512
+    """Prompts of each kind that are evaluated at every row of the log."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "GPT2Setup":
+        """Returns the setup of which `config` is `asdict`."""
+        schedules = {name: TrainConfig(**config[name]) for name in ("pretraining", "finetuning")}
+        return cls(**{**config, "world": RecallWorld(**config["world"]), **schedules})
+
+    def world_of(self, seed: int) -> RecallWorld:
+        """Returns the world of a seed."""
+        return replace(self.world, world_seed=seed)
+
+    def facts(self, seed: int) -> FactsTask:
+        """Returns PT."""
+        return FactsTask(self.world_of(seed), self.n_facts, self.grammar_len, self.p_grammar)
+
+    def demonstrations(
+        self, seed: int, kind: Finetuned, *, held_out: bool = False, **changes: Any
+    ) -> DemonstrationsTask:
+        """Returns ICL or ICL+Grm about seen subjects, with a held-out or a seen query subject."""
+        world = self.world_of(seed)
+        seen, others = world.split(self.n_seen, seed=seed)
+        lens = self.grammar_lens if kind == "icl+grm" else (0, 0)
+        return replace(DemonstrationsTask(world, self.n_demos, lens, seen, others if held_out else None), **changes)
+
+    def probes(self, seed: int) -> dict[str, Prompts]:
+        """Returns prompts by name: `pt`; `icl` and `grm` (one grammar token) with `_seen` or `_held_out` queries."""
+        tasks: dict[str, FactsTask | DemonstrationsTask] = {"pt": self.facts(seed)}
+        for suffix, held_out in (("seen", False), ("held_out", True)):
+            tasks[f"icl_{suffix}"] = self.demonstrations(seed, "icl", held_out=held_out)
+            tasks[f"grm_{suffix}"] = self.demonstrations(seed, "icl+grm", held_out=held_out, grammar_lens=(1, 1))
+        return {name: task.sample(self.n_prompts, seed=seed) for name, task in tasks.items()}
+
+    def changed(self, **changes: Any) -> "GPT2Setup":
+        """Returns the setup with other numbers, among them `div` and `n_subjects` of its world.
+
+        With other subjects, half of them are seen, and types with one value per subject keep one value per subject.
+        """
+        world = {name: changes.pop(name) for name in ("div", "n_subjects") if name in changes}
+        if "n_subjects" in world:
+            before, now = self.world.n_subjects, world["n_subjects"]
+            world["n_values"] = tuple(now if count == before else min(count, now) for count in self.world.n_values)
+            changes = {"n_seen": now // 2} | changes
+        return replace(self, world=replace(self.world, **world), **changes)
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence of any stage."""
+        return max(self.facts(0).length, self.demonstrations(0, "icl+grm").length)
+
+
+PAPER = GPT2Setup(RecallWorld.paper())
+"""App. B; chains and G are not given there."""
+
+SMOKE = GPT2Setup(
+    RecallWorld.small(),
+    n_facts=2,
+    grammar_len=4,
+    n_demos=3,
+    grammar_lens=(1, 2),
+    n_seen=8,
+    d_model=16,
+    pretraining=TrainConfig(8, lr=3e-3, log_every=4),
+    finetuning=TrainConfig(6, lr=1e-3, log_every=3),
+    batch_size=8,
+    n_prompts=24,
+)
+"""Too short to learn anything; checks that everything runs."""
+
+CPU = GPT2Setup(
+    RecallWorld(n_subjects=96, n_values=(8,) * 4, n_grammar=10),
+    n_facts=3,
+    grammar_len=20,
+    n_demos=8,
+    grammar_lens=(1, 4),
+    n_seen=48,
+    d_model=64,
+    pretraining=TrainConfig(
+        1600, lr=0.02, optimizer="muon", rest_lr=5e-3, weight_decay=1e-3, warmup=100, log_every=50, checkpoint_every=50
+    ),
+    finetuning=TrainConfig(300, lr=1e-3, weight_decay=1e-3, warmup=20, log_every=25, checkpoint_every=25),
+    batch_size=24,
+    seeds=3,
+    n_prompts=256,
+)
+"""A few minutes a seed on one core. Facts are learned several times sooner with Muon, which the paper does not use;
+finetuned with AdamW, as in the paper, the model recalls far more about held-out subjects."""
+
+
+def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
+    """Returns the model before training."""
+    return small_gpt2(setup.world.d_vocab, setup.n_ctx, d_model=setup.d_model, seed=seed)
+
+
+def pretrained(setup: GPT2Setup, seed: int, trained: str | Path) -> TrainRun:
+    """Returns a model trained on PT; from the folder `trained` where it is there."""
+    setup = _without_finetuning(setup)
+    probes = {"pt": setup.facts(seed), "icl": DemonstrationsTask(setup.world_of(seed), setup.n_demos)}
+    return train_stage(
+        initial_gpt2(setup, seed),
+        Stage(setup.facts(seed), setup.pretraining, setup.batch_size),
+        probes={name: task.sample(setup.n_prompts, seed=seed) for name, task in probes.items()},
+        seed=seed,
+        out=training_folder(trained, "recall-pt", asdict(setup), seed),
+        progress=False,
+    )
+
+
+def finetuned(setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path) -> TrainRun:
+    """Returns a pretrained model finetuned on seen subjects; from the folder `trained` where it is there."""
+    return train_stage(
+        pretrained(setup, seed, trained).model,
+        Stage(setup.demonstrations(seed, kind), setup.finetuning, setup.batch_size),
+        probes=setup.probes(seed),
+        seed=seed,
+        out=training_folder(trained, f"recall-{kind}", asdict(replace(setup, seeds=1)), seed),
+        progress=False,
+    )
+
+
+def log_rows(run: TrainRun) -> pd.DataFrame:
+    """Returns the log of a training with a row for each step, probe and match."""
+    columns = [name for name in run.log.columns if "." in name]
+    rows = run.log.melt("step", columns, var_name="measure", value_name="value")
+    rows[["probe", "match"]] = rows.pop("measure").str.split(".", expand=True)
+    return rows
+
+
+def pretrain(*, setup: Mapping[str, Any], trained: str, seed: int) -> pd.DataFrame:
+    """Pretrains one model and returns its log; the function of a job."""
+    on_one_thread()
+    return log_rows(pretrained(GPT2Setup.from_config(setup), seed, trained))
+
+
+def finetune(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> pd.DataFrame:
+    """Finetunes one model and returns its log; the function of a job."""
+    on_one_thread()
+    return log_rows(finetuned(GPT2Setup.from_config(setup), seed, kind, trained))
+
+
+def each_seed(
+    function: Callable[..., Any], setup: GPT2Setup, inputs: Inputs, keys: Mapping[str, Any] | None = None, **config: Any
+) -> list[Measurement]:
+    """Returns one job of a function of `setup`, `trained` and other arguments for each seed of the setup."""
+    # setups that differ in finetuning alone are one job of pretraining
+    identity = _without_finetuning(setup) if function is pretrain else replace(setup, seeds=1)
+    config |= {"setup": asdict(identity), "trained": inputs.trained}
+    return [Measurement(function, config, seed, keys or {}) for seed in range(setup.seeds)]
+
+
+def pretrainings(config: Any, inputs: Inputs) -> list[Measurement]:
+    """Returns the jobs that pretrain the models of `config.setup`: the `train` of a study."""
+    return each_seed(pretrain, config.setup, inputs)
+
+
+def _without_finetuning(setup: GPT2Setup) -> GPT2Setup:
+    """The setup with default values where pretraining does not depend on it."""
+    return replace(setup, n_seen=1, finetuning=FINETUNING, seeds=1)

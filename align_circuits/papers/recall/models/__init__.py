@@ -1,0 +1,1 @@
+"""The models, and the loop that pretrains and finetunes them on the sequences of `task`."""

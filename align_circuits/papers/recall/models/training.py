@@ -1,0 +1,154 @@
+"""Training for recall: pretraining on facts, finetuning on demonstrations, and the accuracy during training."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from align_circuits.heads.metrics import recall_matches
+from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
+from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tasks.rng import Rng
+from align_circuits.training.loop import TrainConfig, TrainRun, train
+
+PRETRAINING = TrainConfig(steps=20_000, lr=1e-4, weight_decay=1e-3, clip=None, log_every=500, checkpoint_every=100)
+"""AdamW as in App. B of Vasudeva et al. (2026); clipping is not mentioned there."""
+
+FINETUNING = TrainConfig(steps=2000, lr=1e-4, weight_decay=1e-3, clip=None, log_every=50, checkpoint_every=100)
+"""The same for 2,000 iterations."""
+
+
+@dataclass(frozen=True)
+class MixedTask:
+    """Pretraining and finetuning at once: each batch is of one kind, drawn at random.
+
+    Raises:
+        ValueError: A share outside [0, 1], or tasks of two worlds.
+    """
+
+    facts: FactsTask
+    demonstrations: DemonstrationsTask
+    share: float
+    """The probability that a batch is of demonstrations."""
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share is {self.share}: give a share of the batches, from 0 to 1")
+        if self.facts.world != self.demonstrations.world:
+            raise ValueError("facts and demonstrations are of two worlds: give both tasks the same one")
+
+    @property
+    def world(self) -> RecallWorld:
+        """That of both tasks."""
+        return self.facts.world
+
+    def batch(
+        self, seed: int, n: int, predict: Predicted = "all"
+    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
+        uniform = Rng(seed, "mixture").uniform("kind", 1).item()
+        return (self.demonstrations if uniform < self.share else self.facts).batch(seed, n, predict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training: its data, schedule and loss."""
+
+    task: FactsTask | DemonstrationsTask | MixedTask
+    """The source of sequences, new ones in every step."""
+    train: TrainConfig = field(default_factory=lambda: PRETRAINING)
+    batch_size: int = 64
+    """Sequences a step."""
+    predict: Predicted = "all"
+    """`"all"`: next-token prediction (§3); `"last"`: the last attribute alone (§4)."""
+
+
+def train_stage(
+    model: nn.Module,
+    stage: Stage,
+    *,
+    probes: Mapping[str, Prompts] | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> TrainRun:
+    """Trains a model in place, resumable in `out`, and logs the matches on each of `probes`.
+
+    Args:
+        model: A Hugging Face decoder such as `small_gpt2`, or any module from tokens to logits.
+        stage: The task and the schedule.
+        probes: Prompts of tasks of the same world; the log gets `"<name>.<match>"` for each of `MATCHES`.
+        seed: Of the batches.
+        out: The folder for the log and the checkpoints.
+        recipe: What else identifies this training, such as the model's provenance.
+        progress: Whether to draw a progress bar.
+    """
+    world = stage.task.world
+
+    def metrics(net: nn.Module, _step: int) -> dict[str, float]:
+        return {
+            f"{name}.{match}": float(correct.mean())
+            for name, prompts in (probes or {}).items()
+            for match, correct in probe(net, prompts, world).items()
+        }
+
+    return train(
+        model,
+        lambda _, batch_seed: stage.task.batch(batch_seed, stage.batch_size, stage.predict),
+        next_token_loss,
+        stage.train,
+        seed=seed,
+        out=out,
+        metrics=metrics,
+        recipe={"stage": asdict(stage), **(recipe or {})},
+        progress=progress,
+    )
+
+
+def next_token_loss(
+    model: nn.Module, batch: tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]
+) -> Float[Tensor, ""]:
+    """Returns the mean cross-entropy in nats over the labels that are not `IGNORED`; other logits are not computed."""
+    tokens, labels = batch
+    labelled = labels != IGNORED
+    if labelled.all():
+        return nn.functional.cross_entropy(logits_at(model, tokens).flatten(0, 1), labels.flatten())
+    return nn.functional.cross_entropy(logits_at(model, tokens, labelled), labels[labelled])
+
+
+def logits_at(
+    model: nn.Module, tokens: Int[Tensor, "prompt pos"], positions: Tensor | None = None
+) -> Float[Tensor, "... d_vocab"]:
+    """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` where `positions` is true."""
+    body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
+    if body is None or head is None:  # not Hugging Face's GPT-2
+        logits = model(tokens)
+        return logits if positions is None else logits[positions]
+    hidden = body(tokens, use_cache=False).last_hidden_state
+    return head(hidden if positions is None else hidden[positions])
+
+
+@torch.no_grad()
+def probe(model: nn.Module, prompts: Prompts, world: RecallWorld) -> dict[str, Float[Tensor, " prompt"]]:
+    """Returns in what respects the argmax at each prompt's last position is correct: `metrics.recall_matches`.
+
+    This is the fast form for use during training; `align_circuits.evaluate` has intervals, edits and padding.
+
+    Raises:
+        ValueError: Padded prompts.
+    """
+    if not prompts.mask.all():
+        raise ValueError("these prompts are padded: sample with one grammar length, or use align_circuits.evaluate")
+    tokens = prompts.tokens.to(next(model.parameters()).device)
+    last = torch.zeros_like(tokens, dtype=torch.bool)
+    last[:, -1] = True
+    predicted = logits_at(model, tokens, last).argmax(-1).cpu()
+    return recall_matches(
+        predicted, prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1], torch.from_numpy(world.facts)
+    )

@@ -1,0 +1,1 @@
+"""The synthetic world, sequences about it as prompts and training batches, and exact references."""

@@ -1,0 +1,37 @@
+"""Figures of tables: plotly figures for notebooks and reports, legible on light and on dark pages.
+
+Tables, or frames made of them, come in; plotly figures go out, which `save` writes as pictures. `attention` returns a
+widget.
+"""
+
+from align_circuits.report.attention_view import EARLIER, AttentionView, attention
+from align_circuits.report.plots.accuracy_figures import ablation, accuracy, accuracy_grids
+from align_circuits.report.plots.attention_figures import attention_course, attention_maps
+from align_circuits.report.plots.circuit_figures import edge_map, faithfulness
+from align_circuits.report.plots.curve_figures import curves, dots
+from align_circuits.report.plots.head_figures import head_map, head_maps, top_heads
+from align_circuits.report.plots.pictures import save
+from align_circuits.report.plots.style import COLOURS, DIVERGING, SEQUENTIAL, styled
+
+__all__ = [
+    "COLOURS",
+    "DIVERGING",
+    "EARLIER",
+    "SEQUENTIAL",
+    "AttentionView",
+    "ablation",
+    "accuracy",
+    "accuracy_grids",
+    "attention",
+    "attention_course",
+    "attention_maps",
+    "curves",
+    "dots",
+    "edge_map",
+    "faithfulness",
+    "head_map",
+    "head_maps",
+    "save",
+    "styled",
+    "top_heads",
+]

@@ -1,0 +1,137 @@
+"""Figures of accuracy: by kind of target, with heads ablated, and as grids."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from align_circuits.prompts.prompts import REFERENCES
+from align_circuits.report.plots.style import COLOURS, GREY, SEQUENTIAL, SHARES, SYMBOLS, error_bars, marker, styled
+from align_circuits.tables.tables import Table
+
+MAX_NUMBERS = 100
+"""Cells of a grid that shows its numbers."""
+
+_ABLATED = {
+    "nothing": "nothing ablated",
+    "named": "named heads ablated",
+    "random": "as many random heads of the same layers ablated",
+    "rest": "all other heads ablated",
+}
+
+
+def accuracy(table: Table, title: str = "") -> go.Figure:
+    """Returns accuracy by kind of target with 95% intervals: the model's and the reference accuracies.
+
+    Args:
+        table: What `evaluate` returned.
+        title: Above the figure.
+    """
+    frame = table.where(metric="accuracy", offset=None).frame
+    figure = go.Figure()
+    for place, predictor in enumerate(("model", *REFERENCES)):
+        rows = frame[frame["predictor"] == predictor]
+        if rows.empty:
+            continue
+        figure.add_scatter(
+            x=rows["kind"],
+            y=rows["value"],
+            error_y=error_bars(rows),
+            mode="markers",
+            name=predictor,
+            marker=marker(place, 13 if predictor == "model" else 10),
+        )
+    figure.update_yaxes(title="accuracy", range=SHARES)
+    figure.update_xaxes(title="target tokens")
+    figure.update_layout(scattermode="group", scattergap=0.6)
+    return styled(figure, title, height=380)
+
+
+def ablation(group_ablations: Table, title: str = "") -> go.Figure:
+    """Returns accuracy with nothing, the named heads, as many random heads, and all other heads ablated.
+
+    Each draw of random heads is a dot; the others have 95% intervals over prompts.
+
+    Args:
+        group_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
+        title: Above the figure.
+    """
+    frame: Any = group_ablations.where(metric="accuracy").frame
+    kinds, names = (list(dict.fromkeys(frame[key])) for key in ("kind", "ablated"))
+    sets = [name for name in _ABLATED if name in names] + [name for name in names if name not in _ABLATED]
+    slot = 0.84 / len(sets)
+    figure = go.Figure()
+    for place, ablated in enumerate(sets):
+        rows, dots, main = frame[frame["ablated"] == ablated], ablated == "random", ablated in _ABLATED
+        x = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - (len(sets) - 1) / 2) * slot
+        if dots:
+            draw = rows["draw"].to_numpy(dtype=float)
+            x += 0.8 * slot * (draw / max(1, draw.max()) - 0.5)
+        name = _ABLATED[ablated] if main else f"only {ablated} heads ablated"
+        style = list(_ABLATED).index(ablated) if main else place
+        symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
+        figure.add_scatter(
+            x=x,
+            y=rows["value"],
+            error_y=None if dots else error_bars(rows),
+            mode="markers",
+            name=name,
+            customdata=rows["draw"].to_numpy(dtype=int) if dots else None,
+            hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
+            marker={
+                "size": 6 if dots else 11,
+                "symbol": symbol,
+                "opacity": 0.75 if dots else 1,
+                "color": COLOURS[style] if main else GREY,
+            },
+        )
+    figure.update_yaxes(title="accuracy", range=SHARES)
+    figure.update_xaxes(
+        title="target tokens",
+        tickvals=list(range(len(kinds))),
+        ticktext=kinds,
+        range=[-0.5, len(kinds) - 0.5],
+        showgrid=False,
+    )
+    return styled(figure, title, height=470)
+
+
+def accuracy_grids(
+    panels: Mapping[str, pd.DataFrame], x: str, y: str, title: str = "", *, value: str = "accuracy"
+) -> go.Figure:
+    """Returns grids of accuracies or other shares side by side, on one scale from 0 to 1, a number in each cell.
+
+    Columns and rows are evenly spaced. If all panels have the same rows, these are labelled once. Grids of more than
+    `MAX_NUMBERS` cells show numbers only on hovering.
+
+    Args:
+        panels: A frame for each panel by its caption: columns along x, index along y.
+        x: The title of the columns.
+        y: The title of the rows.
+        title: Above the panels.
+        value: The title of the scale.
+    """
+    figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
+    for place, frame in enumerate(panels.values(), start=1):
+        heat = go.Heatmap(
+            z=frame.to_numpy(),
+            x=list(frame.columns),
+            y=list(frame.index),
+            coloraxis="coloraxis",
+            xgap=1,
+            ygap=1,
+            texttemplate="%{z:.2f}" if frame.size <= MAX_NUMBERS else None,
+            hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
+        )
+        figure.add_trace(heat, row=1, col=place)
+    figure.update_xaxes(type="category", title=x, dtick=1, showgrid=False)  # "6" and "20" are labels, not numbers
+    figure.update_yaxes(type="category", dtick=1, showgrid=False)
+    figure.update_yaxes(title=y, col=1)
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
+    if len({tuple(frame.index) for frame in panels.values()}) == 1:
+        for place in range(2, len(panels) + 1):
+            figure.update_yaxes(showticklabels=False, col=place)
+    return styled(figure, title, height=130 + 36 * max(map(len, panels.values())))

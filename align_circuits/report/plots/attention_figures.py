@@ -1,0 +1,99 @@
+"""Figures of attention patterns: on one prompt, and over steps of training."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from align_circuits.hooks.heads import describe
+from align_circuits.report.attention_view import AttentionView
+from align_circuits.report.plots.style import SEQUENTIAL, panel_places, rings, styled
+
+
+def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:
+    """Returns the attention of each head as a map, queries down and keys across: the widget as a static figure.
+
+    Args:
+        attention: The result of `attention`.
+        relation: The relation whose keys are circled, one of the prompt's.
+        title: Above the maps.
+    """
+    lines, columns, places = panel_places(len(attention.rows))
+    figure = make_subplots(
+        lines,
+        columns,
+        subplot_titles=[describe([head]) for head in attention.rows],
+        horizontal_spacing=0.07,
+        vertical_spacing=0.2 / lines,
+    )
+    size, tokens = len(attention.tokens), np.array(attention.tokens, dtype=object)
+    text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
+    for pattern, place in zip(attention.pattern.numpy(), places, strict=True):
+        future = np.triu(np.ones((size, size), dtype=bool), 1)
+        heat = go.Heatmap(
+            z=np.where(future, np.nan, pattern.round(3)),
+            coloraxis="coloraxis",
+            customdata=text,
+            hovertemplate="%{customdata[0]} to %{customdata[1]}: %{z:.3f}<extra></extra>",
+        )
+        figure.add_trace(heat, **place)
+        if relation is not None:
+            query, key = attention.key_mask(relation).nonzero().T.tolist()
+            figure.add_trace(rings(key, query, 8, 2), **place)
+    small = {"size": max(6, min(11, 280 // size))}
+    ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
+    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, tokens)) == 1 else 90)
+    figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
+    colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
+    return styled(figure, title, height=(340 if columns == 3 else 460) * lines + 60)
+
+
+def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Figure:
+    """Returns attention maps above each other, with a slider if they were measured at several steps.
+
+    Args:
+        maps: A frame for each map by its caption, with the columns step, query, key and value.
+        title: Above the maps.
+
+    Raises:
+        ValueError: The maps were measured at different steps.
+    """
+    steps = [sorted(frame["step"].unique().tolist()) for frame in maps.values()]
+    if any(other != steps[0] for other in steps):
+        raise ValueError(f"maps measured at different steps: {steps}; measure each at every step")
+    heights = [len(np.unique(frame["query"].to_numpy())) for frame in maps.values()]
+    height = 220 + sum(min(30 * rows, 480) for rows in heights)
+
+    def drawn(step: int) -> list[go.Heatmap]:
+        grids = (
+            frame[frame["step"] == step].pivot(index="query", columns="key", values="value") for frame in maps.values()
+        )
+        return [
+            go.Heatmap(
+                z=grid.to_numpy().round(3),
+                x=list(grid.columns),
+                y=[str(query) for query in grid.index],
+                coloraxis="coloraxis",
+                hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
+            )
+            for grid in grids
+        ]
+
+    figure = make_subplots(
+        len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=50 / height
+    )
+    for row, heat in enumerate(drawn(steps[0][0]), start=1):
+        figure.add_trace(heat, row=row, col=1)
+    figure.frames = [go.Frame(data=drawn(step), name=str(step)) for step in steps[0]]
+    shown = {"mode": "immediate", "frame": {"duration": 0}}
+    slider = [{"label": str(step), "method": "animate", "args": [[str(step)], shown]} for step in steps[0]]
+    figure.update_layout(
+        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}] if len(slider) > 1 else [],
+        coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "attention"}},
+    )
+    figure.update_yaxes(autorange="reversed", title="from", showgrid=False)
+    figure.update_xaxes(title="to", row=len(maps), col=1, showgrid=False)
+    return styled(figure, title, height=height)

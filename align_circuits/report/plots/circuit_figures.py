@@ -1,0 +1,88 @@
+"""Figures of circuits: effects of edges, and the faithfulness of subgraphs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from align_circuits.report.plots.style import DIVERGING, GREY, RING, error_bars, marker, styled
+from align_circuits.tables.tables import Table
+
+
+def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
+    """Returns a table of edges or paths as a map, senders across and receivers from bottom to top.
+
+    Args:
+        table: With key columns sender and receiver, one row for each pair: `patch_edges`, `patch_paths` or
+            `attribute_edges`. Missing pairs stay blank.
+        title: Above the map.
+        unit: The unit of the numbers.
+
+    Raises:
+        ValueError: A pair has more than one row.
+    """
+    frame = table.frame
+    if frame.duplicated(["sender", "receiver"]).any():
+        raise ValueError("several rows for a sender and a receiver: choose one metric with .where(...) first")
+    order = {name: list(dict.fromkeys(frame[name])) for name in ("sender", "receiver")}
+    grid: Any = frame.pivot(index="receiver", columns="sender", values="value")
+    grid = grid.reindex(index=order["receiver"], columns=order["sender"])
+    bound = float(np.nanmax(np.abs(grid.to_numpy(dtype=float)))) or 1.0
+    heat = go.Heatmap(
+        z=grid.to_numpy(dtype=float),
+        x=order["sender"],
+        y=order["receiver"],
+        coloraxis="coloraxis",
+        xgap=1,
+        ygap=1,
+        hovertemplate="%{x} to %{y}: %{z:.3f}<extra></extra>",
+    )
+    figure = go.Figure(heat)
+    figure.update_xaxes(title="sender", type="category", showgrid=False)
+    figure.update_yaxes(title="receiver", type="category", showgrid=False)
+    figure.update_layout(
+        coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": {"title": unit}}
+    )
+    return styled(figure, title, height=140 + 18 * min(len(grid), 40))
+
+
+def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
+    """Returns faithfulness over the share of edges kept, one line per table; named sets of heads are points.
+
+    Args:
+        tables: The results of `faithfulness`, by the method that scored the edges.
+        title: Above the figure.
+    """
+    figure = go.Figure()
+    for place, (name, table) in enumerate(tables.items()):
+        frame: Any = table.where(metric="faithfulness").frame
+        rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
+        figure.add_scatter(
+            x=rows["fraction"],
+            y=rows["value"],
+            error_y=error_bars(rows),
+            mode="lines+markers",
+            name=name,
+            marker=marker(place, 8),
+        )
+    sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
+    sets = sets[sets["circuit"] != "edges"].drop_duplicates("circuit")
+    if len(sets):
+        figure.add_scatter(
+            x=sets["fraction"],
+            y=sets["value"],
+            error_y=error_bars(sets),
+            mode="markers+text",
+            text=sets["circuit"],
+            textposition="top center",
+            cliponaxis=False,
+            name="all edges among heads",
+            marker={"size": 11, "symbol": "diamond-open", "color": RING, "line": {"width": 2}},
+        )
+    for level in (0, 1):
+        figure.add_hline(y=level, line={"dash": "dot", "color": GREY, "width": 1})
+    figure.update_xaxes(title="share of edges kept", type="log")
+    figure.update_yaxes(title="faithfulness")
+    return styled(figure, title, height=400)

@@ -1,0 +1,78 @@
+"""Figures of values with intervals: curves over steps and other scales, and dots in labelled rows."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from align_circuits.report.plots.style import SHARES, error_bars, marker, styled
+
+
+def curves(
+    panels: Mapping[str, pd.DataFrame], x: str, by: str, label: str, title: str = "", *, value: str = "accuracy"
+) -> go.Figure:
+    """Returns values over `x` with 95% intervals, a colour and a symbol for each value of `by`.
+
+    Args:
+        panels: A frame for each panel by its caption, with the columns `x`, `by`, value, low and high.
+        x: The column along x.
+        by: The column whose values are told apart by colour and symbol.
+        label: The title of the x axis.
+        title: Above the panels.
+        value: The title of the y axis, with the unit.
+    """
+    figure = make_subplots(1, len(panels), subplot_titles=list(panels), shared_yaxes=True, horizontal_spacing=0.05)
+    places: dict[str, int] = {}
+    for panel, frame in enumerate(panels.values(), start=1):
+        for name, rows in frame.groupby(by, sort=False):
+            new, place = str(name) not in places, places.setdefault(str(name), len(places))
+            line = go.Scatter(
+                x=rows[x],
+                y=rows["value"],
+                error_y=error_bars(rows),
+                mode="lines+markers",
+                name=str(name),
+                legendgroup=str(name),
+                showlegend=new,
+                marker=marker(place),
+            )
+            figure.add_trace(line, row=1, col=panel)
+    along, values = (
+        np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
+    )
+    counts = (along == along.round()).all() and np.ptp(along) <= 16
+    figure.update_xaxes(title=label, dtick=1 if counts else None)
+    figure.update_yaxes(range=SHARES if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
+    figure.update_yaxes(title=value, col=1)
+    return styled(figure, title, height=380)
+
+
+def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") -> go.Figure:
+    """Returns values with 95% intervals in labelled rows, a colour and a symbol for each value of `by`.
+
+    Args:
+        frame: With the columns `row`, `by`, value, low and high.
+        row: The column whose values are rows, in order from the top.
+        by: The column whose values are told apart by colour and symbol.
+        label: The title of the values, with their unit.
+        title: Above the figure.
+    """
+    figure = go.Figure()
+    for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
+        figure.add_scatter(
+            x=rows["value"],
+            y=rows[row],
+            error_x=error_bars(rows),
+            mode="markers",
+            name=str(name),
+            orientation="h",
+            marker=marker(place, 8),
+        )
+    names = list(dict.fromkeys(frame[row]))
+    figure.update_xaxes(title=label, side="top")
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")
+    figure.update_layout(scattermode="group", scattergap=0.3)
+    drawn = styled(figure, title, height=130 + 46 * len(names))
+    return drawn.update_layout(margin={"t": 95 if title else 60}, legend={"y": -0.02})

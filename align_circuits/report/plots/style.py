@@ -1,0 +1,73 @@
+"""The style of all figures: legible on light and on dark pages and by colour-blind readers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+SEQUENTIAL = "Cividis"
+"""The scale for values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
+
+DIVERGING = "PuOr"
+"""The scale for differences; its ends differ in hue and its middle is pale (Brewer, 2003)."""
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+"""Okabe and Ito (2008), without black and yellow, which vanish on dark and light pages."""
+
+SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond", "square")
+"""One more than there are colours, so that a pair of both repeats only after 42."""
+
+GREY = "#808080"
+"""The one text colour with contrast on white and on black."""
+
+RING = "#D55E00"
+"""Stands out from every colour of both scales."""
+
+MAX_COLUMNS = 3
+"""Panels side by side."""
+
+SHARES = [-0.04, 1.06]
+"""The range of an axis from 0 to 1, with room for the markers at its ends."""
+
+
+def panel_places(count: int) -> tuple[int, int, list[dict[str, Any]]]:
+    """Returns the rows and columns of a grid of panels, and the place of each panel, as plotly takes it."""
+    columns = min(MAX_COLUMNS, count)
+    return -(-count // columns), columns, [{"row": n // columns + 1, "col": n % columns + 1} for n in range(count)]
+
+
+def marker(place: int, size: int = 9) -> dict[str, Any]:
+    """Returns the colour and the symbol of the series at this place."""
+    return {"size": size, "symbol": SYMBOLS[place % len(SYMBOLS)], "color": COLOURS[place % len(COLOURS)]}
+
+
+def rings(x: Sequence[int], y: Sequence[int], size: int, width: int) -> go.Scatter:
+    """Returns rings around cells of a map."""
+    style = {"symbol": "circle-open", "size": size, "color": RING, "line": {"width": width}}
+    return go.Scatter(x=x, y=y, mode="markers", marker=style, showlegend=False, hoverinfo="skip")
+
+
+def error_bars(frame: Any) -> dict[str, Any]:
+    """Returns the intervals of a table's rows."""
+    above, below = frame["high"] - frame["value"], frame["value"] - frame["low"]
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
+
+
+def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
+    """Returns the figure with a transparent ground and grey letters, for light and dark pages; no template is set."""
+    top, bottom, below = 60 if title else 35, 55, 85  # in pixels; the legend stands below the title of the x axis
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        height=height,
+        template=None,
+        font={"color": GREY, "size": 13},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 60, "r": 20, "t": top, "b": bottom},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": GREY},
+        legend={"orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left"},
+    )
+    axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": GREY, "zeroline": False, "ticks": "outside"}
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis, automargin=True)  # long names of rows need more room on the left
+    return figure

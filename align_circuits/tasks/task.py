@@ -1,0 +1,93 @@
+"""The base class of all tasks: what `localize` and `tune` know of a task."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from align_circuits.prompts.prompts import Prompts
+
+TOKEN_ROLES: Mapping[str, str] = {
+    "induction": "attends to the tokens that followed earlier copies of its token",
+    "previous": "attends to the token before",
+    "duplicate": "attends to earlier copies of its own token",
+}
+"""The roles that need nothing but token ids, which every task of text has."""
+
+
+class Task(ABC):
+    """A source of prompts whose relations are known. Subclass it to use `localize` on a task of your own.
+
+    Only `sample` must be defined. The relations of its prompts that a head can be named for stand in `roles`.
+
+    >>> class Echo(Task):
+    ...     def sample(self, n, tokenizer=None, seed=0):
+    ...         generator = torch.Generator().manual_seed(seed)
+    ...         return Prompts.from_tokens(torch.randint(50, (n, 8), generator=generator).repeat(1, 2))
+    >>> clean, corrupted = Echo().pairs(Echo().sample(3))
+    >>> bool((corrupted.tokens == clean.tokens.roll(1, 0)).all())
+    True
+    """
+
+    roles: ClassVar[Mapping[str, str]] = TOKEN_ROLES
+    """The relations that a head can be named for, in the order of reports, each with what such a head does."""
+    references: ClassVar[tuple[str, ...]] = ()
+    """The reference accuracies that targets carry, of `prompts.REFERENCES`."""
+    target_name: ClassVar[str] = "A token"
+    """What the first target of a phrase is called in a report, at the start of a sentence."""
+
+    @abstractmethod
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:
+        """Draws `n` prompts with their targets and relations.
+
+        Args:
+            n: How many prompts.
+            tokenizer: The tokenizer of the model that will read them; None for tasks that make token ids themselves.
+            seed: Which prompts.
+        """
+
+    def corrupt(self, prompts: Prompts, *, seed: int = 0) -> Prompts:
+        """Returns prompts that differ from the given ones in what the answer depends on, with the same targets.
+
+        Raises:
+            NotImplementedError: The task has no such prompts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define corrupt; Task.pairs needs none")
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Returns clean prompts and their corrupted partners for activation patching.
+
+        The partners come from `corrupt`, if the task defines it, and from `exchanged` otherwise.
+        """
+        if type(self).corrupt is Task.corrupt:
+            return exchanged(prompts)
+        return prompts, self.corrupt(prompts, seed=seed)
+
+    def control(self) -> "Task | None":
+        """Returns the same task with another alignment, or None if it has no alignment to change.
+
+        A head that reads the alignment from the prompt keeps its score on the control.
+        """
+        return None
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What cannot be established on this task, in sentences."""
+        return ()
+
+
+def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
+    """Returns the prompts and, for each, another one of the same length, with the targets of the first.
+
+    Prompts are ordered by length; one that is alone in its length has no partner and is left out.
+    """
+    length = prompts.mask.sum(1)
+    clean, partner = [], []
+    for rows in (torch.nonzero(length == value)[:, 0] for value in length.unique()):
+        if len(rows) > 1:
+            clean += rows.tolist()
+            partner += rows.roll(1).tolist()
+    kept = prompts[clean]
+    return kept, replace(prompts[partner], targets=kept.targets, correct=kept.correct, relations=kept.relations)

@@ -1,0 +1,214 @@
+"""The statistics and figures of abrupt learning, on tables whose answer is planted."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from align_circuits.papers.abrupt.curves import has_formed
+from align_circuits.papers.abrupt.fig_a5_labels_and_pairs import FIGA5
+from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
+from align_circuits.papers.abrupt.figs_3_4_5_transition import CHANGED, FIG4, FIG5, check_alignment
+from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
+from align_circuits.papers.abrupt.figures import ABRUPT
+from align_circuits.papers.abrupt.grid import SMOKE, Grid, network
+from align_circuits.papers.abrupt.interventions import INTERVENTIONS
+from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
+from align_circuits.papers.abrupt.progress_measures import MEASURES
+from align_circuits.papers.abrupt.task import ExemplarTask
+from align_circuits.papers.claims import SCALES
+from align_circuits.report import plots
+from align_circuits.tables.tables import Provenance, Table
+
+STEPS = np.arange(0.0, 401, 10)
+
+
+def curves(middles: dict[str, float], **condition: Any) -> pd.DataFrame:
+    """Three seeds; each measure rises from 0 to 1 around its step; one that is not named stays at 0."""
+    rows = [
+        {
+            **condition,
+            "seed": seed,
+            "step": step,
+            "measure": name,
+            "value": float(np.clip(0.5 + (step - middles.get(name, 1e9) - 10 * seed) / 100, 0, 1)),
+        }
+        for seed in range(3)
+        for name in MEASURES
+        for step in STEPS
+    ]
+    return pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=100)
+
+
+def table(*frames: pd.DataFrame) -> Table:
+    return Table(pd.concat(frames, ignore_index=True), Provenance("test"))
+
+
+def test_the_order_of_the_measures_is_seen_and_its_absence_too():
+    born = {"icl": 200.0, "ila1": 202.0, "tila2": 205.0, "cla": 120.0, "tla2": 100.0}
+    checks = FIG4.check(table(curves(born)))
+    assert [check.holds for check in checks] == [True] * 5
+    assert all(check.control_fails for check in checks)
+    late = check_alignment(table(curves(born | {"tla2": 210.0, "ila1": 320.0})))
+    assert [check.holds for check in late] == [False, True, True, False]
+    never = FIG4.check(table(curves({"cla": 100.0})))
+    assert not any(check.holds for check in never)
+
+
+def test_stalled_seeds_are_counted():
+    robust, stalls = curves({"icl": 100.0}, n_labels=8, n_pairs=4), curves({}, n_labels=4, n_pairs=4)
+    assert [check.holds for check in FIGA5.check(table(robust, stalls))] == [True, True]
+    swapped = table(robust.assign(n_labels=4), stalls.assign(n_labels=8))
+    assert [check.holds for check in FIGA5.check(swapped)] == [False, False]
+
+
+def overridden(**at: float) -> Table:
+    """All interventions; the head forms at a step, 200 unless it is given, and not without an operation."""
+    names = {each: each.replace(" ", "_").replace(",", "").replace("'s", "") for each in INTERVENTIONS}
+    middles = {
+        each: at.get(name, 1e9 if each.startswith("no ") and "elsewhere" not in each else 200.0)
+        for each, name in names.items()
+    }
+    return table(
+        *(
+            curves({"icl": middle, "ila1": middle, "tila2": middle}, intervention=each)
+            for each, middle in middles.items()
+        )
+    )
+
+
+def test_an_override_is_credited_only_if_the_transition_comes_sooner():
+    sooner = CLAMPED.check(overridden(previous=100.0, previous_labels=100.0))
+    assert [check.holds and check.control_fails for check in sooner] == [True] * 4
+    assert sooner[0].measured.value == pytest.approx(np.mean([100 / 200, 100 / 210, 100 / 220]))
+    assert [check.holds for check in CLAMPED.check(overridden())[:2]] == [False, False]
+    assert [check.holds and check.control_fails for check in WITHOUT.check(overridden())] == [True] * 4
+    assert not WITHOUT.check(overridden(no_write=200.0))[1].holds
+
+
+def test_a_hypothesis_is_excluded_only_where_its_cause_was_fixed():
+    def excluded(results: Table) -> dict[str, set[str]]:
+        return {str(name)[:2]: set(rows["excluded"]) for name, rows in hypotheses(results).groupby("hypothesis")}
+
+    assert excluded(overridden()) == {"H1": {"yes"}, "H2": {"yes"}, "H3": {"yes"}}
+    assert excluded(overridden(CLA_fixed=1e9)) == {"H1": {"yes", "no"}, "H2": {"yes"}, "H3": {"no"}}
+    assert excluded(overridden(TLA2_fixed=1e9)) == {"H1": {"yes", "no"}, "H2": {"no"}, "H3": {"yes"}}
+
+
+def test_a_head_counts_as_formed_only_with_transition_and_attention():
+    whole = {"icl": 200.0, "ila1": 200.0, "tila2": 200.0, "tla2": 100.0}
+    assert has_formed(table(curves(whole))).tolist() == [True] * 3
+    for lacks in ("icl", "ila1", "tila2"):
+        without = {name: step for name, step in whole.items() if name != lacks}
+        assert not has_formed(table(curves(without))).any()
+
+
+def test_what_is_to_be_confirmed_can_fail():
+    confirmed = CONFIRMED.check(overridden(CLA_fixed=1e9))
+    assert [check.holds and check.control_fails for check in confirmed] == [True] * 3
+    assert [check.holds for check in CONFIRMED.check(overridden(TLA2_fixed=1e9))] == [True, False, False]
+    assert not CONFIRMED.check(overridden(CLA_fixed=1e9, no_match=200.0))[0].control_fails
+
+
+def test_fresh_seeds_are_seeds_of_no_other_intervention():
+    for scale in SCALES:
+        fresh, before = CONFIRMED.scales[scale].size, CLAMPED.scales[scale].size
+        assert fresh.first_seed >= before.first_seed + before.seeds
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_tasks_of_every_grid_fit_at_every_scale(scale):
+    configs = [experiment.scales[scale] for experiment in ABRUPT]
+    grids = [each for config in configs for each in (config, getattr(config, "grid", None)) if isinstance(each, Grid)]
+    assert len(grids) == len(ABRUPT) - 3  # flows and tunings are no grids
+    for grid in grids:
+        assert sum(map(len, grid.ensembles())) == len(grid.conditions)
+
+
+def test_each_operation_is_changed_where_it_is_and_elsewhere(tmp_path):
+    measured = FIG5.run(FIG5.scales["smoke"], folder=tmp_path)
+    rows = measured.where(seed=0, measure=CHANGED).frame
+    assert set(rows["how"]) == {"nothing", "patched", "ablated", "clamped"}
+    assert len(rows) == 1 + 4 * 2 * 2 + 2 * 2
+    assert len(FIG5.check(measured)) == 7 + 3
+
+
+def dependence(in_context: Any, in_weights: Any) -> Table:
+    """The conditions of the smoke scale, with accuracies that are functions of the condition."""
+    frames = []
+    for condition in FIG2.scales["smoke"].conditions:
+        values = dict.fromkeys(MEASURES, 0.0) | {"icl": in_context(condition), "iwl": in_weights(condition)}
+        values["iwl_common"], values["iwl_rare"] = values["iwl"], 0.1
+        rows = [
+            {**condition, "seed": seed, "step": step, "measure": name, "value": value}
+            for name, value in values.items()
+            for seed, step in itertools.product(range(2), (0, 10, 20))
+        ]
+        frames.append(pd.DataFrame(rows))
+    return Table(pd.concat(frames, ignore_index=True).assign(low=np.nan, high=np.nan, n=40), Provenance("test"))
+
+
+def test_dependences_on_the_data_are_read_from_the_right_conditions():
+    def in_context(at: Any) -> float:
+        bursty = min(at["burst"], 1) * (0.2 + 0.4 * (at["n_classes"] > 8))
+        return (
+            bursty + 0.2 * (at["burst"] > 1) + 0.3 * (at["burst"] == 1) * (at["noise"] > 0.5) - 0.4 * (at["zipf"] > 1)
+        )
+
+    def in_weights(at: Any) -> float:
+        return (1.0 - 0.6 * (at["burst"] > 0) * (at["n_classes"] > 8) - 0.2 * (at["burst"] > 1)) * (
+            1 if at["zipf"] or at["noise"] > 0.5 or at["n_classes"] == 8 or at["burst"] != 1 else 0.7
+        ) + 0.3 * (at["zipf"] == 1)
+
+    measured = dependence(in_context, in_weights)
+    grid = accuracy_grid(measured, "icl")
+    assert grid.index.tolist() == [0, 1, 2]
+    assert grid.columns.tolist() == [8, 16]
+    assert grid.loc[1, 16] == pytest.approx(0.6)
+    checks = FIG2.check(measured)
+    values = [check.measured.value for check in checks]
+    assert values[0] == pytest.approx(0.4)
+    assert values[2] == pytest.approx(0.2)
+    assert values[4] == pytest.approx(0.3)
+    assert values[7] == pytest.approx(0.4)
+    assert not any(
+        check.holds for check in FIG2.check(dependence(lambda _: 0.1, lambda _: 0.1)) if check.relation == ">="
+    )
+
+
+def test_a_cliff_is_narrow_and_a_decline_is_wide():
+    times = np.linspace(0, 100, 1001)
+    assert width_of_fall(times, np.where(times < 90, 1.0, 0.0), 1.0) == pytest.approx(0, abs=0.01)
+    assert width_of_fall(times, 1 - times / 100, 1.0) == pytest.approx(0.75, abs=0.01)
+    assert width_of_fall(times, np.full(1001, 0.5), 1.0) == 1
+
+
+def test_a_course_of_attention_has_a_frame_a_step():
+    first: Any = pd.DataFrame(
+        [{"step": step, "query": q, "key": k, "value": 0.5} for step in (0, 7) for q in (0, 1) for k in range(q + 1)]
+    )
+    second = first[first["query"] == 1]
+    figure: Any = plots.attention_course({"one": first, "two": second})
+    assert [frame.name for frame in figure.frames] == ["0", "7"]
+    assert [trace.z.shape for trace in figure.frames[0].data] == [(2, 2), (1, 2)]
+    assert len(figure.layout.sliders[0].steps) == 2
+    with pytest.raises(ValueError, match="maps read at different steps"):
+        plots.attention_course({"one": first, "two": second[second["step"] == 0]})
+    still: Any = plots.attention_course({"one": first[first["step"] == first["step"].min()]})
+    assert figure.layout.sliders and not still.layout.sliders, "one step needs no slider"
+
+
+def test_conditions_of_one_shape_share_an_ensemble():
+    conditions = (
+        {"burst": 1},
+        {"n_labels": 4, "n_classes": 16},
+        {"burst": 2},
+        {"burst": 1, "intervention": "previous"},
+    )
+    groups = Grid(SMOKE, conditions).ensembles()
+    assert groups == [[conditions[0], conditions[2]], [conditions[1]], [conditions[3]]]
+    task = Grid(SMOKE, ({"model": "two"},)).task({"model": "two"})
+    assert task == ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=0)
+    assert not network(SMOKE, task, "two", [0]).beta_2.requires_grad  # pyright: ignore[reportAttributeAccessIssue]
