@@ -4,6 +4,7 @@ import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,11 +72,12 @@ def test_nothing_of_a_bridge_remains_around_a_module(bridge):
 
 def test_weights_have_a_row_for_each_key_head(bridge):
     attention = bridge.blocks[0].attn
-    assert [compat.head_weight(attention, name).shape[0] for name in ("W_Q", "W_K", "W_V", "W_O")] == [4, 2, 2, 4]
-    attention = torch.nn.Module()
-    attention.W_K, attention._W_K = torch.ones(4, 3, 2), torch.ones(2, 3, 2)
-    assert compat.head_weight(attention, "W_K") is not None and compat.head_weight(attention, "b_K") is None
-    assert compat.head_weight(attention, "W_K").shape == (2, 3, 2)
+    weights = [compat.head_weight(attention, name) for name in ("W_Q", "W_K", "W_V", "W_O")]
+    assert [None if weight is None else len(weight) for weight in weights] == [4, 2, 2, 4]
+    hooked = SimpleNamespace(W_K=torch.ones(4, 3, 2), _W_K=torch.ones(2, 3, 2))  # as a grouped HookedTransformer has it
+    weight = compat.head_weight(hooked, "W_K")
+    assert weight is not None and len(weight) == 2
+    assert compat.head_weight(hooked, "b_K") is None
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):
