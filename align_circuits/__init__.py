@@ -18,7 +18,7 @@ from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.hooks.graph import Graph
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit, planted_competitors
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask
+from align_circuits.papers.abrupt.task import ExemplarTask
 from align_circuits.papers.recall.task.next_token import SlotsTask
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld

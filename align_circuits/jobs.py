@@ -1,4 +1,4 @@
-"""Sweeps: a cell is a function, a config and a seed, and leaves one file; what is finished is never done again."""
+"""Resumable jobs: each is a function, a config and a seed, and writes one file; finished jobs never run again."""
 
 import ast
 import hashlib
@@ -22,15 +22,13 @@ from tqdm.auto import tqdm
 
 from align_circuits.files import replacing, writable_folder
 
-PACKAGE = "align_circuits"
-
 
 @dataclass(frozen=True)
 class Job:
     """One call of a function.
 
     Raises:
-        ValueError: A function or config that cannot be named in a file.
+        ValueError: The function has no importable name, or the config is not JSON.
     """
 
     function: str
@@ -39,7 +37,7 @@ class Job:
     config: Mapping[str, Any]
     """Its keyword arguments, as JSON."""
     seed: int | None = 0
-    """Fixes whatever the function draws; None if it draws nothing: it is called without, and its rows have none."""
+    """Fixes what the function draws at random; None if it draws nothing: it is called without, and its rows have none."""
 
     def __post_init__(self):
         module, _, name = self.function.partition(":")
@@ -61,95 +59,97 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A cell that raised, or whose process died."""
+class JobFailure:
+    """A job that raised, or whose process died."""
 
-    cell: Job
-    """Which one."""
+    job: Job
     error: str
     """The traceback, or how the process ended."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
-    """What a list of cells gave."""
+class JobResults:
+    """The results of a list of jobs."""
 
     frame: pd.DataFrame
-    """The rows of all finished cells, in the order of the cells: config and seed, then the columns of the row, which
-    stand in for a config entry of the same name."""
-    failures: tuple[Failure, ...]
-    """The cells without rows; the next `run_jobs` tries them again."""
+    """The rows of all finished jobs, in the order of the jobs: config and seed, then the columns of the row, which
+    replace a config entry of the same name."""
+    failures: tuple[JobFailure, ...]
+    """The jobs without results; the next `run_jobs` runs them again."""
     rows: tuple[list[dict[str, Any]], ...]
-    """What each cell returned, without its config, in the order of the cells; nothing where it failed."""
+    """What each job returned, without its config, in the order of the jobs; nothing where it failed."""
 
-    def whole(self) -> pd.DataFrame:
-        """Returns the rows of all cells.
+    def all_rows(self) -> pd.DataFrame:
+        """Returns the rows of all jobs.
 
         Raises:
-            ValueError: A cell failed.
+            ValueError: A job failed.
         """
         if self.failures:
             first = self.failures[0]
             raise ValueError(
-                f"{len(self.failures)} cells failed, the first with {first.cell.config}:\n{first.error}\n"
-                "Finished cells are kept: run it again when the cause is gone"
+                f"{len(self.failures)} jobs failed, the first with {first.job.config}:\n{first.error}\n"
+                "Finished jobs are kept: run it again when the cause is removed"
             )
         return self.frame
 
 
-def run_jobs(cells: Sequence[Job], folder: str | Path, *, jobs: int = 1, progress: bool = True) -> Sweep:
-    """Runs the cells that have no result in `folder` yet, and returns the results of all.
+def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, progress: bool = True) -> JobResults:
+    """Runs the jobs that have no result in `folder` yet, and returns the results of all.
 
-    Each result is one JSON file, written whole or not at all, whose name ends in a hash of function, config, seed and
-    code (see `code_version`). So a killed sweep goes on with the cells that were not finished, and a changed config,
-    seed or function is another cell; the files of old code stay, unread. A cell that fails leaves a `.error` file with
-    its config and traceback, and the others go on.
+    Each result is one JSON file, written atomically, whose name ends in a hash of function, config, seed and code (see
+    `code_version`). So a killed run goes on with the unfinished jobs, and another config, seed or function is another
+    job; files of earlier code are ignored. A job that fails leaves a `.error` file with its config and traceback, and
+    the others go on.
 
-    With one job the cells run in this process; with more, in new processes that share the cores, and die with this one.
+    With one process the jobs run in this one; with more, in new processes that share the cores and end with this one.
 
     Args:
-        cells: What to run; a cell that is listed twice runs once.
+        jobs: The jobs; one that is listed twice runs once.
         folder: Where the files are.
-        jobs: The number of processes.
-        progress: Whether to draw a progress bar over the cells.
+        processes: The number of processes.
+        progress: Whether to draw a progress bar over the jobs.
 
     Raises:
-        ValueError: A function that cannot be found, `jobs` below 1, a folder that cannot be written.
+        ValueError: A function cannot be imported, `processes` is below 1, or the folder cannot be written.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs}: give at least 1")
+    if processes < 1:
+        raise ValueError(f"processes={processes}: give at least 1")
     folder = writable_folder(folder)
-    versions = {name: code_version(name) for name in dict.fromkeys(cell.function for cell in cells)}
-    paths = {_path(folder, cell, versions[cell.function]): cell for cell in cells}
-    waiting = {path: cell for path, cell in paths.items() if not path.exists()}
-    attempts = _attempts(waiting) if jobs == 1 else _parallel_attempts(waiting, min(jobs, len(waiting)))
+    versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
+    paths = {_path(folder, job, versions[job.function]): job for job in jobs}
+    waiting = {path: job for path, job in paths.items() if not path.exists()}
+    if processes == 1:
+        attempts = ((path, _attempt(path, job)) for path, job in waiting.items())
+    else:
+        attempts = _parallel_attempts(waiting, min(processes, len(waiting)))
     failures = []
-    with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="cell") as bar:
+    with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="job") as bar:
         for path, error in attempts:
             if error is not None:
-                failures.append(Failure(paths[path], error))
+                failures.append(JobFailure(paths[path], error))
                 _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
     rows = {path: json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [] for path in paths}
-    whole = [{**cell.config, **cell.seeded, **row} for path, cell in paths.items() for row in rows[path]]
-    each = tuple(rows[_path(folder, cell, versions[cell.function])] for cell in cells)
-    return Sweep(pd.DataFrame(whole), tuple(failures), each)
+    joined = [{**job.config, **job.seeded, **row} for path, job in paths.items() for row in rows[path]]
+    by_job = tuple(rows[_path(folder, job, versions[job.function])] for job in jobs)
+    return JobResults(pd.DataFrame(joined), tuple(failures), by_job)
 
 
 def code_version(function: str) -> str:
-    """Returns a hash of the code that a function stands on.
+    """Returns a hash of the code on which a function depends.
 
-    That is its module, and those modules of this package and of its own that it imports, directly or not, as syntax
-    trees without docstrings: a comment, a docstring or the layout does not make another version. Other packages do not
-    count; their versions are the business of the environment.
+    It covers the function's module and the modules of this package and of the function's own that it imports, directly
+    or not, as syntax trees without docstrings: comments, docstrings and layout do not change the version, nor do other
+    packages.
 
     Raises:
         ValueError: There is no such function.
     """
     module, _, _ = function.partition(":")
     _find(function)
-    roots, trees, waiting = {PACKAGE, module.partition(".")[0]}, {}, [module]
+    roots, trees, waiting = {"align_circuits", module.partition(".")[0]}, {}, [module]
     while waiting:
         name = waiting.pop()
         spec = importlib.util.find_spec(name)
@@ -194,36 +194,31 @@ def _is_text(statement: ast.stmt) -> bool:
 def _find(function: str) -> Callable[..., Any]:
     module, _, name = function.partition(":")
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"function={function!r} cannot be found ({error}): give 'module:name'") from error
-    return found  # pyright: ignore[reportReturnType]
+        raise ValueError(f"function={function!r} cannot be imported ({error}): give 'module:name'") from error
+    return value  # pyright: ignore[reportReturnType]
 
 
-def _path(folder: Path, cell: Job, version: str) -> Path:
-    identity = json.dumps([cell.function, cell.config, cell.seed, version], sort_keys=True)
-    return folder / f"{cell.function.rpartition(':')[2]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+def _path(folder: Path, job: Job, version: str) -> Path:
+    identity = json.dumps([job.function, job.config, job.seed, version], sort_keys=True)
+    return folder / f"{job.function.rpartition(':')[2]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
-def _attempts(cells: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]]:
-    for path, cell in cells.items():
-        yield path, _attempt(path, cell)
-
-
-def _parallel_attempts(cells: Mapping[Path, Job], jobs: int) -> Iterator[tuple[Path, str | None]]:
-    """Gives each process a cell at a time; one that dies takes only its own cell along, and is replaced."""
-    threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
-    waiting = deque(cells.items())
+def _parallel_attempts(jobs: Mapping[Path, Job], processes: int) -> Iterator[tuple[Path, str | None]]:
+    """Gives each process one job at a time; a process that dies ends only its own job, and is replaced."""
+    threads = max(1, (os.cpu_count() or 1) // max(processes, 1))
+    waiting = deque(jobs.items())
     idle: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, Path]] = {}
     try:
         while waiting or busy:
-            while waiting and len(busy) < jobs:
+            while waiting and len(busy) < processes:
                 worker = idle.pop() if idle else _Worker(threads)
-                path, cell = waiting.popleft()
-                worker.connection.send((path, cell))
+                path, job = waiting.popleft()
+                worker.connection.send((path, job))
                 busy[worker.connection] = worker, path
             for connection in wait(list(busy)):
                 worker, path = busy.pop(cast(Connection, connection))
@@ -238,15 +233,15 @@ def _parallel_attempts(cells: Mapping[Path, Job], jobs: int) -> Iterator[tuple[P
 
 
 class _Worker:
-    """A process that attempts the cells it is sent, and answers each with its error or None."""
+    """A process that runs the jobs it is sent, and replies to each with its error or None."""
 
     def __init__(self, threads: int):
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        self.connection = cast(Connection, here)
-        self._process = context.Process(target=_work, args=(there, threads), daemon=True)
+        own_end, other_end = context.Pipe()
+        self.connection = cast(Connection, own_end)
+        self._process = context.Process(target=_work, args=(other_end, threads), daemon=True)
         self._process.start()
-        there.close()
+        other_end.close()
 
     def end(self) -> int | None:
         self._process.kill()
@@ -264,15 +259,16 @@ def _work(connection: Connection, threads: int) -> None:
         connection.send(_attempt(*connection.recv()))
 
 
-def _attempt(path: Path, cell: Job) -> str | None:
-    """Runs a cell and writes its result; returns the traceback if that fails."""
+def _attempt(path: Path, job: Job) -> str | None:
+    """Runs a job and writes its result; returns the traceback if it fails."""
     for abandoned in path.parent.glob(f".{path.name}.*.partial"):
         abandoned.unlink()
     try:
-        frame = pd.DataFrame(_find(cell.function)(**cell.config, **cell.seeded))
+        frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
         rows = frame.to_dict("records")
-        _write(path, json.dumps({**asdict(cell), "rows": rows}, indent=1, default=_null) + "\n")
-    except Exception:  # whatever it is, it is this cell's, and is reported with it
+        _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "
+")
+    except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
     path.with_suffix(".error").unlink(missing_ok=True)
     return None

@@ -2,7 +2,7 @@
 
 The plain loop is what one writes by hand: `nn.Linear`, both layers at all positions, `torch.optim.SGD`; no checkpoint,
 no log. Both sides read the same sequences from the same sampler, whose time counts on both, and end with the same
-weights but for rounding. Ours is `train_ensemble` with a checkpoint every 500 steps. Times are of the process (of the
+weights but for rounding. Ours is `train_on_exemplars`, a checkpoint every 500 steps. Times are of the process (of the
 clock on a GPU); a round runs both, in alternating order; ratios are medians over rounds.
 
 Then the share of a training's time that goes to accuracies and progress measures, at the spacing and with the number of
@@ -20,10 +20,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from align_circuits.papers.abrupt.ensemble_runs import CPU, PAPER, Size, network
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_task import Worlds
+from align_circuits.papers.abrupt.grid import CPU, PAPER, Size, network, train_on_exemplars
 from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
+from align_circuits.papers.abrupt.task import Worlds
 
 
 class Plain(nn.Module):
@@ -91,7 +90,7 @@ def at_once(size: Size, members: int, steps: int, device: str) -> tuple[float, n
     config = replace(size.train, steps=steps, log_every=steps, checkpoint_every=500)
     with tempfile.TemporaryDirectory() as folder:
         start = now(device)
-        train_ensemble(net, worlds, config, batch_size=size.batch_size, probe=1, out=folder, progress=False)
+        train_on_exemplars(net, worlds, config, batch_size=size.batch_size, probe=1, out=folder, progress=False)
         return now(device) - start, net
 
 
@@ -121,8 +120,8 @@ def main() -> None:
     ratios, ours, plains, shares = [], [], [], []
     for turn in range(arguments.rounds):
         runs = [plain_loops, at_once]
-        found = {run: run(*how) for run in runs[:: 1 if turn % 2 else -1]}
-        (slow, models), (fast, net) = found[plain_loops], found[at_once]
+        results = {run: run(*how) for run in runs[:: 1 if turn % 2 else -1]}
+        (slow, models), (fast, net) = results[plain_loops], results[at_once]
         for seed, model in enumerate(models):
             for one, other in zip(Plain(net.member(seed)).parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)  # or the comparison means nothing
@@ -138,10 +137,10 @@ def main() -> None:
         f"{about}, {arguments.device}, torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
     )
     print(f"plain loops, one after another {statistics.median(plains):8.2f} steps/s of all members")
-    print(f"train_ensemble                 {statistics.median(ours):8.2f} steps/s of all members")
+    print(f"one ensemble                   {statistics.median(ours):8.2f} steps/s of all members")
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     print(
-        f"probing {size.probe} sequences of each sort every {size.log_every} steps takes "
+        f"probing {size.probe} sequences of each kind every {size.log_every} steps takes "
         f"{100 * statistics.median(shares):.2f}% of the time ({100 * min(shares):.2f} to {100 * max(shares):.2f})"
     )
 

@@ -58,7 +58,7 @@ if __name__ == "__main__":
             started = time.process_time()
             theirs = loop(model, clean, corrupted)
             between = time.process_time()
-            ours = function_vectors(model, [(clean, corrupted)])
+            ours = function_vectors(model, [ac.Pair(clean, corrupted)])
             rounds.append((between - started, time.process_time() - between))
             apart = max(apart, float((torch.tensor(ours.grid("function_vector")) - theirs).abs().max()))
     print(f"a loop with hooks  {median(one for one, _ in rounds):.2f} s")

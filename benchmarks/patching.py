@@ -112,9 +112,9 @@ def compare(name: str, model: Any, count: int, rounds: int, sample: int, *, whol
         return spent, total
 
     def mine() -> torch.Tensor:
-        table = ac.patch_heads(model, clean=clean, corrupted=corrupted, positions=masks)
-        if table.provenance.engine != "cone":
-            raise RuntimeError(f"the {table.provenance.engine} engine ran, not the cone")
+        table = ac.patch_heads(model, ac.Pair(clean, corrupted), positions=masks)
+        if table.provenance.engine != "replay":
+            raise RuntimeError(f"the {table.provenance.engine} engine ran, not replay")
         values = table.where(kind="all", metric="log_prob").frame.sort_values(["layer", "head"])["value"]
         return torch.tensor(values.to_numpy())[[every.index(head) for head in some]]
 

@@ -133,8 +133,8 @@ def compare(width: int, sample: int, rounds: int, out: str | None) -> None:
     results: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for _ in range(rounds):
-            pair: dict[str, Any] = {"clean": setting.clean, "corrupted": setting.corrupted, "positions": masks}
-            seconds, table = timed(lambda pair=pair: ac.patch_heads(setting.bridge, **pair))
+            pair = ac.Pair(setting.clean, setting.corrupted)
+            seconds, table = timed(lambda pair=pair: ac.patch_heads(setting.bridge, pair, positions=masks))
             frame = table.where(kind="all", metric="log_prob").frame.set_index(["layer", "head"])["value"]
             results["align_circuits"] = torch.tensor(frame.loc[some].to_numpy())
             times["align_circuits"].append(seconds)

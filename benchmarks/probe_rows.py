@@ -64,7 +64,7 @@ def reduced(model: object, prompts: ac.Prompts, engine: str, batch: int | str = 
         mass[layer, rows] = pattern[..., :100].sum(-1)
         best[layer, rows] = pattern.argmax(-1)
 
-    forward(model, prompts, prompt=prompt, query=query, on_pattern=on_pattern, engine=engine, batch_size=batch)
+    forward(model, prompts, prompt=prompt, query=query, on_pattern=on_pattern, options=ac.RunOptions(engine, batch))
     return mass
 
 
@@ -80,7 +80,7 @@ def compare(rounds: int, count: int, batch: int) -> None:
     contestants: dict[str, Callable[[], object]] = {
         "bare Hugging Face forward (SDPA)": lambda: in_batches(bare),
         "fast engine, rows reduced": lambda: reduced(bridge, prompts, "fast", batch),
-        "score_heads, all metrics": lambda: ac.score_heads(bridge, prompts, engine="fast", batch_size=batch),
+        "score_heads, all metrics": lambda: ac.score_heads(bridge, prompts, options=ac.RunOptions("fast", batch)),
         "Hugging Face, output_attentions": lambda: in_batches(eager, output_attentions=True),
         "bridge, run_with_cache(hook_pattern)": lambda: in_batches(
             bridge.run_with_cache, names_filter=lambda name: name.endswith("hook_pattern")

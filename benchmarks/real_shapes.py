@@ -116,7 +116,7 @@ def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, devi
         "bare forward (SDPA)": bare,
         "score_heads": lambda: ac.score_heads(model, clean),
         f"patch_heads ({len(some)} of {len(every)} heads)": lambda: ac.patch_heads(
-            model, clean=clean, corrupted=corrupted, heads=some
+            model, ac.Pair(clean, corrupted), heads=some
         ),
     }
     if theirs:

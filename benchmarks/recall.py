@@ -24,8 +24,8 @@ import torch
 from patching import Row, processor
 from torch import Tensor, nn
 
-from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, next_token_loss
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, next_token_loss
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.tables.tables import Provenance, Table

@@ -88,7 +88,7 @@ damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
 # %%
 prompts = task.sample(16, circuit.tokenizer, seed=5)
 corrupted = task.corrupt(prompts, "query", seed=5)
-effects = ac.patch_heads(circuit, clean=prompts, corrupted=corrupted, heads=found.named_heads, direction="denoise")
+effects = ac.patch_heads(circuit, ac.Pair(prompts, corrupted), heads=found.named_heads)
 ac.plots.head_map(effects.where(kind="first", metric="log_prob"), "log_prob", "Denoising: first tokens", unit="nats")
 
 # %%

@@ -14,20 +14,20 @@
 # An induction head appears abruptly while a network trains. After [Reddy (2024)](https://arxiv.org/abs/2312.03002) we watch it happen in a network of two attention layers, small
 # enough for a laptop, over several seeds at once, and then interfere.
 #
-# ## Sequences that know their gold
+# ## Sequences that know their relations
 #
-# Items and their labels stand in alternation; at the end an item is asked for its label. Here four of five sequences use classes that exist nowhere else, so that only the context
+# Items and their labels stand in alternation; at the end stands an item whose label is to be predicted. Here four of five sequences use classes that exist nowhere else, so that only the context
 # can tell.
 
 # %%
 import torch
 
 import align_circuits as ac
-from align_circuits.papers.abrupt.ensemble_runs import aligned_curves, mean_curves, transitions
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import Worlds
-from align_circuits.papers.abrupt.overrides import clamped_to_previous
+from align_circuits.papers.abrupt.curves import aligned_curves, mean_curves, transitions
+from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.interventions import attend_to_previous
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig
+from align_circuits.papers.abrupt.task import Worlds
 from align_circuits.papers.claims import over_seeds
 from align_circuits.training.loop import TrainConfig
 
@@ -46,16 +46,16 @@ for name, relation in prompts.relations.items():
 seeds = [0, 1, 2]
 
 
-def trained(steps, seeds=seeds, held=None):
+def train(steps, seeds=seeds, override=None):
     net = ExemplarNet(ExemplarNetConfig(16, task.d_in, d_head=32, d_hidden=64, init=32**-0.5), seeds)
     config = TrainConfig(steps, lr=0.1, optimizer="sgd", clip=None, log_every=100)
     worlds = Worlds([task] * len(seeds), seeds)
-    hold = held and held(net)
-    return train_ensemble(net, worlds, config, batch_size=64, probe=250, hold=hold, progress=False)
+    how = {"batch_size": 64, "probe": 250, "intervention": override and override(net), "progress": False}
+    return net, train_on_exemplars(net, worlds, config, **how)
 
 
-run = trained(2000)
-accuracies = mean_curves(run.table, {"icl": "in context", "iwl": "in weights", "swap": "labels swapped"})
+_, table = train(2000)
+accuracies = mean_curves(table, {"icl": "in context", "iwl": "in weights", "swap": "labels swapped"})
 ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="Accuracy, mean of three seeds")
 
 # %% [markdown]
@@ -63,7 +63,7 @@ ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="A
 # not disturb it. The step where that happens, over seeds:
 
 # %%
-print(over_seeds(transitions(run.table)))
+print(over_seeds(transitions(table)))
 
 # %% [markdown]
 # Aligned at that step, two measures rise with the accuracy (attention to the previous token in layer 1, attention of the target to its label in layer 2), and two before it (attention of the
@@ -71,7 +71,7 @@ print(over_seeds(transitions(run.table)))
 
 # %%
 names = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
-ac.plots.curves({"": aligned_curves(run.table, names)}, x="step", by="measure", label="steps from the transition")
+ac.plots.curves({"": aligned_curves(table, names)}, x="step", by="measure", label="steps from the transition")
 
 # %% [markdown]
 # ## Attention through the transition
@@ -81,15 +81,16 @@ ac.plots.curves({"": aligned_curves(run.table, names)}, x="step", by="measure", 
 # %%
 import pandas as pd
 
-moment = int(transitions(run.table)[0])
+moment = int(transitions(table)[0])
 sequence = Worlds([task], [0]).batch(0, 1, "icl").inputs
 maps = {"layer 1": [], "layer 2, the target": []}
 for steps in (moment // 2, moment, 3 * moment // 2):
-    _, cache = trained(steps, [0]).net.run_with_cache(sequence)
-    for layer, (kept, queries) in enumerate(zip(maps.values(), (range(9), [8]), strict=True)):
+    net, _ = train(steps, [0])
+    _, cache = net.run_with_cache(sequence)
+    for layer, (rows, queries) in enumerate(zip(maps.values(), (range(9), [8]), strict=True)):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0, 0]
         for query in queries:
-            kept += [
+            rows += [
                 {"step": steps, "query": query, "key": key, "value": pattern[query, key].item()}
                 for key in range(query + 1)
             ]
@@ -99,9 +100,9 @@ ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items
 # ## Interfering
 #
 # Does attention to the previous token bring the rest about? For labels, which must know their item, we hold it in place from the first step on. With it given, the transition comes
-# far sooner. (CachedPair for items too, it comes sooner in some seeds only.)
+# far sooner. (Given to items too, it comes sooner in some seeds only.)
 
 # %%
-clamped = trained(1000, held=lambda net: clamped_to_previous(net, "labels"))
-print("free   ", over_seeds(transitions(run.table)))
-print("clamped", over_seeds(transitions(clamped.table)))
+_, overridden = train(1000, override=lambda net: attend_to_previous(net, "labels"))
+print("free      ", over_seeds(transitions(table)))
+print("overridden", over_seeds(transitions(overridden)))

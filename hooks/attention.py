@@ -1,4 +1,4 @@
-"""The fast path: Hugging Face's own attention on the same bridge, with exact rows of the pattern on the side."""
+"""The fast path: Hugging Face's own attention on the same bridge, with exact rows of the pattern beside it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
+from align_circuits.hooks import compat
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change
 
@@ -29,8 +30,8 @@ ARCHITECTURES = (
 
 
 @dataclass
-class Probe:
-    """The rows of the attention pattern that one forward pass is asked for.
+class PatternProbe:
+    """Reads rows of the attention pattern of every layer in one forward pass.
 
     Passed to a model as the keyword `attention_probe`, it reaches the attention function of every layer.
     """
@@ -41,13 +42,7 @@ class Probe:
     """The query position of each row."""
     reduce: Callable[[int, Float[Tensor, "row head pos"]], None]
     """Called once a layer, with the layer and the rows in float32 or wider."""
-    seen: int = 0
-    """How many layers have called."""
-
-    def __post_init__(self):
-        # Rows become slots [prompt slot], so that one matrix product a layer serves all prompts.
-        place = torch.arange(len(self.prompt), device=self.prompt.device)
-        self._slot = place - torch.searchsorted(self.prompt, self.prompt)
+    layers_read: int = 0
 
     def rows(
         self,
@@ -58,16 +53,23 @@ class Probe:
     ) -> Float[Tensor, "row head pos"]:
         """Returns softmax(q k^T scaling + mask) of the probed rows, from queries and keys after rotation.
 
-        The softmax runs in float32 at least, as in Hugging Face's eager attention; heads that share a key head are
-        folded into the queries, so keys are never expanded. No mask means causal.
+        Prompts may have different numbers of rows. So row i of a prompt takes slot i of a `[prompt slot]` grid, where
+        one matrix product serves all prompts; slots that no row takes compute the row of position 0, which is not read.
+        Heads that share a key head are folded into the slots, so keys are never expanded. The softmax runs in float32
+        at least, as in Hugging Face's eager attention. No mask means causal.
         """
-        prompts, heads, length, width = query.shape
-        key_heads, slots = key.shape[1], int(self._slot.max()) + 1
-        at = torch.zeros(prompts, slots, dtype=torch.long, device=query.device)
-        at[self.prompt, self._slot] = self.query
-        asked = query.gather(2, at[:, None, :, None].expand(prompts, heads, slots, width))
-        scores = asked.reshape(prompts, key_heads, -1, width) @ key.transpose(2, 3) * scaling
-        scores = scores.view(prompts, heads, slots, length).transpose(1, 2)[self.prompt, self._slot]
+        prompts, _, length, width = query.shape
+        # rows ascend by prompt: a row's slot is its distance from the first row of its prompt
+        slot = torch.arange(len(self.prompt), device=self.prompt.device)
+        slot = slot - torch.searchsorted(self.prompt, self.prompt)
+        position = torch.zeros(prompts, int(slot.max()) + 1, dtype=torch.long, device=query.device)
+        position[self.prompt, slot] = self.query
+        at_slots = query.gather(2, repeat(position, "prompt slot -> prompt head slot d", head=query.shape[1], d=width))
+        folded = rearrange(at_slots, "prompt (key group) slot d -> prompt key (group slot) d", key=key.shape[1])
+        scores = folded @ key.transpose(2, 3) * scaling
+        scores = rearrange(
+            scores, "prompt key (group slot) pos -> prompt slot (key group) pos", slot=position.shape[1]
+        )[self.prompt, slot]
         if mask is None:
             visible = torch.arange(length, device=query.device) <= self.query[:, None, None]
         else:
@@ -76,30 +78,30 @@ class Probe:
         return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=wide)
 
 
-Inside = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], Tensor]
+AttentionFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | None], Tensor]
 """(attention module, query `[prompt head pos d_head]`, key and value `[prompt key_head pos d_head]`, after rotation,
 scaling, sliding window) -> z `[prompt pos head d_head]`."""
 
 
 @dataclass(frozen=True)
-class Within:
-    """Functions that attention hands its parts to, which read them or replace them; `attention_within` of a model.
+class AttentionParts:
+    """Reads or replaces queries, keys, values, pattern and z inside the attention function of every layer.
 
-    It reaches the attention function of every layer, whatever hook points the architecture has.
+    Passed to a model as the keyword `attention_parts`. It works whatever hook points an architecture has.
     """
 
     changes: Mapping[str, Change]
     """By hook point of an `INSIDE_SITES` site."""
 
-    def met(self, site: Site, module: nn.Module, part: Tensor) -> Tensor:
-        """Returns what becomes of a part."""
-        change = self.changes.get(name_of(site, int(module.layer_idx)))  # pyright: ignore[reportArgumentType]
+    def change(self, site: Site, module: nn.Module, part: Tensor) -> Tensor:
+        """Returns a part, or what replaces it."""
+        change = self.changes.get(name_of(site, compat.layer_of(module)))
         new = None if change is None else change(part)
         return part if new is None else new
 
-    def asks(self, site: Site, module: nn.Module) -> bool:
-        """Whether a part is asked for."""
-        return name_of(site, int(module.layer_idx)) in self.changes  # pyright: ignore[reportArgumentType]
+    def need(self, site: Site, module: nn.Module) -> bool:
+        """Whether a part is read or replaced."""
+        return name_of(site, compat.layer_of(module)) in self.changes
 
 
 def probe_attention(
@@ -108,37 +110,40 @@ def probe_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    attention_probe: Probe | None = None,
-    attention_inside: Inside | None = None,
-    attention_within: Within | None = None,
+    attention_probe: PatternProbe | None = None,
+    attention_function: AttentionFunction | None = None,
+    attention_parts: AttentionParts | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' "sdpa" computes it; the rows that `attention_probe` asks for go to its reducer.
+    """Attention as transformers' "sdpa" computes it, in place of the function that transformers would call.
 
-    `attention_within` meets its parts on the way; with `attention_inside` it is computed there.
+    `attention_probe` gets its rows, and `attention_parts` its parts; `attention_function` computes all by itself. Where
+    the pattern is read or replaced it is computed, and z follows from it; elsewhere it is never made.
     """
-    if attention_inside is not None:
-        return attention_inside(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
-    if attention_within is not None:
+    if attention_function is not None:
+        return attention_function(module, query, key, value, kwargs["scaling"], kwargs.get("sliding_window")), None
+    pattern = None
+    if attention_parts is not None:
         parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
         query, key, value = (
-            attention_within.met(site, module, part.transpose(1, 2)).transpose(1, 2) for site, part in parts
+            attention_parts.change(site, module, part.transpose(1, 2)).transpose(1, 2) for site, part in parts
         )
-    pattern = None
-    if attention_within is not None and attention_within.asks("pattern", module):
-        pattern = attention_within.met("pattern", module, pattern_of(query, key, attention_mask, kwargs["scaling"]))
-        shared = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-        output = (pattern.to(value.dtype) @ shared).transpose(1, 2).contiguous()
+        if attention_parts.need("pattern", module):
+            pattern = pattern_of(query, key, attention_mask, kwargs["scaling"])
+            pattern = attention_parts.change("pattern", module, pattern)
+    if pattern is None:
+        z, _ = compat.sdpa(module, query, key, value, attention_mask, **kwargs)
     else:
-        output, _ = AttentionInterface._global_mapping["sdpa"](module, query, key, value, attention_mask, **kwargs)
+        by_head = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        z = (pattern.to(value.dtype) @ by_head).transpose(1, 2).contiguous()
     if attention_probe is not None:
-        attention_probe.seen += 1
+        attention_probe.layers_read += 1
         if pattern is None:
             rows = attention_probe.rows(query, key, attention_mask, kwargs["scaling"])
         else:
             rows = pattern[attention_probe.prompt, :, attention_probe.query]
-        attention_probe.reduce(int(module.layer_idx), rows)  # pyright: ignore[reportArgumentType]
-    return output if attention_within is None else attention_within.met("z", module, output), None
+        attention_probe.reduce(compat.layer_of(module), rows)
+    return z if attention_parts is None else attention_parts.change("z", module, z), None
 
 
 def pattern_of(
@@ -152,22 +157,22 @@ def pattern_of(
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     wide = torch.promote_types(scores.dtype, torch.float32)
-    least = torch.finfo(scores.dtype).min  # not -inf: a row of padding sees nothing, and would be NaN
+    least = torch.finfo(scores.dtype).min  # with -inf a row of padding, which sees nothing, would be NaN
     return scores.masked_fill(~mask, least).softmax(-1, dtype=wide).to(query.dtype)
 
 
-def why_not_fast(model: Any) -> str | None:
+def why_not_fast(model: HookedModel) -> str | None:
     """Returns why the fast path does not apply to a model, or None where it does."""
     architecture = getattr(model.cfg, "architecture", None)
-    if not isinstance(getattr(model, "original_model", None), PreTrainedModel):
+    if not compat.is_bridge(model):
         return f"a {type(model).__name__} is no TransformerBridge over a Hugging Face model"
     if architecture not in ARCHITECTURES:
         if (getattr(model.cfg, "attn_scores_soft_cap", None) or 0) > 0:
             return f"{architecture} caps its attention scores, which fused attention does not honour"
-        if any(name.endswith("sinks") for name, _ in model.original_model.named_parameters()):
+        if any(name.endswith("sinks") for name, _ in compat.wrapped(model).named_parameters()):
             return f"{architecture} has attention sinks, which fused attention does not honour"
         return f"{architecture} is not among {', '.join(ARCHITECTURES)}"
-    if model.compatibility_mode:
+    if compat.has_changed_weights(model):
         return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
     if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
         return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
@@ -178,31 +183,13 @@ def why_not_fast(model: Any) -> str | None:
 def raw_attention(bridge: Any) -> Iterator[None]:
     """Runs a bridge with Hugging Face's own attention for the length of a `with`: same weights, adapters included.
 
-    Inside, `hook_pattern` does not fire: hand what should meet it to the model as `attention_within`. On leaving, also
-    by an exception, the bridge is what it was: its logits are bit-identical.
+    Inside, `hook_pattern` does not fire: pass the model `attention_parts` instead. On leaving, also by an exception,
+    the bridge is what it was: its logits are bit-identical.
 
     Raises:
         ValueError: The fast path does not apply to this model.
     """
     if reason := why_not_fast(bridge):
-        raise ValueError(f"the fast engine cannot run this model: {reason}; use engine='reference'")
-    AttentionInterface.register(ATTENTION, probe_attention)
-    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface._global_mapping["sdpa"])
-    layers = [block.attn for block in bridge.blocks]
-    models = [module for module in bridge.original_model.modules() if isinstance(module, PreTrainedModel)]
-    configs = {id(owner.config): owner.config for owner in (*models, *(layer.original_component for layer in layers))}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    forwards = [vars(layer).get("forward") for layer in layers]  # set where one `with` stands in another
-    try:
-        for config in configs.values():
-            config._attn_implementation = ATTENTION
-        for layer in layers:
-            vars(layer)["forward"] = layer.original_component.forward
+        raise ValueError(f"the fast engine cannot run this model: {reason}; use RunOptions(engine='reference')")
+    with compat.attention_function(bridge, ATTENTION, probe_attention):
         yield
-    finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            vars(layer).pop("forward", None)
-            if forward is not None:
-                vars(layer)["forward"] = forward
-        for key, config in configs.items():
-            config._attn_implementation = before[key]

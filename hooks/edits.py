@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.hooks.heads import Head, layers_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
@@ -19,16 +20,16 @@ from align_circuits.prompts.prompts import Prompts
 
 @dataclass(frozen=True, eq=False)
 class BatchContext:
-    """The prompts that a model is context on, as far as an edit must know."""
+    """The prompts of one batch, as far as an edit needs to know them."""
 
     prompts: Prompts
     rows: Int[Tensor, " prompt"]
-    """Which of them are in the batch, in order."""
+    """The prompts in the batch, in order."""
     span: slice | None = None
-    """Which of their columns run; None for all, but for columns of padding left out on the left."""
+    """The columns that run; None for all, except for columns of padding that are left out on the left."""
     source: Mapping[str, Float[Tensor, "batch ..."]] = field(default_factory=dict)
-    """By hook point, the activations of another run of the batch, at the columns of `span`: what a `Patch` without
-    values of its own puts in."""
+    """By hook point, the activations of the source run of the batch, at the columns of `span`, for a `Patch` without
+    values."""
 
     @classmethod
     def all_of(cls, prompts: Prompts) -> "BatchContext":
@@ -36,37 +37,39 @@ class BatchContext:
         return cls(prompts, torch.arange(len(prompts)))
 
     def check(self, name: str, batch: int, length: int) -> None:
-        """Raises unless an activation is that of these prompts, of which columns of padding may be left out.
+        """Raises unless an activation has the shape of these prompts; columns of padding may be left out.
 
         Raises:
-            ValueError: Their number or length is another.
+            ValueError: Another number of prompts, or another length.
         """
         mask = self.prompts.mask[self.rows]
-        left_out = mask.shape[1] - length
+        missing = mask.shape[1] - length
         if self.span is not None:
             fits = length == self.span.stop - self.span.start
         else:
-            fits = left_out >= 0 and not bool(mask[:, :left_out].any())
+            fits = missing >= 0 and not bool(mask[:, :missing].any())
         if batch != len(mask) or not fits:
             raise ValueError(
                 f"at {name!r} the model runs on {batch} prompts of {length} tokens, but the edit was made for "
-                f"{len(mask)} of {mask.shape[1]}: run it on those, all at once, or hand the edit over as `edits=`"
+                f"{len(mask)} of {mask.shape[1]}: run it on those, all at once, or pass the edit as `edits=`"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Edit(ABC):
-    """A change of activations; a value, good for any number of models and runs."""
+    """A change of activations; a value that serves any number of models and runs."""
 
-    def fwd_hooks(self, model: Any, prompts: Prompts | None = None) -> list[tuple[str, Callable[..., Tensor | None]]]:
+    def fwd_hooks(
+        self, model: HookedModel, prompts: Prompts | None = None
+    ) -> list[tuple[str, Callable[..., Tensor | None]]]:
         """Returns the edit as hooks for `model.hooks(fwd_hooks=...)` or `model.run_with_hooks(..., fwd_hooks=...)`.
 
-        Every hook is tried on two tokens first: one that would never fire raises here and changes nothing in silence.
+        The hooks first run on two tokens: one that would never fire raises here instead of changing nothing.
 
         Args:
             model: A model with TransformerLens's hooks.
-            prompts: What the model will run on, all in one batch. An edit that depends on the prompt needs it: `Clamp`,
-                and `Ablate` by means or resampling. To run in batches, hand the edit over instead:
+            prompts: The prompts of the run, all in one batch. Edits that depend on the prompts need them: `Clamp`, and
+                `Ablate` by means or resampling. To run in batches, pass the edit instead:
                 `evaluate(model, prompts, edits=[edit])`.
 
         Raises:
@@ -78,42 +81,36 @@ class Edit(ABC):
 
     @abstractmethod
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
-        """Returns what happens to each activation, by the name of its hook point."""
+        """Returns a function for each activation that changes, by the name of its hook point."""
 
-    def start(self, context: BatchContext) -> int:  # noqa: ARG002 - what an edit does not know of itself
+    def start(self, context: BatchContext) -> int:  # noqa: ARG002 - for subclasses
         """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
         return 0
 
 
-def changes_of(edits: Sequence[Edit], model: Any, context: BatchContext | None) -> dict[str, Change]:
-    """Returns the changes of several edits, applied in order where they meet."""
-    together: dict[str, list[Change]] = {}
+def changes_of(edits: Sequence[Edit], model: HookedModel, context: BatchContext | None) -> dict[str, Change]:
+    """Returns the changes of several edits; at the same hook point they apply in order."""
+    changes_at: dict[str, list[Change]] = {}
     for edit in edits:
         for name, change in edit.changes(model.cfg, context).items():
-            together.setdefault(name, []).append(change)
-    return {name: in_order(changes) for name, changes in together.items()}
+            changes_at.setdefault(name, []).append(change)
+    return {name: in_order(changes) for name, changes in changes_at.items()}
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
-    """Returns what tells edits apart, as JSON, tensors by a hash; nothing where there are none."""
-    told = [
-        {
-            "edit": type(edit).__name__,
-            **{
-                name: value if isinstance(value, str | float | int) else [list(some) for some in value]
-                for name, value in vars(edit).items()
-                if name in ("site", "how", "relation", "scale") or (name == "heads" and value)
-            },
-            **({"layers": list(layers)} if (layers := getattr(edit, "layers", ())) else {}),
-            **{
-                name: _digest(value)
-                for name, value in vars(edit).items()
-                if isinstance(value, Tensor) or (name == "values" and value)
-            },
-        }
-        for edit in edits
-    ]
-    return {"edits": told} if told else {}
+    """Returns the settings that distinguish edits, as JSON, with tensors by a hash; an empty dict for no edits."""
+    records = []
+    for edit in edits:
+        record: dict[str, Any] = {"edit": type(edit).__name__}
+        for name, value in vars(edit).items():
+            if name in ("site", "how", "relation", "scale"):
+                record[name] = value
+            elif name in ("heads", "layers") and value:
+                record[name] = [list(head) for head in value] if name == "heads" else list(value)
+            elif isinstance(value, Tensor) or (name == "values" and value):
+                record[name] = _digest(value)
+        records.append(record)
+    return {"edits": records} if records else {}
 
 
 def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
@@ -125,13 +122,13 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Spot:
-    """One activation that is about to change, or the part of it that belongs to some heads."""
+class _Activation:
+    """An activation before it is edited, or the part of it that belongs to the edited heads."""
 
     name: str
-    old: Float[Tensor, "..."]
+    values: Float[Tensor, "..."]
     columns: Int[Tensor, " column"] | None
-    """The heads, or key heads, that it was taken from; None for all there is."""
+    """The heads, or key heads, that it was taken from; None for the whole activation."""
     dim: int
     """The dimension of heads: 1 in a pattern, else 2."""
     context: BatchContext | None
@@ -139,19 +136,19 @@ class _Spot:
     @property
     def length(self) -> int:
         """The number of tokens."""
-        return self.old.shape[3 - self.dim]
+        return self.values.shape[3 - self.dim]
 
     @property
     def columns_run(self) -> slice:
         """Which columns of the prompts these tokens are."""
-        given = None if self.context is None else self.context.span
-        return slice(-self.length, None) if given is None else given
+        span = None if self.context is None else self.context.span
+        return slice(-self.length, None) if span is None else span
 
     def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
-        """Returns the entries of the tokens in the batch; columns of padding that the engine left out are left out."""
+        """Returns the entries of the tokens in the batch, without the columns of padding that the engine left out."""
         self._check(values.shape[0], values.shape[1])
         values = values if self.context is None else values[self.context.rows]
-        return values[:, self.columns_run].to(self.old.device)
+        return values[:, self.columns_run].to(self.values.device)
 
     def of_run(self, values: Float[Tensor, "prompt ..."], rows: Int[Tensor, " batch"] | None = None) -> Tensor:
         """Returns the same part of another run's activation, for the prompts of the batch or for `rows`."""
@@ -160,17 +157,17 @@ class _Spot:
             rows = self.context.rows
         values = values if rows is None else values[rows]
         run = self.columns_run
-        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.old.device)
+        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.values.device)
         return values if self.columns is None else values.index_select(self.dim, self.columns)
 
     def of_source(self) -> Tensor | None:
-        """Returns the same part of the run that `context` holds beside, if it does."""
+        """Returns the same part of the source run of `context`, if it has one."""
         values = None if self.context is None else self.context.source.get(self.name)
         return values if values is None or self.columns is None else values.index_select(self.dim, self.columns)
 
     def _check(self, prompts: int, tokens: int) -> None:
-        """Raises unless what an edit holds, for so many prompts and tokens, is for this run."""
-        runs = len(self.old), self.length
+        """Raises unless the values of an edit are for as many prompts and tokens as this run has."""
+        runs = len(self.values), self.length
         if self.context is not None:
             self.context.check(self.name, *runs)
             runs = tuple(self.context.prompts.mask.shape)
@@ -183,20 +180,20 @@ class _Spot:
 
 @dataclass(frozen=True, eq=False)
 class _AtSite(Edit):
-    """An edit of one kind of activation, at some heads or layers and at some positions."""
+    """An edit of one kind of activation, at given heads or layers and positions."""
 
     heads: Sequence[Head] = ()
-    """Where, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share a key
-    head: they cannot be changed apart."""
+    """Which heads, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share
+    a key head: they cannot be changed apart."""
     site: Site = "z"
     layers: Sequence[int] = ()
-    """Where, for the sites of layers."""
+    """Which layers, for the sites of layers."""
     positions: Bool[Tensor, "prompt pos"] | None = None
-    """At which tokens; at all by default. For a pattern: in which of its rows."""
+    """Which tokens; all by default. Of a pattern: which of its rows."""
 
     @abstractmethod
-    def value(self, spot: _Spot) -> Tensor:
-        """Returns what replaces `spot.old`, broadcastable to it."""
+    def replacement(self, old: _Activation) -> Tensor:
+        """Returns what replaces `old.values`, broadcastable to it."""
 
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named."""
@@ -221,44 +218,44 @@ class _AtSite(Edit):
     def _change(self, name: str, columns: Tensor | None, context: BatchContext | None, activation: Tensor) -> Tensor:
         dim = 1 if self.site == "pattern" else 2
         columns = None if columns is None else columns.to(activation.device)
-        old = activation if columns is None else activation.index_select(dim, columns)
-        spot = _Spot(name, old, columns, dim, context)
-        new = self.value(spot).to(old).expand_as(old)
+        values = activation if columns is None else activation.index_select(dim, columns)
+        old = _Activation(name, values, columns, dim, context)
+        new = self.replacement(old).to(values).expand_as(values)
         if self.positions is not None:
-            here = spot.of_tokens(self.positions)
-            here = here.reshape(*here.shape, *[1] * (old.ndim - 2))
-            new = torch.where(here.transpose(1, 2) if dim == 1 else here, new, old)
+            edited = old.of_tokens(self.positions)
+            edited = edited.reshape(*edited.shape, *[1] * (values.ndim - 2))
+            new = torch.where(edited.transpose(1, 2) if dim == 1 else edited, new, values)
         return new if columns is None else activation.index_copy(dim, columns, new)
 
 
 @dataclass(frozen=True, eq=False)
 class Patch(_AtSite):
-    """Puts the activations of another run in place: activation patching.
+    """Replaces activations by those of another run: activation patching.
 
     Source: Vig et al. (2020), "Investigating Gender Bias in Language Models Using Causal Mediation Analysis"; Zhang and
     Nanda (2024), "Towards Best Practices of Activation Patching".
     """
 
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
-    """By hook point, the activations of the other run, all heads of them (`engine.capture`). Leave them out where
-    `sweep.sweep` is given the other prompts."""
+    """By hook point, the activations of the other run, all heads of them (`run.forward_pass.capture`). Leave them
+    out where `run.edited_runs.run_edited` is given the source prompts."""
 
-    def value(self, spot: _Spot) -> Tensor:
+    def replacement(self, old: _Activation) -> Tensor:
         """The other run's activation."""
-        if not self.values and (beside := spot.of_source()) is not None:
-            return beside
-        if spot.name not in self.values:
-            raise ValueError(f"no values for {spot.name!r}: this patch holds {', '.join(self.values) or 'none'}")
-        return spot.of_run(self.values[spot.name])
+        if not self.values and (source := old.of_source()) is not None:
+            return source
+        if old.name not in self.values:
+            raise ValueError(f"no values for {old.name!r}: this patch has {', '.join(self.values) or 'none'}")
+        return old.of_run(self.values[old.name])
 
 
 @dataclass(frozen=True, eq=False)
 class AblationBaseline:
-    """What stands in for activations that are ablated; `ablation.ablation_baseline` makes it."""
+    """What replaces ablated activations; `ablation_baseline` measures it."""
 
     means: Mapping[str, Float[Tensor, "group ..."]] = field(default_factory=dict)
-    """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN where the reference
-    has no such token."""
+    """By hook point, the mean over the reference prompts of each group of tokens (`groups_of`); NaN for groups without
+    tokens."""
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
     """By hook point, the activations of the reference prompts, for resampling."""
 
@@ -266,9 +263,9 @@ class AblationBaseline:
 def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
     """Returns the group of each token: its role, and whether it belongs to the test example.
 
-    Means over groups keep what every prompt has in common at such tokens, so that ablating a head takes away what it
-    says about this prompt and no more. Means over single positions keep more than that where all prompts share a layout
-    (a previous-token head, ablated so, still does its work); means over all positions keep less.
+    Means over groups keep what all prompts have in common at such tokens, so that ablating a head removes only what it
+    carries about this prompt. Means over single positions keep more than that where all prompts share a layout (a
+    previous-token head, ablated so, still works); means over all positions keep less.
     """
     tested = prompts.example == prompts.example.amax(1, keepdim=True)
     return 2 * prompts.roles + tested.long()
@@ -276,59 +273,59 @@ def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
 
 @dataclass(frozen=True, eq=False)
 class Ablate(_AtSite):
-    """Takes away what heads or layers say.
+    """Removes the output of heads or layers.
 
-    - `"zero"`: nothing is said.
-    - `"mean"`: what tokens of the same role say on average in the reference prompts (`groups_of`).
-    - `"resample"`: what is said at the same position of the next reference prompt: prompt i gets i + 1, the last the
+    - `"zero"`: it becomes 0.
+    - `"mean"`: its mean over tokens of the same role in the reference prompts (`groups_of`).
+    - `"resample"`: its value at the same position of the next reference prompt: prompt i gets i + 1, the last the
       first. The reference prompts must be as many and as long as those that run.
 
-    Misleads: zero is far from anything that later layers have seen, and under all three they may repair what is missing
-    (McGrath et al., 2023, "The Hydra Effect"). The control is the same ablation of as many other heads.
+    Misleads: zero is far from all that later layers have seen in training, and under all three later layers may
+    compensate (McGrath et al., 2023, "The Hydra Effect"). The control is the same ablation of as many other heads.
     """
 
     how: Literal["zero", "mean", "resample"] = "zero"
     reference: AblationBaseline | None = None
     """For `"mean"` and `"resample"`."""
 
-    def value(self, spot: _Spot) -> Tensor:
-        """What stands in for the activation."""
+    def replacement(self, old: _Activation) -> Tensor:
+        """The ablated activation."""
         if self.how == "zero":
-            return spot.old.new_zeros(())
+            return old.values.new_zeros(())
         if self.how not in ("mean", "resample"):
             raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")
         reference = self.reference or AblationBaseline()
-        held = reference.means if self.how == "mean" else reference.values
-        if spot.name not in held:
+        by_name = reference.means if self.how == "mean" else reference.values
+        if old.name not in by_name:
             raise ValueError(
-                f"how={self.how!r} needs a reference that holds {spot.name!r}: make it with "
+                f"how={self.how!r} needs a reference that has {old.name!r}: make it with "
                 f"ablation_baseline(model, prompts, how={self.how!r}, site={self.site!r})"
             )
-        if spot.context is None:
+        if old.context is None:
             raise ValueError(
-                f"how={self.how!r} depends on the prompts: give them, as in fwd_hooks(model, prompts), or hand the "
-                "edit over as `edits=`"
+                f"how={self.how!r} depends on the prompts: give them, as in fwd_hooks(model, prompts), or pass the "
+                "edit as `edits=`"
             )
         if self.how == "resample":
-            return spot.of_run(held[spot.name], (spot.context.rows + 1) % len(held[spot.name]))
-        means = held[spot.name].to(spot.old.device)
-        means = means if spot.columns is None else means.index_select(1, spot.columns)
-        stand_in = means[spot.of_tokens(groups_of(spot.context.prompts))]
-        if stand_in[spot.of_tokens(spot.context.prompts.mask)].isnan().any():
-            raise ValueError("the prompts hold tokens of a role that the reference prompts lack: take others")
-        return stand_in.nan_to_num(0)
+            return old.of_run(by_name[old.name], (old.context.rows + 1) % len(by_name[old.name]))
+        means = by_name[old.name].to(old.values.device)
+        means = means if old.columns is None else means.index_select(1, old.columns)
+        by_token = means[old.of_tokens(groups_of(old.context.prompts))]
+        if by_token[old.of_tokens(old.context.prompts.mask)].isnan().any():
+            raise ValueError("the prompts have tokens of a role that the reference prompts lack: take others")
+        return by_token.nan_to_num(0)
 
 
 @dataclass(frozen=True, eq=False)
 class Clamp(Edit):
-    """Makes heads attend where a relation says: equally to all its keys, at the positions that ask.
+    """Sets the attention of heads by a relation: from each of its queries, equally to all of its keys.
 
-    What it does to the output is what the attention alone explains.
+    Its effect on the output is the part that attention alone explains.
     """
 
     heads: Sequence[Head]
     relation: str
-    """A relation of the prompts that run."""
+    """The name of a relation of the prompts that run."""
 
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named."""
@@ -341,19 +338,19 @@ class Clamp(Edit):
         relation = context.prompts.relations[self.relation]
         place = torch.full((len(context.prompts),), -1)
         place[context.rows] = torch.arange(len(context.rows))
-        mine = (place[relation.prompt] >= 0).nonzero()[:, 0]
-        prompt, query = place[relation.prompt[mine]], relation.query[mine]
-        if len(torch.stack([prompt, query]).unique(dim=1).T) != len(mine):
-            raise ValueError(f"relation {self.relation!r} asks twice at one position, which then has no one gold")
-        keys = relation.expand(mine)[0].float()
-        gold = keys / keys.sum(1, keepdim=True)
+        in_batch = (place[relation.prompt] >= 0).nonzero()[:, 0]
+        prompt, query = place[relation.prompt[in_batch]], relation.query[in_batch]
+        if len(torch.stack([prompt, query]).unique(dim=1).T) != len(in_batch):
+            raise ValueError(f"relation {self.relation!r} has two rows at one query, which can attend only one way")
+        keys = relation.expand(in_batch)[0].float()
+        attention = keys / keys.sum(1, keepdim=True)
 
         def change(name: str, heads: Tensor, activation: Tensor) -> Tensor:
             context.check(name, len(activation), activation.shape[2])
             new = activation.clone()
-            there = query - (context.prompts.mask.shape[1] - activation.shape[2])
-            rows = gold[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
-            new[prompt[:, None], heads, there[:, None]] = rows
+            row = query - (context.prompts.mask.shape[1] - activation.shape[2])  # columns of padding may be left out
+            rows = attention[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
+            new[prompt[:, None], heads, row[:, None]] = rows
             return new
 
         where = layers_of(cfg, "pattern", self.heads)
@@ -372,28 +369,28 @@ class Steer(_AtSite):
     """
 
     vector: Float[Tensor, " d"] | None = None
-    """What is added: d_model numbers at a layer's site, d_head at a head's."""
+    """d_model numbers at a layer's site, d_head at a head's."""
     scale: float = 1.0
-    """By what it is multiplied."""
+    """The factor of the vector."""
 
-    def value(self, spot: _Spot) -> Tensor:
-        """The activation and the vector."""
-        if self.site == "pattern" or self.vector is None or self.vector.shape != spot.old.shape[-1:]:
-            came = None if self.vector is None else tuple(self.vector.shape)
+    def replacement(self, old: _Activation) -> Tensor:
+        """The activation plus the scaled vector."""
+        if self.site == "pattern" or self.vector is None or self.vector.shape != old.values.shape[-1:]:
+            shape = None if self.vector is None else tuple(self.vector.shape)
             raise ValueError(
-                f"a vector of shape {came} cannot be added at {spot.name!r}: give {spot.old.shape[-1]} numbers, at any "
-                "site but 'pattern'"
+                f"a vector of shape {shape} cannot be added at {old.name!r}: give {old.values.shape[-1]} numbers, at "
+                "any site but 'pattern'"
             )
-        return spot.old + self.scale * self.vector.to(spot.old)
+        return old.values + self.scale * self.vector.to(old.values)
 
 
 def in_order(changes: Sequence[Change]) -> Change:
-    """Returns one change that makes several, each on what the last one left."""
+    """Returns one change that applies several in order."""
 
-    def all_of_them(activation: Tensor) -> Tensor:
+    def in_sequence(activation: Tensor) -> Tensor:
         for change in changes:
             new = change(activation)
             activation = activation if new is None else new
         return activation
 
-    return all_of_them
+    return in_sequence

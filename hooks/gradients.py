@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import raw_attention
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Change, Probes, evaluating
 
 
 def gradients_at(
-    model: Any,
+    model: HookedModel,
     tokens: Int[Tensor, "prompt pos"],
     mask: Bool[Tensor, "prompt pos"],
     names: Collection[str],
@@ -56,7 +57,7 @@ def gradients_at(
 
     probes = Probes(model, {name: keep(name) for name in dict.fromkeys((first, *changed, *names))})
     inputs: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.long()}
-    if isinstance(getattr(model, "original_model", None), PreTrainedModel):
+    if compat.is_bridge(model):
         inputs["use_cache"] = False
         if "attention_mask" in inputs:
             inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)

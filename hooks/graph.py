@@ -1,4 +1,4 @@
-"""The graph of a model: who writes to the residual stream, who reads it, and from whom to whom an edge leads."""
+"""The graph of a model: the parts that write to the residual stream, those that read it, and the edges between them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,32 +10,33 @@ from jaxtyping import Bool
 from torch import Tensor
 
 Reading = Literal["q", "k", "v", "mlp", "logits"]
-"""Through what the residual stream is read."""
+"""The inputs through which the residual stream is read."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """What adds to the residual stream: the embedding (layer -1), a head, or an MLP (head -1)."""
+    """A part that adds to the residual stream: a head, an MLP (no head), or the embedding (neither layer nor head)."""
 
-    layer: int = -1
-    head: int = -1
+    layer: int | None = None
+    head: int | None = None
 
     @property
     def name(self) -> str:
         """`input`, `L2H3` or `M2`."""
-        if self.layer < 0:
+        if self.layer is None:
             return "input"
-        return f"M{self.layer}" if self.head < 0 else f"L{self.layer}H{self.head}"
+        return f"M{self.layer}" if self.head is None else f"L{self.layer}H{self.head}"
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """What reads the residual stream: a head through its query, a key head through key or value, an MLP, the logits."""
+    """A part that reads the residual stream: a head's query, a key head's key or value, an MLP, or the logits."""
 
     site: Reading
     layer: int
-    head: int = -1
-    """For `"k"` and `"v"` the key head."""
+    """The logits come after the last layer, as layer `n_layers`."""
+    head: int | None = None
+    """For `"k"` and `"v"` the key head; None for an MLP and the logits."""
     shared: int = 1
     """How many heads share the key head."""
 
@@ -51,10 +52,10 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Graph:
-    """All edges of a decoder: each goes from a sender to a receiver that runs after it, along the residual stream.
+    """All edges of a decoder: each leads from a sender to a receiver that runs after it, along the residual stream.
 
-    Under grouped-query attention key and value are read once for all heads that share a key head, so they have one edge
-    and not one for each head.
+    Under grouped-query attention the heads that share a key head read one key and one value, so a sender has one edge
+    to each and not one for every head.
     """
 
     n_layers: int
@@ -63,7 +64,7 @@ class Graph:
     mlps: bool = True
     """Whether there are MLPs."""
     parallel: bool = False
-    """Whether the MLP of a layer reads what its heads read, and not what they write (GPT-NeoX)."""
+    """Whether the MLP of a layer reads the same stream as its heads, without their output (GPT-NeoX)."""
 
     @classmethod
     def of(cls, cfg: Any) -> "Graph":
@@ -104,29 +105,29 @@ class Graph:
 
     @cached_property
     def edges(self) -> Bool[Tensor, "receiver sender"]:
-        """Which edges there are."""
+        """The edges, as a mask."""
         return torch.tensor(
             [[self._reaches(sender, receiver) for sender in self.senders] for receiver in self.receivers]
         )
 
     def sender(self, name: str) -> int:
-        """Returns the place of a sender among `senders`.
+        """Returns the index of a sender in `senders`.
 
         Raises:
             KeyError: No sender of that name.
         """
-        return _place(name, [sender.name for sender in self.senders], "sender")
+        return _index(name, [sender.name for sender in self.senders], "sender")
 
     def receiver(self, name: str) -> int:
-        """Returns the place of a receiver among `receivers`.
+        """Returns the index of a receiver in `receivers`.
 
         Raises:
             KeyError: No receiver of that name.
         """
-        return _place(name, [receiver.name for receiver in self.receivers], "receiver")
+        return _index(name, [receiver.name for receiver in self.receivers], "receiver")
 
     def select(self, edges: Iterable[tuple[str, str]]) -> Bool[Tensor, "receiver sender"]:
-        """Returns some edges, pairs of the names of sender and receiver, as a mask.
+        """Returns a mask of the given edges, pairs of the names of sender and receiver.
 
         Raises:
             KeyError: No sender or receiver of that name.
@@ -134,44 +135,45 @@ class Graph:
         """
         mask = torch.zeros_like(self.edges)
         for sender, receiver in edges:
-            place = self.receiver(receiver), self.sender(sender)
-            if not self.edges[place]:
+            index = self.receiver(receiver), self.sender(sender)
+            if not self.edges[index]:
                 raise ValueError(f"no edge from {sender} to {receiver}: {receiver} reads before {sender} has written")
-            mask[place] = True
+            mask[index] = True
         if not mask.any():
             raise ValueError("no edges: name at least one, as a pair of sender and receiver")
         return mask
 
     def among(self, heads: Sequence[tuple[int, int]]) -> Bool[Tensor, "receiver sender"]:
-        """Returns the edges among some heads, the embedding, all MLPs and the logits: the circuit of a set of heads.
+        """Returns the edges among the given heads, the embedding, all MLPs and the logits: the circuit of these heads.
 
         A key head that several heads share belongs to the circuit if one of them does.
 
         Raises:
             ValueError: A head that the graph does not have.
         """
-        if wrong := [(layer, head) for layer, head in heads if Sender(layer, head) not in self.senders[1:] or head < 0]:
+        chosen, known = set(heads), {(sender.layer, sender.head) for sender in self.senders if sender.head is not None}
+        if unknown := [head for head in heads if head not in known]:
             raise ValueError(
-                f"no head L{wrong[0][0]}H{wrong[0][1]}: there are layers 0 to {self.n_layers - 1} with heads 0 to "
+                f"no head L{unknown[0][0]}H{unknown[0][1]}: there are layers 0 to {self.n_layers - 1} with heads 0 to "
                 f"{self.n_heads - 1}"
             )
-        chosen = set(heads)
-        writes = torch.tensor([sender.head < 0 or (sender.layer, sender.head) in chosen for sender in self.senders])
-        reads = torch.tensor(
-            [
-                receiver.head < 0
-                or any((receiver.layer, receiver.head * receiver.shared + i) in chosen for i in range(receiver.shared))
-                for receiver in self.receivers
-            ]
-        )
-        return self.edges & writes & reads[:, None]
+        writes = [sender.head is None or (sender.layer, sender.head) in chosen for sender in self.senders]
+        reads = [
+            receiver.head is None
+            or any((receiver.layer, receiver.head * receiver.shared + i) in chosen for i in range(receiver.shared))
+            for receiver in self.receivers
+        ]
+        return self.edges & torch.tensor(writes) & torch.tensor(reads)[:, None]
 
     def _reaches(self, sender: Sender, receiver: Receiver) -> bool:
-        own = receiver.site == "mlp" and not self.parallel and sender.head >= 0
-        return sender.layer < receiver.layer or (own and sender.layer == receiver.layer)
+        if sender.layer is None or sender.layer < receiver.layer:
+            return True
+        # in a layer of its own a head reaches only the MLP, if that runs after the heads
+        is_head = sender.head is not None
+        return sender.layer == receiver.layer and is_head and receiver.site == "mlp" and not self.parallel
 
 
-def _place(name: str, known: Sequence[str], what: str) -> int:
+def _index(name: str, known: Sequence[str], what: str) -> int:
     if name not in known:
         raise KeyError(f"no {what} {name!r} in this model: it has {', '.join(known[:6])}, ..., {known[-1]}")
     return known.index(name)

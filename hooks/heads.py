@@ -1,4 +1,4 @@
-"""Which heads and layers of a model are meant."""
+"""Heads and layers of a model, and their columns in its activations."""
 
 from collections.abc import Sequence
 from operator import index
@@ -10,32 +10,33 @@ from torch import Tensor
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES
 
 Head = tuple[int, int]
-"""(layer, head), both from 0; printed `L2H3`."""
+"""(layer, head), both from 0; written `L2H3`."""
 
 
 def describe(heads: Sequence[Head]) -> str:
-    """Returns heads as people write them: `L2H3 L4H0`."""
+    """Returns heads as text: `L2H3 L4H0`."""
     return " ".join(f"L{layer}H{head}" for layer, head in heads)
 
 
 def heads_of(cfg: Any, heads: Sequence[Head] | None = None) -> list[Head]:
-    """Returns the heads of a model that are named, each once; all of them by default.
+    """Returns heads without repetition, after a check that the model has them; all heads by default.
 
     Raises:
-        ValueError: What is no pair of layer and head, or a head that the model does not have.
+        ValueError: Not a pair of layer and head, or a head that the model does not have.
     """
     if heads is None:
         return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
     try:
-        named = list(dict.fromkeys((index(layer), index(head)) for layer, head in heads))
+        selected = list(dict.fromkeys((index(layer), index(head)) for layer, head in heads))
     except (TypeError, ValueError):
         raise ValueError(f"heads={heads!r}: give pairs of layer and head, such as [(2, 0), (3, 1)]") from None
-    if wrong := [head for head in named if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]:
+    unknown = [head for head in selected if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]
+    if unknown:
         raise ValueError(
-            f"no head {describe(wrong[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
+            f"no head {describe(unknown[:1])}: this model has layers 0 to {cfg.n_layers - 1} with heads 0 to "
             f"{cfg.n_heads - 1}"
         )
-    return named
+    return selected
 
 
 def shared_at(cfg: Any, site: str) -> int:
@@ -46,31 +47,32 @@ def shared_at(cfg: Any, site: str) -> int:
 
 
 def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
-    """Returns the columns of a site's activation that belong to some heads, by layer; None for a site of layers.
+    """Returns the columns of a site's activation that belong to the given heads, by layer; None for a site of layers.
 
     Raises:
-        ValueError: An unknown site, a head or layer that the model does not have, heads where layers should be named,
-            or some but not all heads that share a key head.
+        ValueError: An unknown site, a head or layer that the model does not have, heads at a site of layers or layers
+            at a site of heads, or only a part of the heads that share a key head.
     """
     known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
     if site not in known:
         raise ValueError(f"site={site!r}: choose one of {', '.join(known)}")
-    (named, kind), (others, other) = ((heads, "heads"), (layers, "layers"))[:: -1 if site in LAYER_SITES else 1]
-    if not len(named) or len(others):
-        raise ValueError(f"an edit of {site!r} takes place at {kind}: name at least one, and no {other}")
     if site in LAYER_SITES:
-        if wrong := [layer for layer in layers if not 0 <= layer < cfg.n_layers]:
-            raise ValueError(f"no layer {wrong[0]}: this model has layers 0 to {cfg.n_layers - 1}")
+        if not len(layers) or len(heads):
+            raise ValueError(f"an edit of {site!r} takes place at layers: name at least one, and no heads")
+        if unknown := [layer for layer in layers if not 0 <= layer < cfg.n_layers]:
+            raise ValueError(f"no layer {unknown[0]}: this model has layers 0 to {cfg.n_layers - 1}")
         return dict.fromkeys(layers)
+    if not len(heads) or len(layers):
+        raise ValueError(f"an edit of {site!r} takes place at heads: name at least one, and no layers")
     heads, shared = heads_of(cfg, heads), shared_at(cfg, site)
     columns: dict[int, Tensor | None] = {}
     for layer in sorted({layer for layer, _ in heads}):
-        mine = {head for where, head in heads if where == layer}
-        whole = {head // shared * shared + place for head in mine for place in range(shared)}
-        if whole != mine:
+        in_layer = {head for layer_of_head, head in heads if layer_of_head == layer}
+        groups = {head // shared * shared + place for head in in_layer for place in range(shared)}
+        if groups != in_layer:
             raise ValueError(
                 f"heads that share a key head cannot change their {site} apart: name all of "
-                f"{describe([(layer, head) for head in sorted(whole)])}"
+                f"{describe([(layer, head) for head in sorted(groups)])}"
             )
-        columns[layer] = torch.tensor(sorted({head // shared for head in mine}))
+        columns[layer] = torch.tensor(sorted({head // shared for head in in_layer}))
     return columns

@@ -4,24 +4,24 @@ import re
 from typing import Literal, cast, get_args
 
 HeadSite = Literal["z", "q", "k", "v", "pattern"]
-"""What each head has of its own. `z`: what it read, before the output matrix; `q`, `k`, `v`: before rotation, all of
-them `[prompt pos head d_head]`, with fewer heads in `k` and `v` under grouped-query attention; `pattern`: attention
-after the softmax, `[prompt head query key]`."""
+"""Activations of single heads. `z`: the mixture of values, before the output matrix; `q`, `k`, `v`: before rotation.
+All are `[prompt pos head d_head]`, with fewer heads in `k` and `v` under grouped-query attention, but for `pattern`:
+attention after the softmax, `[prompt head query key]`."""
 
 RotatedSite = Literal["rot_q", "rot_k"]
-"""`q` and `k` after rotation, as attention meets them: `[prompt pos head d_head]`, with fewer heads in `rot_k` under
-grouped-query attention. TransformerLens names them wherever there is a rotation, but its GPT-NeoX never reaches them;
-the fast engine does."""
+"""`q` and `k` after rotation, as attention uses them: `[prompt pos head d_head]`, with fewer heads in `rot_k` under
+grouped-query attention. TransformerLens names them for every model with rotation, but their hooks never fire in its
+GPT-NeoX; the fast engine reads them there too."""
 
 LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
-"""What a layer has once, `[prompt pos d_model]`: the residual stream before and after it, the output of its MLP."""
+"""Activations of whole layers, `[prompt pos d_model]`: the residual stream before and after one, its MLP's output."""
 
 Site = HeadSite | RotatedSite | LayerSite
 
 HEAD_SITES: tuple[HeadSite, ...] = get_args(HeadSite)
 ROTATED_SITES: tuple[RotatedSite, ...] = get_args(RotatedSite)
 INSIDE_SITES: tuple[Site, ...] = (*ROTATED_SITES, "v", "pattern", "z")
-"""What an attention function sees, in the order in which it meets it."""
+"""The activations inside an attention function, in the order in which it computes them."""
 LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
 
 
@@ -31,7 +31,7 @@ def name_of(site: Site, layer: int) -> str:
 
 
 def site_of(name: str) -> tuple[int, Site] | None:
-    """Returns layer and site of a hook point, or None for one that is no site."""
+    """Returns layer and site of a hook point, or None for a hook point of no site."""
     match = re.fullmatch(r"blocks\.(\d+)\.(attn\.)?hook_(\w+)", name)
     if match is None or match[3] not in (HEAD_SITES + ROTATED_SITES if match[2] else LAYER_SITES):
         return None

@@ -1,4 +1,4 @@
-"""Probes: activations handed to functions while the model runs, which read them or replace them."""
+"""Probes: functions that read or replace activations while a model runs."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,32 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align_circuits.hooks import compat
+from align_circuits.hooks.hooked_model import HookedModel
+
 Change = Callable[[Tensor], Tensor | None]
 """Takes an activation; returns what replaces it, or None if it only reads."""
 
 
 class Probes:
-    """Hooks that hand each activation to its function and remember that they fired.
+    """Hooks that pass each activation to its function and record that they fired.
 
-    A hook point that a model names but never reaches is silent in TransformerLens: a measurement would rest on
-    nothing. So ask `check` after the run.
+    TransformerLens is silent about a hook point that a model names but never computes: a measurement would rest on
+    nothing. So call `check` after the run.
     """
 
-    def __init__(self, model: Any, changes: Mapping[str, Change]):
+    def __init__(self, model: HookedModel, changes: Mapping[str, Change]):
         """Prepares the hooks.
 
         Args:
             model: A model with TransformerLens's hooks.
-            changes: What each activation is handed to, by the name of its hook point.
+            changes: The function of each activation, by the name of its hook point.
 
         Raises:
             ValueError: The model has no hook point of that name.
         """
         known = model.hook_dict
-        if absent := [name for name in changes if name not in known]:
+        if unknown := [name for name in changes if name not in known]:
             raise ValueError(
-                f"no hook point {absent[0]!r} in this {type(model).__name__}: it has {', '.join(list(known)[:8])}, ... "
-                "(see model.hook_dict)"
+                f"no hook point {unknown[0]!r} in this {type(model).__name__}: it has {', '.join(list(known)[:8])}, "
+                "... (see model.hook_dict)"
             )
         self._changes = dict(changes)
         self._silent = set(changes)
@@ -60,17 +63,17 @@ class Probes:
             )
 
     def _hook(self, name: str) -> Callable[..., Tensor | None]:
-        def hand_over(activation: Tensor, hook: Any = None) -> Tensor | None:  # noqa: ARG001 - TransformerLens passes the hook point
+        def fire(activation: Tensor, hook: Any = None) -> Tensor | None:  # noqa: ARG001 - TransformerLens's keyword
             self._silent.discard(name)
             return self._changes[name](activation)
 
-        return hand_over
+        return fire
 
 
-def dry_run(model: Any, names: Collection[str]) -> Probes:
-    """Returns probes that have met one run of two tokens, the least that has something to attend to: who is silent?
+def dry_run(model: HookedModel, names: Collection[str]) -> Probes:
+    """Returns probes after one run of two tokens, so that `silent` lists the hook points that do not fire.
 
-    A model that reads vectors says how long they are, `cfg.d_in`.
+    A model that reads vectors in place of tokens gives their length as `cfg.d_in`.
     """
     probes = Probes(model, dict.fromkeys(names, lambda _: None))
     first, d_in = next(model.parameters()), getattr(model.cfg, "d_in", None)
@@ -82,11 +85,10 @@ def dry_run(model: Any, names: Collection[str]) -> Probes:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Switches dropout off, and afterwards gives every module its own mode back."""
-    wrapped = getattr(model, "original_model", model)  # which is no submodule of a bridge
-    training = {module for module in (*model.modules(), *wrapped.modules()) if module.training}
+    """Switches dropout off, and afterwards restores the mode of every module."""
+    training = {module for module in (*model.modules(), *compat.wrapped(model).modules()) if module.training}
     try:
-        if training:  # a bridge takes its time to switch
+        if training:  # switching is slow on a bridge
             model.eval()
         yield
     finally:

@@ -1,6 +1,6 @@
 """Edges along the residual stream: what each part of a model writes to it and reads from it, and edits of edges."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.edits import BatchContext, Edit
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.names import name_of
@@ -36,7 +37,7 @@ class ResidualEdges:
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
         self._weights = [
-            {name: _weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
+            {name: compat.head_weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
             for block in model.blocks
         ]
 
@@ -61,7 +62,7 @@ class ResidualEdges:
             return residual
         block = self._blocks[layer]
         if site == "mlp":
-            return _raw(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None]
+            return compat.component(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None]
         weights, bias = (self._weights[layer][f"{kind}_{site.upper()}"] for kind in "Wb")
         out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
         return out if bias is None else out + bias
@@ -155,10 +156,10 @@ class _ByCopy(Edit):
 
 @dataclass(frozen=True, eq=False)
 class PatchEdges(_ByCopy):
-    """Patches edges: some receivers read what senders wrote in another run, all others what they write in this one.
+    """Patches edges: chosen receivers read what senders wrote in another run, all others what they write now.
 
-    A receiver reads the residual stream of this run, in which what some senders wrote is replaced by what they wrote in
-    the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
+    A receiver reads the residual stream of this run, in which the outputs of the patched senders are replaced by those
+    of the other run. All that follows is computed anew, so the edges that are left alone carry what really arrives.
 
     Source: Wang et al. (2022), "Interpretability in the Wild", §3.1 (path patching); Conmy et al. (2023), "Towards
     Automated Circuit Discovery", for circuits as sets of edges.
@@ -245,17 +246,7 @@ class PatchReceivers(_ByCopy):
         }
 
 
-def _weight(attention: Any, name: str) -> Tensor | None:
-    """A weight with a row for each key head; a grouped `HookedTransformer` shows it repeated, and hides it so."""
-    weight = getattr(attention, f"_{name}", getattr(attention, name, None))
-    return None if weight is None else weight.detach()
-
-
-def _raw(module: Any) -> Callable[[Tensor], Tensor]:
-    """A module without the hooks that a bridge puts around it."""
-    return getattr(module, "original_component", module)
-
-
 def _normed(block: Any, name: str, residual: Tensor) -> Tensor:
+    """The residual stream after a norm of a block, where it has that norm."""
     norm: nn.Module | None = getattr(block, name, None)
-    return residual if norm is None else _raw(norm)(residual)
+    return residual if norm is None else compat.component(norm)(residual)

@@ -23,13 +23,12 @@ from align_circuits.heads.task_vectors import representations, steer, task_vecto
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.protocol import device_of, parameters_of
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.overrides import clamped_to_label, clamped_to_previous
-from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
-from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.interventions import attend_to_label, attend_to_previous
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.models.training import Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.run.forward_pass import capture
@@ -79,7 +78,12 @@ def prompts(char_tokenizer):
 
 @pytest.fixture(scope="module")
 def pair(prompts):
-    return {"clean": prompts, "corrupted": TASK.corrupt(prompts, "query", seed=1)}
+    return ac.Pair(prompts, TASK.corrupt(prompts, "query", seed=1))
+
+
+@pytest.fixture(scope="module")
+def noise(pair):
+    return replace(pair, direction="noise")
 
 
 def alike(one: Any, other: Any, *, atol: float = 1e-5) -> None:
@@ -186,14 +190,14 @@ def test_p_values(llamas):
 
 @pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["cone", "pattern"])
 def test_patches(llamas, pair, sites):
-    there_as_here(llamas, lambda model: ac.patch_heads(model, **pair, sites=sites))
+    there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=sites))
 
 
 def test_little_memory(llamas, pair, monkeypatch):
     """One cell and one prompt at a time."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1, 1))
-    there_as_here(llamas, lambda model: ac.patch_heads(model, **pair, sites=["z"]))
-    there_as_here(llamas, lambda model: ac.score_heads(model, pair["clean"], metrics=["lookup"]))
+    there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=["z"]))
+    there_as_here(llamas, lambda model: ac.score_heads(model, pair.clean, metrics=["lookup"]))
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
@@ -204,27 +208,24 @@ def test_ablations(llamas, prompts, how):
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["patch", "zero", "mean", "resample", "clamp", "steer", "rotated"])
 def test_edits(llamas, pair, name, engine):
-    heads, later = [(0, 0), (0, 1), (1, 2), (1, 3)], torch.zeros_like(pair["clean"].mask)
+    heads, later = [(0, 0), (0, 1), (1, 2), (1, 3)], torch.zeros_like(pair.clean.mask)
     later[:, 5:] = True
 
     def edited(model: Any) -> ac.Table:
         if name == "patch":
             held = capture(
-                model,
-                pair["corrupted"],
-                [name_of("v", layer) for layer in range(2)],
-                options=ac.RunOptions(engine=engine),
+                model, pair.corrupted, [name_of("v", layer) for layer in range(2)], options=ac.RunOptions(engine=engine)
             )
             edit: Any = ac.Patch(heads, "v", positions=later, values=held)
         elif name in ("mean", "resample"):
-            edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair["corrupted"], how=name, site="z"))
+            edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair.corrupted, how=name, site="z"))
         elif name == "clamp":
             edit = ac.Clamp(heads, "lookup")
         elif name == "steer":
             edit = ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32))
         else:
             edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k")
-        return ac.evaluate(model, pair["clean"], edits=[edit], options=ac.RunOptions(engine=engine))
+        return ac.evaluate(model, pair.clean, edits=[edit], options=ac.RunOptions(engine=engine))
 
     there_as_here(llamas, edited)
 
@@ -234,18 +235,18 @@ def test_edits_whose_values_are_on_the_gpu(llamas, pair):
 
     def edited(model: Any) -> ac.Table:
         with torch.no_grad():
-            _, cache = model.run_with_cache(pair["corrupted"].tokens.to(device_of(model)))
+            _, cache = model.run_with_cache(pair.corrupted.tokens.to(device_of(model)))
         patch = ac.Patch(
             [(0, 1), (1, 2)], values={name_of("z", layer): cache[name_of("z", layer)] for layer in range(2)}
         )
         steer = ac.Steer(site="resid_post", layers=[0], vector=cache[name_of("resid_post", 0)][0, 3])
-        return ac.evaluate(model, pair["clean"], edits=[patch, steer], options=ac.RunOptions(batch_size=3))
+        return ac.evaluate(model, pair.clean, edits=[patch, steer], options=ac.RunOptions(batch_size=3))
 
     there_as_here(llamas, edited)
 
 
 def test_plain_hooks(llamas, pair):
-    prompts = pair["clean"]
+    prompts = pair.clean
     edits = [ac.Clamp([(0, 1)], "lookup"), ac.Ablate([(1, 1)], positions=torch.ones_like(prompts.mask))]
 
     def logits(model: Any) -> torch.Tensor:
@@ -322,34 +323,34 @@ def test_tuning(llamas, tmp_path):
 
 
 @pytest.mark.parametrize("how", ATTRIBUTIONS, ids=str)
-def test_attribution_of_heads(llamas, pair, how):
-    there_as_here(llamas, lambda model: attribute_heads(model, **pair, **how))
+def test_attribution_of_heads(llamas, noise, how):
+    there_as_here(llamas, lambda model: attribute_heads(model, noise, **how))
 
 
 @pytest.mark.parametrize("method", ["eap_ig_activations", "atp_star"])
-def test_attribution_of_edges(llamas, pair, method):
-    there_as_here(llamas, lambda model: attribute_edges(model, **pair, method=method, steps=2))
+def test_attribution_of_edges(llamas, noise, method):
+    there_as_here(llamas, lambda model: attribute_edges(model, noise, method=method, steps=2))
 
 
-def test_edges_and_paths(llamas, pair):
+def test_edges_and_paths(llamas, noise):
     edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    there_as_here(llamas, lambda model: patch_edges(model, **pair, edges=edges))
+    there_as_here(llamas, lambda model: patch_edges(model, noise, edges=edges))
     ends: Any = {"senders": ["input", "L0H1"], "receivers": ["L1H0.q", "L1KV1.k", "L1KV0.v", "M1", "logits"]}
-    there_as_here(llamas, lambda model: patch_paths(model, **pair, **ends))
+    there_as_here(llamas, lambda model: patch_paths(model, noise, **ends))
 
 
-def test_circuits(folder, pair):
+def test_circuits(folder, noise):
     # A quotient: where a resample's denominator is small, float32's rounding is not.
     llamas = [ac.load(folder, device=device, dtype=torch.float64) for device in DEVICES]
-    heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], **pair, method="eap")
+    heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], noise, method="eap")
     shares: Any = {"fractions": (0.5,), "heads": {"two": heads}}
-    there_as_here(llamas, lambda model: faithfulness(model, scores, **pair, **shares))
-    there_as_here(llamas, lambda model: completeness(model, heads[:1], **pair, draws=1))
+    there_as_here(llamas, lambda model: faithfulness(model, scores, noise, **shares))
+    there_as_here(llamas, lambda model: completeness(model, heads[:1], noise, draws=1))
 
 
 def test_contributions(llamas, prompts):
     there_as_here(llamas, lambda model: direct_logits(model, prompts))
-    pairs = [(prompts, TASK.corrupt(prompts, "labels", seed=1))]
+    pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
     there_as_here(llamas, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
 
 
@@ -372,19 +373,20 @@ def test_recall():
         alike(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("clamped", [clamped_to_previous, clamped_to_label, None], ids=["previous", "label", "free"])
-def test_ensembles(clamped):
-    """Trained, clamped, and measured with the progress measures; those that are free are reduced induction heads."""
-    places = 0 if clamped is None else 9
+@pytest.mark.parametrize("override", [attend_to_previous, attend_to_label, None], ids=["previous", "label", "free"])
+def test_ensembles(override):
+    """Trained and measured with overridden attention; without an override, reduced induction heads."""
+    places = 0 if override is None else 9
     tasks = [replace(EXEMPLARS, n_positions=places), replace(EXEMPLARS, n_positions=places, burst=3, zipf=1.0)]
     config = TrainConfig(4, lr=0.1, optimizer="sgd", clip=None, log_every=2)
     found = []
     for device in DEVICES:
         net: Any = InductionHead(InductionHeadConfig(6, tasks[0].d_in, d_hidden=7), [0, 1])
-        if clamped is not None:
+        if override is not None:
             net = ExemplarNet(ExemplarNetConfig(6, tasks[0].d_in, d_head=5, d_hidden=7, init=0.5), [0, 1])
         net = net.to(device)
-        hold = None if clamped is None else clamped(net, "all" if clamped is clamped_to_previous else True)
+        intervention = override and override(net, "all" if override is attend_to_previous else True)
         worlds = Worlds(tasks, [0, 1], device=device)
-        found.append(train_ensemble(net, worlds, config, batch_size=8, probe=16, progress=False, hold=hold).table.frame)
+        how: Any = {"batch_size": 8, "probe": 16, "intervention": intervention, "progress": False}
+        found.append(train_on_exemplars(net, worlds, config, **how).frame)
     alike(*found)

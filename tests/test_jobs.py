@@ -1,4 +1,4 @@
-"""Sweeps: every cell once, whatever happens to it or to the sweep."""
+"""Jobs: each runs once, whatever happens to it or to the others."""
 
 import json
 import multiprocessing
@@ -25,7 +25,7 @@ NUMBER = count()
 @pytest.fixture
 def code(tmp_path, monkeypatch):
     """A package of its own, under a new name in each test; its `square` notes each call and can be made to fail."""
-    package = tmp_path / f"swept_{next(NUMBER)}_{os.getpid()}"
+    package = tmp_path / f"package_{next(NUMBER)}_{os.getpid()}"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "power.py").write_text("def power(x):\n    return x**2\n")
@@ -56,12 +56,12 @@ def code(tmp_path, monkeypatch):
     return package
 
 
-def cells_of(code, *xs, **config):
+def jobs_of(code, *xs, **config):
     return [Job(f"{code.name}.functions:square", {"x": x, **config}) for x in xs]
 
 
-def run(cells, folder, jobs=1):
-    return run_jobs(cells, folder, jobs=jobs, progress=False)
+def run(jobs, folder, processes=1):
+    return run_jobs(jobs, folder, processes=processes, progress=False)
 
 
 def calls(tmp_path):
@@ -69,29 +69,29 @@ def calls(tmp_path):
 
 
 def test_results_come_in_the_order_of_the_cells_and_once(code, tmp_path):
-    cells = cells_of(code, 3, 1, 2)
-    sweep = run([*cells, cells[0]], tmp_path / "sweep")
-    assert list(sweep.frame.columns) == ["x", "seed", "y", "part"]
-    assert list(sweep.frame["y"]) == [9, 9, 1, 1, 4, 4]
-    assert sweep.failures == ()
-    assert sweep.whole() is sweep.frame
-    again = run(cells, tmp_path / "sweep")
-    pd.testing.assert_frame_equal(again.frame, sweep.frame)
+    jobs = jobs_of(code, 3, 1, 2)
+    results = run([*jobs, jobs[0]], tmp_path / "results")
+    assert list(results.frame.columns) == ["x", "seed", "y", "part"]
+    assert list(results.frame["y"]) == [9, 9, 1, 1, 4, 4]
+    assert results.failures == ()
+    assert results.all_rows() is results.frame
+    again = run(jobs, tmp_path / "results")
+    pd.testing.assert_frame_equal(again.frame, results.frame)
     assert calls(tmp_path) == ["3", "1", "2"]
 
 
 def test_another_config_or_seed_is_another_cell(code, tmp_path):
-    cell, *_ = cells_of(code, 2)
-    run([cell], tmp_path / "sweep")
+    job, *_ = jobs_of(code, 2)
+    run([job], tmp_path / "results")
     others = [
-        Job(cell.function, {"x": 3}),
-        Job(cell.function, {"x": 2, "trouble": None}),
-        Job(cell.function, {"x": 2}, seed=1),
+        Job(job.function, {"x": 3}),
+        Job(job.function, {"x": 2, "trouble": None}),
+        Job(job.function, {"x": 2}, seed=1),
     ]
-    run(others, tmp_path / "sweep")
+    run(others, tmp_path / "results")
     assert calls(tmp_path) == ["2", "3", "2", "2"]
-    reordered = Job(cell.function, {"trouble": None, "x": 2})
-    assert run([reordered], tmp_path / "sweep").frame["y"].tolist() == [4, 4]
+    reordered = Job(job.function, {"trouble": None, "x": 2})
+    assert run([reordered], tmp_path / "results").frame["y"].tolist() == [4, 4]
     assert len(calls(tmp_path)) == 4
 
 
@@ -101,36 +101,36 @@ def test_floats_survive_to_the_bit(tmp_path, code):
         "    return pd.DataFrame({'x': np.random.default_rng(seed).normal(size=100), 'n': range(100)})\n"
     )
     for _ in range(2):
-        frame = run([Job(f"{code.name}.noise:noise", {}, seed=5)], tmp_path / "sweep").frame
+        frame = run([Job(f"{code.name}.noise:noise", {}, seed=5)], tmp_path / "results").frame
         assert frame["x"].tolist() == np.random.default_rng(5).normal(size=100).tolist()
         assert frame["n"].tolist() == list(range(100))
 
 
 def test_a_failing_cell_is_reported_and_the_others_go_on(code, tmp_path):
-    troubled = [*cells_of(code, 2, trouble="raise"), *cells_of(code, 3, trouble="array")]
-    cells = [*cells_of(code, 1), *troubled, *cells_of(code, 4)]
-    for done in (4, 6):  # a failed cell is tried again, a finished one is not
-        sweep = run(cells, tmp_path / "sweep")
-        assert sweep.frame["x"].tolist() == [1, 1, 4, 4]
-        assert [failure.cell for failure in sweep.failures] == troubled
-        assert "RuntimeError: x is not to be squared" in sweep.failures[0].error
-        assert "not JSON serializable" in sweep.failures[1].error
+    troubled = [*jobs_of(code, 2, trouble="raise"), *jobs_of(code, 3, trouble="array")]
+    jobs = [*jobs_of(code, 1), *troubled, *jobs_of(code, 4)]
+    for done in (4, 6):  # a failed job is tried again, a finished one is not
+        results = run(jobs, tmp_path / "results")
+        assert results.frame["x"].tolist() == [1, 1, 4, 4]
+        assert [failure.job for failure in results.failures] == troubled
+        assert "RuntimeError: x is not to be squared" in results.failures[0].error
+        assert "not JSON serializable" in results.failures[1].error
         with pytest.raises(
-            ValueError, match=r"2 cells failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not"
+            ValueError, match=r"2 jobs failed, the first with \{.*'raise'.*\n(.*\n)*RuntimeError: x is not"
         ):
-            sweep.whole()
+            results.all_rows()
         assert len(calls(tmp_path)) == done
-    reports = [path.read_text() for path in (tmp_path / "sweep").glob("*.error")]
+    reports = [path.read_text() for path in (tmp_path / "results").glob("*.error")]
     assert len(reports) == 2
     assert any('"x": 2' in report and "not to be squared" in report for report in reports)
 
 
 def test_a_cell_that_kills_its_process_takes_no_other_along(code, tmp_path):
-    troubled = [*cells_of(code, 2, trouble="die"), *cells_of(code, 3, trouble="raise")]
-    cells = [*cells_of(code, 1), *troubled, *cells_of(code, 4, 5)]
-    sweep = run(cells, tmp_path / "sweep", jobs=2)
-    assert sweep.frame["x"].tolist() == [1, 1, 4, 4, 5, 5]
-    errors = {failure.cell.config["x"]: failure.error for failure in sweep.failures}
+    troubled = [*jobs_of(code, 2, trouble="die"), *jobs_of(code, 3, trouble="raise")]
+    jobs = [*jobs_of(code, 1), *troubled, *jobs_of(code, 4, 5)]
+    results = run(jobs, tmp_path / "results", processes=2)
+    assert results.frame["x"].tolist() == [1, 1, 4, 4, 5, 5]
+    errors = {failure.job.config["x"]: failure.error for failure in results.failures}
     assert errors.keys() == {2, 3}
     assert "exit code -9" in errors[2] and "not to be squared" in errors[3]
     assert sorted(calls(tmp_path)) == ["1", "2", "3", "4", "5"]
@@ -141,26 +141,26 @@ def test_a_cell_that_succeeds_later_loses_its_error(code, tmp_path, monkeypatch)
         "import os\n\n\ndef late(*, seed):\n    if 'READY' not in os.environ:\n"
         "        raise OSError('not yet')\n    return [{'y': 1}]\n"
     )
-    cell = Job(f"{code.name}.late:late", {})
-    assert "not yet" in run([cell], tmp_path / "sweep").failures[0].error
+    job = Job(f"{code.name}.late:late", {})
+    assert "not yet" in run([job], tmp_path / "results").failures[0].error
     monkeypatch.setenv("READY", "1")
-    assert run([cell], tmp_path / "sweep").frame["y"].tolist() == [1]
-    assert [path.suffix for path in (tmp_path / "sweep").iterdir()] == [".json"]
+    assert run([job], tmp_path / "results").frame["y"].tolist() == [1]
+    assert [path.suffix for path in (tmp_path / "results").iterdir()] == [".json"]
 
 
-def sweep_in_a_process(path, cells, folder, jobs):
+def run_in_a_process(path, jobs, folder, processes):
     sys.path.insert(0, path)
-    run(cells, folder, jobs)
+    run(jobs, folder, processes)
 
 
-@pytest.mark.parametrize(("jobs", "done"), [(1, {1, 2}), (2, {1, 2, 4})])
-def test_a_killed_sweep_goes_on_with_what_was_not_finished(code, tmp_path, jobs, done):
-    cells = [*cells_of(code, 1, 2), *cells_of(code, 3, trouble="wait"), *cells_of(code, 4)]
-    process = FORK.Process(target=sweep_in_a_process, args=(str(tmp_path), cells, tmp_path / "sweep", jobs))
+@pytest.mark.parametrize(("processes", "done"), [(1, {1, 2}), (2, {1, 2, 4})])
+def test_a_killed_run_goes_on_with_the_unfinished_jobs(code, tmp_path, processes, done):
+    jobs = [*jobs_of(code, 1, 2), *jobs_of(code, 3, trouble="wait"), *jobs_of(code, 4)]
+    process = FORK.Process(target=run_in_a_process, args=(str(tmp_path), jobs, tmp_path / "results", processes))
     process.start()
 
     def finished():
-        return {json.loads(path.read_text())["config"]["x"] for path in (tmp_path / "sweep").glob("*.json")}
+        return {json.loads(path.read_text())["config"]["x"] for path in (tmp_path / "results").glob("*.json")}
 
     limit = time.monotonic() + 60
     while time.monotonic() < limit and not (finished() == done and "3" in calls(tmp_path)):
@@ -172,11 +172,11 @@ def test_a_killed_sweep_goes_on_with_what_was_not_finished(code, tmp_path, jobs,
     pids = set((tmp_path / "pids").read_text().split())
     while time.monotonic() < limit and any(map(alive, pids)):
         time.sleep(0.02)
-    assert not any(map(alive, pids)), "a worker outlived the sweep"
+    assert not any(map(alive, pids)), "a worker outlived the run"
 
-    sweep = run([cells[0], cells[1], cells[3]], tmp_path / "sweep")
-    assert sweep.frame["y"].tolist() == [1, 1, 4, 4, 16, 16]
-    assert sorted(calls(tmp_path)) == ["1", "2", "3", "4"], "a finished cell was run again"
+    results = run([jobs[0], jobs[1], jobs[3]], tmp_path / "results")
+    assert results.frame["y"].tolist() == [1, 1, 4, 4, 16, 16]
+    assert sorted(calls(tmp_path)) == ["1", "2", "3", "4"], "a finished job was run again"
 
 
 def alive(pid):
@@ -188,7 +188,7 @@ def alive(pid):
 
 
 def test_a_result_that_was_being_written_is_not_taken_for_one(code, tmp_path, monkeypatch):
-    cell, *_ = cells_of(code, 2)
+    job, *_ = jobs_of(code, 2)
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -197,36 +197,36 @@ def test_a_result_that_was_being_written_is_not_taken_for_one(code, tmp_path, mo
         patched.setattr(os, "replace", killed)
         patched.setattr(Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
-            run([cell], tmp_path / "sweep")
-    assert [path.suffix for path in (tmp_path / "sweep").glob(".*.json*")] == [".partial"]
-    assert run([cell], tmp_path / "sweep").frame["y"].tolist() == [4, 4]
-    assert not list((tmp_path / "sweep").glob(".*.partial"))
+            run([job], tmp_path / "results")
+    assert [path.suffix for path in (tmp_path / "results").glob(".*.json*")] == [".partial"]
+    assert run([job], tmp_path / "results").frame["y"].tolist() == [4, 4]
+    assert not list((tmp_path / "results").glob(".*.partial"))
 
 
 def test_the_version_changes_with_the_code_and_not_with_comments(code):
-    (cell,) = cells_of(code, 2)
-    version = code_version(cell.function)
+    (job,) = jobs_of(code, 2)
+    version = code_version(job.function)
     functions, power = code / "functions.py", code / "power.py"
 
     functions.write_text("# A comment.\n" + functions.read_text().replace("Text.", "Another text."))
     power.write_text("def power(x):\n    'With a docstring.'\n\n    return x ** 2\n")
     (code / "unused.py").write_text("x = 2\n")
-    assert code_version(cell.function) == version
+    assert code_version(job.function) == version
 
     power.write_text("def power(x):\n    return x**3\n")
-    changed = code_version(cell.function)
+    changed = code_version(job.function)
     assert changed != version, "a module that the function's module imports"
     functions.write_text(functions.read_text().replace('("a", "b")', '("a",)'))
-    assert code_version(cell.function) not in (version, changed), "the function itself"
+    assert code_version(job.function) not in (version, changed), "the function itself"
 
 
 def test_old_results_are_not_taken_for_those_of_new_code(code, tmp_path):
-    (cell,) = cells_of(code, 2)
-    run([cell], tmp_path / "sweep")
+    (job,) = jobs_of(code, 2)
+    run([job], tmp_path / "results")
     (code / "power.py").write_text("def power(x):\n    return x**2 + 0\n")
-    run([cell], tmp_path / "sweep")
+    run([job], tmp_path / "results")
     assert calls(tmp_path) == ["2", "2"]
-    assert len(list((tmp_path / "sweep").glob("*.json"))) == 2
+    assert len(list((tmp_path / "results").glob("*.json"))) == 2
 
 
 def test_the_version_sees_this_package(code):
@@ -249,20 +249,20 @@ def test_functions_without_an_address_are_refused(function):
 
 @pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs:no_such_function"])
 def test_functions_that_are_not_there_are_refused_before_any_work(function, code, tmp_path):
-    with pytest.raises(ValueError, match="cannot be found"):
-        run([*cells_of(code, 1), Job(function, {})], tmp_path / "sweep")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        run([*jobs_of(code, 1), Job(function, {})], tmp_path / "results")
     assert not (tmp_path / "calls").exists()
 
 
 def test_other_bad_arguments_are_refused(code, tmp_path):
     with pytest.raises(ValueError, match="is not JSON"):
         Job("module:function", {"x": object()})
-    with pytest.raises(ValueError, match="jobs=0: give at least 1"):
-        run(cells_of(code, 1), tmp_path / "sweep", jobs=0)
+    with pytest.raises(ValueError, match="processes=0: give at least 1"):
+        run(jobs_of(code, 1), tmp_path / "results", processes=0)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write results"):
-        run(cells_of(code, 1), tmp_path / "file")
+        run(jobs_of(code, 1), tmp_path / "file")
 
 
-def test_no_cells_give_no_rows(tmp_path):
-    assert run([], tmp_path, jobs=3).frame.empty
+def test_no_jobs_give_no_rows(tmp_path):
+    assert run([], tmp_path, processes=3).frame.empty

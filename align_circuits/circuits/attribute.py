@@ -15,6 +15,7 @@ from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.heads import heads_of, layers_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.residual_edges import (
@@ -29,7 +30,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.run.forward_pass import capture, choose_engine, forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
@@ -158,8 +159,8 @@ def attribute_edges(
       Patching Outperforms Automated Circuit Discovery", Eq. 2.
     - `"eap_ig_inputs"`: in the mean over runs whose embeddings lie between the two, k/m of the way to the clean ones,
       k = 1, ..., m. Source: Hanna et al. (2024), "Have Faith in Faithfulness", Eq. 3.
-    - `"eap_ig_activations"`: in the mean over clean runs in which what the sender's layer says (its heads, or its MLP,
-      or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
+    - `"eap_ig_activations"`: in the mean over clean runs in which the output of the sender's layer (its heads, or its
+      MLP, or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
     - `"eap_ig_all_activations"`: in the mean over those runs of all senders, for every edge, as the code released with
       Hanna et al. (2024) has it: in each of them only one layer's output is moved.
     - `"atp_star"`: in the clean run, but for edges into queries and keys attention is computed anew from what the

@@ -1,10 +1,9 @@
 """Checks that a model is the sum of its parts: a residual stream that heads and MLPs read and add to."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
@@ -16,6 +15,7 @@ from align_circuits.hooks.residual_edges import (
     sites_of,
     written_by,
 )
+from align_circuits.models.protocol import device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture
 
@@ -26,47 +26,46 @@ compute in float32 whatever the weights are."""
 NARROW = 5e-2
 
 
-def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
+def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     """Returns the residual edges of a model, after a check on one prompt that it reads and writes as its weights say.
 
     Raises:
         ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
     """
-    if wrapped := [name for name, part in model.named_modules() if hasattr(part, "base_layer")]:
+    if adapted := [name for name, part in model.named_modules() if hasattr(part, "base_layer")]:
         raise ValueError(
-            f"{wrapped[0]} carries an adapter, which the weights of heads do not show: merge it first "
+            f"{adapted[0]} carries an adapter, which the weights of heads do not show: merge it first "
             "(merge_and_unload), then load the merged model"
         )
     residual_edges = ResidualEdges(model)
     graph = residual_edges.graph
     cached = capture(model, prompts[:1], hook_points(graph))
-    device = next(model.parameters()).device
+    device = device_of(model)
     cached = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in cached.items()}
     with torch.no_grad():
         stream = cached[EMBEDDED]
         for layer in range(graph.n_layers):
-            same(f"the residual stream before layer {layer}", stream, cached[name_of("resid_pre", layer)])
+            check_same(f"the residual stream before layer {layer}", stream, cached[name_of("resid_pre", layer)])
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
                 stream = stream + written_by(residual_edges, name, cached[name]).sum(2)
             stream = stream + residual_edges.bias(layer)
             for site, at in [site for site in sites_of(graph) if site[1] == layer]:
-                read = cached[reads_from(graph, site, at)]
-                made = cached[lands_at(graph, site, at)]
-                made = made[:, :, None] if site == "mlp" else made
-                read = read[:, :, None].expand(-1, -1, made.shape[2], -1)
-                same(f"what layer {layer} reads through {site!r}", residual_edges.read(site, at, read), made)
-        same("the last residual stream", stream, cached[reads_from(graph, "logits", graph.n_layers)])
+                read, output = cached[reads_from(graph, site, at)], cached[lands_at(graph, site, at)]
+                output = output[:, :, None] if site == "mlp" else output
+                read = read[:, :, None].expand(-1, -1, output.shape[2], -1)
+                check_same(f"what layer {layer} reads through {site!r}", residual_edges.read(site, at, read), output)
+        check_same("the last residual stream", stream, cached[reads_from(graph, "logits", graph.n_layers)])
     return residual_edges
 
 
-def same(what: str, mine: Tensor, theirs: Tensor, size: Tensor | None = None) -> None:
-    """Raises unless two tensors are equal up to rounding, as a share of `size`, by default of the largest entry.
+def check_same(what: str, computed: Tensor, captured: Tensor, size: Tensor | None = None) -> None:
+    """Raises unless two tensors are equal up to rounding, as a share of `size`, by default of the captured entries.
 
     Raises:
         ValueError: They lie apart by more than `TOLERANCE`.
     """
-    apart = float((mine - theirs).abs().max() / (theirs if size is None else size).abs().max().clamp(min=1e-30))
-    allowed = TOLERANCE.get(theirs.dtype, NARROW)
+    apart = float((computed - captured).abs().max() / (captured if size is None else size).abs().max().clamp(min=1e-30))
+    allowed = TOLERANCE.get(captured.dtype, NARROW)
     if not apart <= allowed:
         raise ValueError(
             f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "

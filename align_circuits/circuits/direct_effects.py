@@ -10,18 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from align_circuits.circuits.decomposition import residual_edges_of, same
+from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.protocol import HookedModel, check_fits, device_of, model_provenance
+from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
-from align_circuits.run.pairs import check_pair
-from align_circuits.run.target_metrics import Metric, TargetMetrics
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -71,8 +72,10 @@ def direct_logits(
         rest = at_targets[last] - parts.sum(1)
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
-        same("the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0))
-    places = [(s.name, *(None if place < 0 else place for place in (s.layer, s.head))) for s in graph.senders]
+        check_same(
+            "the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0)
+        )
+    places = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric="direct_logit")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
@@ -81,19 +84,17 @@ def direct_logits(
 
 def function_vectors(
     model: HookedModel,
-    pairs: Sequence[tuple[Prompts, Prompts]],
+    pairs: Sequence[Pair],
     *,
     heads: Sequence[Head] | None = None,
-    kind: str = "all",
-    metric: Metric = "prob",
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
 
-    For each task, what the head says on average where clean prompts predict (z, over prompts and targets) is put where
+    For each task, the mean output of the head where clean prompts predict (z, over prompts and targets) is put where
     prompts with uninformative examples predict. The effect is by how much the gold token becomes more likely: a head
     that carries which task it is, whatever the prompt, restores the answer; one that carries an answer does not, since
-    its mean over prompts says nothing. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
+    its mean over prompts carries none. Source: Todd et al. (2024), "Function Vectors in Large Language Models", Eqs. 3
     to 5.
 
     Misleads with one task, where the mean may hold a favourite answer. The control is the score on tasks whose answers
@@ -102,10 +103,9 @@ def function_vectors(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pairs: For each task, clean prompts and the same with examples that do not show the task, such as
-            `(prompts, task.corrupt(prompts, "labels"))`.
-        heads: Which heads; all by default.
-        kind: Which targets count: `"all"`, `"first"` or `"later"`.
-        metric: `"prob"` of the gold token (as published), `"log_prob"` or `"logit"`.
+            `Pair(prompts, task.corrupt(prompts, "labels"))`; the metric is the probability of all targets (as
+            published) unless a pair has another.
+        heads: The heads to score; all by default.
         options: Engine and batch size.
 
     Returns:
@@ -113,10 +113,12 @@ def function_vectors(
         tasks, and `n` is their number; with one they are over its prompts.
 
     Raises:
-        ValueError: No tasks, prompts that do not match, or a head that the model does not have.
+        ValueError: No tasks, pairs of direction `"noise"`, or a head that the model does not have.
     """
     if not pairs:
-        raise ValueError("no tasks: give clean and corrupted prompts for each")
+        raise ValueError("no tasks: give a Pair of clean and corrupted prompts for each")
+    if any(pair.direction != "denoise" for pair in pairs):
+        raise ValueError("direction='noise': function vectors of clean prompts go into corrupted runs, 'denoise'")
     selected = heads_of(model.cfg, heads)
     if not selected:
         raise ValueError("no heads: name at least one")
@@ -124,20 +126,19 @@ def function_vectors(
     names = [name_of("z", layer) for layer in layers]
     options = replace(options, engine=choose_engine(model, options, names))
     effects, engine = [], ""
-    for clean, corrupted in pairs:
-        check_fits(model, clean)
-        check_pair(clean, corrupted)
-        targets = TargetMetrics.of(corrupted, (metric,), kind)
-        cached = capture(model, clean, names, options=options)
-        queries = torch.zeros_like(clean.mask)
+    for pair in pairs:
+        check_fits(model, pair.clean)
+        targets = TargetMetrics.of(pair.corrupted, (pair.metric or "prob",), pair.kind or "all")
+        cached = capture(model, pair.clean, names, options=options)
+        queries = torch.zeros_like(pair.clean.mask)
         queries[targets.prompt, targets.query] = True
         means = {name: value[targets.prompt, targets.query].mean(0).expand_as(value) for name, value in cached.items()}
         edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
         effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
-    tasks = {"tasks": [dict(clean.task) for clean, _ in pairs], "kind": kind, "metric": metric}
-    provenance = _provenance("function_vectors", model, pairs[0][0], tasks, engine)
+    tasks = [{**pair.clean.task, "metric": pair.metric or "prob", "kind": pair.kind or "all"} for pair in pairs]
+    provenance = _provenance("function_vectors", model, pairs[0].clean, {"tasks": tasks}, engine)
     if len(pairs) == 1:
         values, weights = effects[0]
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
@@ -148,25 +149,26 @@ def function_vectors(
 def head_profile(
     model: HookedModel,
     prompts: Prompts,
-    pairs: Sequence[tuple[Prompts, Prompts]],
+    pairs: Sequence[Pair],
     *,
     kind: str = "all",
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns lookup, induction and function-vector heads told apart: four numbers a head in one table.
+    """Returns four numbers a head that distinguish lookup, induction and function-vector heads, in one table.
 
-    - `"lookup_attention"` and `"induction_attention"`: where the head looks, where the model predicts;
-    - `"direct_logit"`: what it adds to the gold token's logit itself;
-    - `"function_vector"`: what its mean word on a task restores where examples do not show the task.
+    - `"lookup_attention"` and `"induction_attention"`: the head's attention where the model predicts;
+    - `"direct_logit"`: what it adds to the target's logit directly;
+    - `"function_vector"`: what its mean output on a task restores where examples do not show the task.
 
-    A lookup head looks at earlier translations and writes the answer, and its mean restores nothing; an induction head
-    does the same with what followed the same token; a function-vector head writes little itself, and its mean restores.
+    A lookup head attends to earlier translations and writes the answer, and its mean output restores nothing; an
+    induction head does the same with what followed the same token; a function-vector head writes little directly, but
+    its mean output restores the answer.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         prompts: For attention and logits.
         pairs: As for `function_vectors`.
-        kind: Which targets count for the logits and the function vectors.
+        kind: Which targets count for the logits: `"all"`, `"first"` or `"later"`.
         options: Engine and batch size.
 
     Returns:
@@ -179,11 +181,11 @@ def head_profile(
     tables = [
         score_heads(model, prompts, list(PROFILE), options=options),
         direct_logits(model, prompts, kind=kind, options=options).heads(),
-        function_vectors(model, pairs, kind=kind, options=options),
+        function_vectors(model, pairs, options=options),
     ]
     columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
-    settings = {"kind": kind, "tasks": [dict(clean.task) for clean, _ in pairs]}
+    settings = {"kind": kind, "tasks": [dict(pair.clean.task) for pair in pairs]}
     return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))
 
 

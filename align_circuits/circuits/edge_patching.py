@@ -9,6 +9,7 @@ import torch
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
@@ -19,7 +20,7 @@ from align_circuits.hooks.residual_edges import (
     sent_from,
     sites_of,
 )
-from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
@@ -109,7 +110,7 @@ def patch_paths(
     """
     check_fits(model, pair.clean)
     graph, targets = Graph.of(model.cfg), pair.target_metrics
-    heads = [sender.name for sender in graph.senders if sender.head >= 0]
+    heads = [sender.name for sender in graph.senders if sender.head is not None]
     reads, writes = (
         torch.tensor([place(name) for name in names])
         for place, names in ((graph.receiver, receivers), (graph.sender, heads if senders is None else senders))
@@ -139,11 +140,11 @@ def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit
     """Edits that give every head its output of the base run, and the sender its output of the source run."""
     outputs = {name: value for name, value in cached.base.items() if name.endswith("hook_z")}
     edits: list[Edit] = []
-    if sender.head >= 0:
+    if sender.head is not None and sender.layer is not None:
         name = name_of("z", sender.layer)
         outputs[name] = outputs[name].clone()
         outputs[name][:, :, sender.head] = cached.source[name][:, :, sender.head]
-    elif sender.layer >= 0:
+    elif sender.layer is not None:
         edits = [Patch(site="mlp_out", layers=[sender.layer], values=cached.source)]
     else:
         edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: cached.source[EMBEDDED]})]

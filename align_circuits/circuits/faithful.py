@@ -15,8 +15,9 @@ from torch import Tensor
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
-from align_circuits.models.protocol import HookedModel, check_fits
+from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -46,8 +47,8 @@ def faithfulness(
     """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
 
     In a circuit's run the edges that it keeps carry what really arrives, and all others what they carry on the
-    corrupted prompts. M is the mean over prompts of what the model then says of the gold tokens; with all edges it is
-    the model's on clean prompts, with none its on corrupted ones: f is 1 and 0 there, exactly. It may leave [0, 1].
+    corrupted prompts. M is the mean over prompts of the metric of such a run; with all edges it is the model's on clean
+    prompts, with none that on corrupted ones: f is 1 and 0 for these two, exactly. It may leave [0, 1].
 
     Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3; Wang et al. (2022); Hanna et al.
     (2024). Edges are kept by score alone; those that lead nowhere change nothing. Misleads as a sign that a circuit is
@@ -128,7 +129,7 @@ def completeness(
     seed: int = 0,
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what the circuit of some heads and the model say when both lose the same heads.
+    """Returns the metric of a circuit of heads and that of the model when both lose the same heads.
 
     F(C - K) beside F(M - K), for sets K of the circuit's heads: none of them, each alone, all of them, and random
     ones. A circuit that does what the model does, in the same way, loses what the model loses; where the model holds
@@ -152,7 +153,7 @@ def completeness(
     runs = _CircuitRuns(model, pair, options)
     sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
     sets = list(dict.fromkeys(sets))
-    every = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head >= 0]
+    every = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head is not None]
     remaining = [[head for head in of if head not in removed] for of in (heads, every) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
     circuit, model_values = values[: len(sets)], values[len(sets) :]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from align_circuits.cli.verb import PromptVerb, interval
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import evaluate
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Evaluate(PromptVerb):
     def __call__(self) -> None:
         """Runs the verb."""
         model, prompts = self.prepare()
-        table = evaluate(model, prompts, **vars(self.options))
+        table = evaluate(model, prompts, options=self.options)
         print(table)
-        rows = table.where(metric="accuracy", kind="all", offset=ALL_OFFSETS).frame
+        rows = table.where(metric="accuracy", kind="all", offset=None).frame
         accuracy = {row["predictor"]: interval(row) for _, row in rows.iterrows()}
         summary = f"{accuracy['model']} of all target tokens are correct"
         if "history" in accuracy:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from align_circuits.cli.verb import Verb, as_json, write_results
+from align_circuits.cli.verb import Verb, write_results
 from align_circuits.files import writable_folder
 from align_circuits.papers.claims import Scale, checks_html
 
@@ -60,13 +60,7 @@ class Reproduce(Verb):
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
-        settings = {
-            "name": self.name,
-            "scale": self.scale,
-            "models": [*models],
-            "config": as_json(config),
-            "measured": {"verb": table.provenance.verb, "settings": dict(table.provenance.settings)},
-        }
+        settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         write_results(
             out,

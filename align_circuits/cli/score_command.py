@@ -16,8 +16,8 @@ class Score(PromptVerb):
     def __call__(self) -> None:
         """Runs the verb."""
         model, prompts = self.prepare()
-        table = score_heads(model, prompts, **vars(self.options))
-        accuracy = evaluate(model, prompts, **vars(self.options))
+        table = score_heads(model, prompts, options=self.options)
+        accuracy = evaluate(model, prompts, options=self.options)
         known: Any = table.frame[table.frame["value"].notna()]
         metrics = [metric for metric in METRICS if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}

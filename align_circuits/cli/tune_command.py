@@ -54,8 +54,8 @@ class Tune(PromptVerb):
             prompts = replace(self.task, n_examples=0).sample(self.n, model.tokenizer, seed=self.seed)
         run = tune(model, self.task, self.config, seed=self.seed, out=self.out)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
-        before, after = (evaluate(each, prompts, **vars(self.options)) for each in (model, run.model))
-        scores = score_heads(run.model, prompts, **vars(self.options))
+        before, after = (evaluate(each, prompts, options=self.options) for each in (model, run.model))
+        scores = score_heads(run.model, prompts, options=self.options)
         metrics = [name for name in METRICS[:3] if len(prompts.relations[name])]
         best = ", ".join(f"{name} {head_value(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
         summary = (

@@ -7,7 +7,6 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import torch
 import tyro
 
@@ -102,15 +101,15 @@ class PromptVerb(Verb):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from the settings that `finish` wrote."""
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"out": out}
         for option in fields(cls):
-            if option.name in settings:
+            if option.name in settings and option.name != "out":
                 value = settings[option.name]
                 if option.default_factory is not MISSING:  # a task, a configuration, or options
                     parts = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
                     value = option.default_factory(**parts)  # pyright: ignore[reportCallIssue]
                 values[option.name] = value
-        return cls(**values | {"out": out})
+        return cls(**values)
 
 
 def write_results(out: Path, table: Table, **report: Any) -> None:
@@ -126,12 +125,12 @@ def as_json(settings: Any) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(settings), default=str))
 
 
-def interval(row: pd.Series) -> str:
+def interval(row: Any) -> str:
     """Returns the value of a row with its interval."""
     return f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
-def head_value(row: pd.Series, roles: Mapping[Head, str] | None = None) -> str:
+def head_value(row: Any, roles: Mapping[Head, str | None] | None = None) -> str:
     """Returns the head of a row with its value and, in a planted circuit, its role."""
     text = f"L{row['layer']}H{row['head']} {interval(row)}"
     return text if roles is None else f"{text} ({roles.get((row['layer'], row['head'])) or 'none'})"

@@ -26,5 +26,5 @@ def attention_from(
     def keep(_: Tensor, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:  # one batch has all rows
         patterns.update({head: pattern[:, head[1]].cpu() for head in heads if head[0] == layer})
 
-    forward(model, prompt, prompt=torch.zeros_like(positions), query=positions, on_pattern=keep, **vars(options))
+    forward(model, prompt, prompt=torch.zeros_like(positions), query=positions, on_pattern=keep, options=options)
     return {head: patterns[head] for head in heads}

@@ -67,7 +67,7 @@ class Localization:
     """The heads that `localize` named, with all its evidence."""
 
     table: Table
-    """Keyed by layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all attention),
+    """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all),
     `"p"` and, if the task has a control, `"control"` (the score on it); for candidates also `"q"` (p corrected),
     `"ablation"` (the loss by mean ablation, in nats) and `"denoising"` (the gain by patching, in nats)."""
     heads_by_role: Mapping[str, tuple[Head, ...]]
@@ -188,9 +188,8 @@ def localize(
     control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
     p = p_values(model, tested, roles, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
-    clean, corrupted = task.pairs(tested, seed)
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
-    patching_effects = patch_heads(model, Pair(clean, corrupted), heads=heads, options=options)
+    patching_effects = patch_heads(model, Pair(*task.pairs(tested, seed)), heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = Provenance(
         "localize",
@@ -264,7 +263,7 @@ def _evidence(
             rows = rows[np.array(kept, dtype=bool)]
             low, high = np.sort(np.stack([sign * rows["low"], sign * rows["high"]]).astype(float), axis=0)
             frames.append(rows.assign(metric=metric, role=role, value=sign * rows["value"], low=low, high=high))
-    columns = ["layer", "head", "role", "metric", "value", "low", "high", "n"]
+    columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
     return Table(pd.concat([frame.loc[:, columns] for frame in frames if len(frame)], ignore_index=True), provenance)
 
 
@@ -331,14 +330,12 @@ def _group_ablations(
         sets += [("rest", None, others)] if others else []
     baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
-    values, engine = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, edit_sets, options=options)
+    targets = TargetMetrics.of(prompts, ("accuracy",))
+    values, engine = targets.measure_edited(model, edit_sets, options=options)
     kinds = by_kind(prompts)
-    keys = pd.DataFrame(
-        [(name, draw, kind, "accuracy") for name, draw, _ in sets for kind in kinds],
-        columns=["ablated", "draw", "kind", "metric"],
-    ).astype({"draw": "Int64"})
-    prompt = prompts.targets["prompt"].to_numpy()
-    means, weights = means_by_prompt(prompts, prompt, values[0], list(kinds.values()))
+    keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"]).astype({"draw": "Int64"})
+    keys = keys.merge(pd.DataFrame({"kind": list(kinds), "metric": "accuracy"}), how="cross")
+    means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
     provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
     return Table.from_prompts(keys, means, weights, provenance)
 

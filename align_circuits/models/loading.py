@@ -1,4 +1,4 @@
-"""Loading: any Hugging Face decoder, from any place, as a TransformerLens model."""
+"""Loads a Hugging Face decoder, from a folder, the hub or memory, as a TransformerLens model."""
 
 import copy
 import json
@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.protocol import HookedModel, parameters_of
 
@@ -31,13 +32,13 @@ BUNDLED: dict[str, Callable[[], Any]] = {
     "toy-llama": lambda: WEIGHTS / "toy-llama",
     "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
 }
-"""Names that mean a model of this package, and what makes it: a folder or a model."""
+"""The models of this package: for each name, what returns a folder or a model."""
 
 FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-"""What is fetched for a hub name: weights in safetensors, configuration, tokenizer. No pickle, no code."""
+"""The files downloaded from the hub: weights in safetensors, configuration, tokenizer. No pickle, no code."""
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
-"""Projections that make queries, keys and values at once."""
+"""Modules that compute queries, keys and values in one projection."""
 
 
 def load(
@@ -50,16 +51,16 @@ def load(
     """Loads a decoder and returns it as a TransformerLens model.
 
     Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
-    `HookedTransformer`, which is taken as it is: all that reads and edits activations runs on it by the reference
-    engine. Weights come from safetensors, never from pickle, and the network is used only for the name of a model on
-    the hub that is not a folder here.
+    `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
+    reference engine. Weights are read from safetensors, never from pickle. The network is used only for a name on the
+    hub that is not a local folder.
 
     Args:
         source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; a folder in the Hugging
             Face format, a folder with a PEFT adapter, a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a
-            TransformerLens model. A model given in memory is wrapped in place, not copied; a TransformerLens model is
-            returned as it is.
-        device: Where it runs; CUDA where there is one by default. A model given in memory stays where it is.
+            TransformerLens model. A model in memory is wrapped in place, not copied; a TransformerLens model is
+            returned unchanged.
+        device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
         dtype: The dtype of its weights; that of the checkpoint by default.
         tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
         revision: Branch, tag or commit on the hub.
@@ -68,8 +69,9 @@ def load(
         A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
 
     Raises:
-        ValueError: The folder is missing, the name cannot be reached, there are no safetensors weights, they are cut
-            short or not those of the configuration, the architecture is unknown, or a weight is NaN.
+        ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
+            weights, they are truncated or do not fit the configuration, the architecture is unknown, or a weight is
+            NaN.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
         return _load(source, device, dtype, tokenizer, revision)
@@ -80,11 +82,11 @@ def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, r
     if isinstance(source, str) and source in BUNDLED:
         source = BUNDLED[source]()
     if isinstance(source, HookedModel):
-        return _as_it_is(source, device, dtype, tokenizer)
+        return _unchanged(source, device, dtype, tokenizer)
     if isinstance(source, str | Path):
-        place = _device(device)
+        target = _device(device)  # an unknown device is refused before anything is downloaded
         folder = _folder(source, revision)
-        model = _read(folder, dtype).to(place)  # pyright: ignore[reportArgumentType]
+        model: Any = _read(folder, dtype).to(target)  # pyright: ignore[reportArgumentType]
         return _bridge(model, _tokenizer(tokenizer, folder, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
         source = _without_peft(source)
@@ -101,26 +103,24 @@ def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, r
     return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
 
 
-def _as_it_is(model: Any, device: Any, dtype: Any, tokenizer: Any) -> Any:
+def _unchanged(model: HookedModel, device: Any, dtype: Any, tokenizer: Any) -> HookedModel:
     if device is not None or dtype is not None or tokenizer is not None:
-        raise ValueError("a TransformerLens model is taken as it is: set its device, dtype and tokenizer yourself")
+        raise ValueError("a TransformerLens model is returned unchanged: set its device, dtype and tokenizer yourself")
     return model
 
 
-def _device(asked: str | torch.device | None) -> torch.device:
+def _device(name: str | torch.device | None) -> torch.device:
     try:
-        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ValueError(f"device={asked!r}: give 'cpu', 'cuda' or 'cuda:1'") from error
+        raise ValueError(f"device={name!r}: give 'cpu', 'cuda' or 'cuda:1'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device={str(asked)!r}, but PyTorch sees no CUDA device here: leave device out to run on the CPU"
-        )
+        raise ValueError(f"device={str(name)!r}, but PyTorch finds no CUDA device: leave device out to run on the CPU")
     return device
 
 
 def _folder(source: str | Path, revision: str | None) -> Path:
-    """A folder with the model's files: the one given, or one that the hub's files were fetched into."""
+    """Returns the folder with the model's files, downloaded if need be."""
     if Path(source).is_dir():
         return Path(source)
     name = str(source)
@@ -133,12 +133,12 @@ def _folder(source: str | Path, revision: str | None) -> Path:
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name!r} is no folder here, and not to be had from the hub: {reason} Bundled are {', '.join(BUNDLED)}"
+            f"{name!r} is neither a folder nor available on the hub: {reason} Bundled models: {', '.join(BUNDLED)}"
         ) from error
 
 
 def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Reads a model, or an adapter and its base."""
+    """Reads a model, or an adapter and its base model."""
     if (folder / "adapter_config.json").is_file():
         return _read_adapter(folder, dtype)
     if not (folder / "config.json").is_file():
@@ -146,7 +146,7 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except json.JSONDecodeError as error:
-        raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): fetch the folder again") from error
+        raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): download the folder again") from error
     _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     _check_safetensors(folder)
     try:
@@ -163,50 +163,53 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"the weights in {str(folder)!r} cannot be read ({reason}): a file is missing, cut short, or of another "
-            "shape than config.json says; fetch the folder again"
+            f"the weights in {str(folder)!r} cannot be read ({reason}): a file is missing, truncated, or of another "
+            "shape than config.json says; download the folder again"
         ) from error
-    model, found = loaded
-    _check_whole(folder, model, found)
+    model, info = loaded
+    _check_complete(folder, model, info)
     return model
 
 
-def _check_whole(folder: Path, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Raises unless config.json and the weights are of the same model; what is missing would be random."""
-    if missing := sorted(found["missing_keys"]):
+def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Raises unless config.json and the weights belong to the same model; missing tensors would be random."""
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json asks for, such as "
-            f"{missing[0]!r}: fetch the folder again, or mend config.json"
+            f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json requires, such as "
+            f"{missing[0]!r}: download the folder again, or correct config.json"
         )
     kinds = {re.sub(r"\d+", "0", name) for name, _ in model.named_parameters()}
-    if over := sorted(name for name in found["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):
+    if extra := sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):
         raise ValueError(
-            f"the weights in {str(folder)!r} hold {len(over)} tensors of layers that config.json does not have, such "
-            f"as {over[0]!r}: fetch the folder again, or mend config.json"
+            f"the weights in {str(folder)!r} hold {len(extra)} tensors of layers that config.json does not have, such "
+            f"as {extra[0]!r}: download the folder again, or correct config.json"
         )
 
 
 def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    from peft import PeftModel  # loading it takes seconds, and few need it
+    from peft import PeftModel  # importing it takes seconds, and few calls need it
 
     _check_safetensors(folder)
-    named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not named:
+    base_name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base_name:
         raise ValueError(
             f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
         )
-    base = BUNDLED[named]() if named in BUNDLED else folder / named if (folder / named).is_dir() else named
+    if base_name in BUNDLED:
+        base = BUNDLED[base_name]()
+    else:
+        base = folder / base_name if (folder / base_name).is_dir() else base_name
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         try:
-            plain = _read(_folder(base, None), dtype)
-            # Where it is not told, peft takes a GPU that is there, whatever the base model's device.
-            model = PeftModel.from_pretrained(plain, str(folder), torch_device="cpu")
+            plain_model = _read(_folder(base, None), dtype)
+            # By default, peft loads to a GPU if there is one, whatever the base model's device.
+            model = PeftModel.from_pretrained(plain_model, str(folder), torch_device="cpu")
         except UserWarning as error:
             raise ValueError(
-                f"the adapter in {str(folder)!r} does not fit its base model {str(named)!r}: its tensors have other "
-                "names. Was it saved from a wrapped model? Then remove '._original_component' from the names"
+                f"the adapter in {str(folder)!r} does not fit its base model {str(base_name)!r}: its tensors have "
+                "other names. Was it saved from a wrapped model? Then remove '._original_component' from the names"
             ) from error
     return _without_peft(model)
 
@@ -216,7 +219,7 @@ def _without_peft(model: Any) -> PreTrainedModel:
     if model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
         raise ValueError(
-            f"a {kind} adapter works beside the model, where no hook sees it: give one inside the weights, like LoRA"
+            f"a {kind} adapter works beside the model, where no hook reads it: give one inside the weights, like LoRA"
         )
     return model.get_base_model()
 
@@ -225,7 +228,7 @@ def _check_safetensors(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
-            "run code. If you trust them, convert once: AutoModelForCausalLM.from_pretrained(folder, "
+            "run code. If you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder, "
             "use_safetensors=False).save_pretrained(new_folder)"
         )
 
@@ -236,54 +239,53 @@ def _check_architecture(name: str | None) -> None:
     if name not in SUPPORTED_ARCHITECTURES:
         raise ValueError(
             f"unknown architecture {name!r}: it is no decoder that TransformerLens can wrap; "
-            f"tested here are {', '.join(ARCHITECTURES)}"
+            f"tested are {', '.join(ARCHITECTURES)}"
         )
 
 
 def _tokenizer(given: Any, *folders: Path) -> PreTrainedTokenizerBase | None:
-    """A copy of the tokenizer given, that of the folder given, that of the first folder which has one, or None."""
+    """Returns a copy of the given tokenizer, that of the given folder, or the first found in `folders`, or None."""
     if isinstance(given, PreTrainedTokenizerBase):
         return copy.deepcopy(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    holding = [
-        place
-        for place in ([Path(given)] if given is not None else folders)
-        if any((place / f).is_file() for f in files)
-    ]
-    if given is not None and not holding:
-        raise ValueError(f"no tokenizer in {str(given)!r}: give a Hugging Face tokenizer, or a folder that holds one")
-    if not holding:
+    candidates = [Path(given)] if given is not None else folders
+    folder = next((folder for folder in candidates if any((folder / name).is_file() for name in files)), None)
+    if folder is None:
+        if given is not None:
+            raise ValueError(
+                f"no tokenizer in {str(given)!r}: give a Hugging Face tokenizer, or a folder that holds one"
+            )
         return None
-    place = holding[0]
-    settings = place / "tokenizer_config.json"
-    named = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
-    # A generic tokenizer beside, say, a Qwen2 model: AutoTokenizer would read it as Qwen2's, with other ids.
-    kind = PreTrainedTokenizerFast if named in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
-    return kind.from_pretrained(place, local_files_only=True)
+    settings = folder / "tokenizer_config.json"
+    name = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.
+    kind = PreTrainedTokenizerFast if name in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
+    return kind.from_pretrained(folder, local_files_only=True)
 
 
 def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
     """Wraps a Hugging Face model, in place."""
-    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
 
     _check_architecture(type(model).__name__)
     modules = dict(model.named_modules())
-    if any(isinstance(module, GeneralizedComponent) for module in modules.values()):
+    if any(compat.without_bridge(module) is not module for module in modules.values()):
         raise ValueError("this Hugging Face model is already wrapped: give the TransformerLens model that wraps it")
     if getattr(model.config, "scale_attn_weights", True) is False:
-        raise ValueError("scale_attn_weights=False: TransformerLens scales attention all the same and would be wrong")
-    if type(model).__name__.startswith("GPTNeoX") and getattr(model.config, "attention_bias", True) is False:
-        raise ValueError("attention_bias=False: TransformerLens reads GPT-NeoX with attention biases only")
-    if lost := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
         raise ValueError(
-            f"an adapter on {lost[0]} would be lost: TransformerLens splits this fused projection into copies of its "
-            "base weights; merge the adapter first (merge_and_unload) and load what that returns"
+            "scale_attn_weights=False: TransformerLens scales attention anyway, and its results would be wrong"
+        )
+    if type(model).__name__.startswith("GPTNeoX") and getattr(model.config, "attention_bias", True) is False:
+        raise ValueError("attention_bias=False: TransformerLens supports GPT-NeoX with attention biases only")
+    if adapted := [name for name in modules if name.endswith(FUSED) and hasattr(modules[name], "base_layer")]:
+        raise ValueError(
+            f"an adapter on {adapted[0]} would be lost: TransformerLens splits this fused projection into copies of "
+            "its base weights; merge the adapter first (merge_and_unload) and load the merged model"
         )
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
     bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
     if tokenizer is not None:
-        # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not move.
+        # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
         bridge.tokenizer = tokenizer
@@ -291,6 +293,6 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
     if broken := [name for name, value in parameters_of(bridge).items() if value.isnan().any()]:
         raise ValueError(
-            f"the weights are NaN in {len(broken)} tensors, first in {broken[0]}: the checkpoint is broken"
+            f"{len(broken)} tensors of the weights have NaN, the first is {broken[0]}: the checkpoint is broken"
         )
     return bridge

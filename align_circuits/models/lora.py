@@ -1,4 +1,4 @@
-"""LoRA beside a model: a copy that shares its weights, the adapter, and the folder that others read."""
+"""LoRA on a copy of a model that shares its weights, and the adapter's folder in PEFT's format."""
 
 import copy
 import importlib.util
@@ -12,35 +12,35 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from align_circuits.files import writable_folder
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
 from align_circuits.models.loading import BUNDLED
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Llama's matrices, by what stands before `_proj`."""
+"""Llama's matrices, without the suffix `_proj`."""
 
 
 def unwrapped(bridge: Any) -> PreTrainedModel:
-    """A Hugging Face model with the bridge's weights, shared, and nothing of the bridge."""
-    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
-
+    """Returns the plain Hugging Face model inside a bridge, as a copy that shares its weights, frozen."""
     if reason := why_not_fast(bridge):
         raise ValueError(f"this model cannot be tuned: {reason}")
-    given = bridge.original_model
-    if any(hasattr(module, "base_layer") for module in given.modules()):
-        raise ValueError("the model has an adapter already: merge it first (merge_and_unload) and load what that gives")
+    original = compat.wrapped(bridge)
+    if any(hasattr(module, "base_layer") for module in original.modules()):
+        raise ValueError(
+            "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
+        )
     frozen = {
         id(weight): nn.Parameter(weight.detach(), requires_grad=False) if type(weight) is nn.Parameter else weight
-        for weight in given.parameters()
+        for weight in original.parameters()
     }
-    model = sharing(given, frozen)
+    model = sharing(original, frozen)
 
     def strip(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
-            inner: Any = child
-            while isinstance(inner, GeneralizedComponent):
-                inner = inner.original_component
-            if isinstance(inner, nn.Linear) and "bias" in inner._buffers:  # zeros, of the bridge's own
-                del inner._buffers["bias"]
+            inner = compat.without_bridge(child)
+            buffers = dict(inner.named_buffers(recurse=False))
+            if isinstance(inner, nn.Linear) and "bias" in buffers:  # zeros that the bridge added
+                del inner.bias
                 inner.register_parameter("bias", None)
             setattr(module, name, inner)
             strip(inner)
@@ -52,14 +52,14 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
 
 
 def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrainedModel:
-    """A copy whose parameters are the given ones, by the id of the original: no weight is copied."""
+    """Returns a copy whose parameters are the given ones, by the id of the original; no weight is copied."""
     return copy.deepcopy(model, dict(weights))
 
 
 def _name_of(bridge: Any) -> str:
-    """By which name an adapter finds its base: one of the package, one on the hub, or a folder from anywhere."""
-    name, read = str(bridge.cfg.model_name), str(bridge.original_model.name_or_path)
-    place = next((Path(place) for place in (name, read) if Path(place).is_dir()), None)
+    """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute folder."""
+    name, source = str(bridge.cfg.model_name), str(compat.wrapped(bridge).name_or_path)
+    place = next((Path(place) for place in (name, source) if Path(place).is_dir()), None)
     return name if name in BUNDLED or place is None or not Path(name).is_dir() else str(place.resolve())
 
 
@@ -73,29 +73,29 @@ def with_adapter(
     dropout: float,
     seed: int,
 ) -> Any:
-    """Puts LoRA into a model, in place, and returns PEFT's view of it.
+    """Adds LoRA to a model, in place, and returns its `PeftModel`.
 
     Args:
-        model: A model of Hugging Face; all its weights become frozen.
-        names: Which matrices, of `PROJECTIONS`.
-        layers: In which layers, from 0; None for all.
+        model: A Hugging Face model; all its weights become frozen.
+        names: The matrices to adapt, of `PROJECTIONS`.
+        layers: The layers to adapt, from 0; None for all.
         r: The rank.
         alpha: The scale is alpha / r.
-        dropout: Before the first matrix of each pair.
-        seed: Of the first matrices; the second ones are 0.
+        dropout: The dropout of LoRA's input.
+        seed: Fixes LoRA's first matrices; the second ones start at 0.
 
     Raises:
         ValueError: No such layer or matrix.
     """
-    from peft import LoraConfig, get_peft_model  # loading it takes seconds, and few need it
+    from peft import LoraConfig, get_peft_model  # importing it takes seconds, and few calls need it
 
-    depth = int(model.config.num_hidden_layers)
-    if layers is not None and (not layers or not all(0 <= layer < depth for layer in layers)):
-        raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {depth - 1}")
-    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if lacking := [name for name in names if f"{name}_proj" not in there]:
+    n_layers = int(model.config.num_hidden_layers)
+    if layers is not None and (not layers or not all(0 <= layer < n_layers for layer in layers)):
+        raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {n_layers - 1}")
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if missing := [name for name in names if f"{name}_proj" not in modules]:
         raise ValueError(
-            f"a {type(model).__name__} has no {lacking[0]}_proj: only decoders with separate projections can be tuned, "
+            f"a {type(model).__name__} has no {missing[0]}_proj: only decoders with separate projections can be tuned, "
             "such as Llama, Qwen2, Qwen3 and Mistral"
         )
     lora = LoraConfig(
@@ -123,7 +123,7 @@ def quantise(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head and not child.weight.requires_grad:
-                small = bnb.nn.Linear4bit(  # on "meta", or its unused first weights would be drawn at random
+                narrow = bnb.nn.Linear4bit(  # on "meta": elsewhere its initial weights would be drawn at random
                     child.in_features,
                     child.out_features,
                     child.bias is not None,
@@ -131,24 +131,24 @@ def quantise(model: PreTrainedModel) -> None:
                     quant_type="nf4",
                     device="meta",
                 )
-                small.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
-                small.bias = child.bias
-                setattr(module, name, small.to(child.weight.device))
+                narrow.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+                narrow.bias = child.bias
+                setattr(module, name, narrow.to(child.weight.device))
 
 
 def recompute(model: PreTrainedModel) -> None:
-    """Lets the backward pass compute activations again instead of keeping them."""
+    """Makes the backward pass recompute activations instead of storing them."""
     newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns from transformers 5.20 on
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    model.disable_input_require_grads()  # which only reentrant checkpoints need, and which costs all lower layers
+    model.disable_input_require_grads()  # only reentrant checkpoints need them; gradients would reach all lower layers
 
 
 def save_adapter(adapted: Any, folder: Path) -> None:
-    """Writes an adapter; the file that makes a folder one comes last."""
+    """Writes an adapter; `adapter_config.json` comes last, so that the folder is an adapter's only once complete."""
     partial = folder.with_name(f".{folder.name}.partial")
-    adapted.save_pretrained(partial, save_embedding_layers=False)  # else PEFT asks the hub about the base's vocabulary
+    adapted.save_pretrained(partial, save_embedding_layers=False)  # otherwise PEFT queries the hub
     writable_folder(folder)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (partial / name).replace(folder / name)
-    (partial / "README.md").unlink()  # a form left blank, and the path of the base on this machine
+    (partial / "README.md").unlink()  # an empty template with the base's local path
     partial.rmdir()

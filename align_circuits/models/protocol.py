@@ -1,48 +1,24 @@
-"""What a model must offer: TransformerLens's hook interface, and nothing more."""
+"""Parameters and provenance of a model, and whether prompts fit it."""
 
 import hashlib
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from align_circuits.hooks import compat
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
-
-
-@runtime_checkable
-class HookedModel(Protocol):
-    """A model with TransformerLens's hooks: a `TransformerBridge`, a `HookedTransformer`, a module of one's own.
-
-    A module of one's own derives from `transformer_lens.HookedRootModule` and names its hook points as TransformerLens
-    does, `blocks.{layer}.attn.hook_pattern` `[prompt head query key]` at the least.
-    """
-
-    cfg: Any
-    """`n_layers`, `n_heads`, `d_model`, `d_head`, `d_vocab`, `n_ctx`."""
-    hook_dict: Any
-    """The hook points by name."""
-
-    def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns logits `[prompt pos d_vocab]`; `attention_mask=` where prompts are padded on the left."""
-        ...
-
-    def hooks(self, fwd_hooks: Any = ..., *args: Any, **kwargs: Any) -> Any:
-        """A context manager that adds hooks, pairs of a name and a function."""
-        ...
-
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model with hooks and returns its logits."""
-        ...
 
 
 def parameters_of(model: HookedModel) -> dict[str, Tensor]:
     """Returns a model's parameters under Hugging Face's names, without the bridge's insertions."""
-    module = getattr(model, "original_model", model)
+    module = compat.wrapped(model)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"a {type(model).__name__} has no parameters to read: give a torch.nn.Module with TransformerLens hooks"
         )
-    return {name.replace("._original_component", ""): value.detach() for name, value in module.named_parameters()}
+    return {compat.parameter_name(name): value.detach() for name, value in module.named_parameters()}
 
 
 def device_of(model: HookedModel) -> torch.device:
@@ -54,16 +30,16 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
     """Raises unless the model can read the prompts.
 
     Raises:
-        ValueError: The prompts were written with another vocabulary, hold ids that the model does not have, or are
-            longer than its context.
+        ValueError: The prompts were written with another vocabulary, have token ids outside the model's vocabulary, or
+            are longer than its context.
     """
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None and prompts.tokenizer_hash is not None:
-        own = vocabulary_hash(tokenizer)
-        if own != prompts.tokenizer_hash:
+        model_hash = vocabulary_hash(tokenizer)
+        if model_hash != prompts.tokenizer_hash:
             raise ValueError(
                 f"these prompts were written with another tokenizer ({prompts.tokenizer_hash}; the model's is "
-                f"{own}): sample them with model.tokenizer"
+                f"{model_hash}): sample them with model.tokenizer"
             )
     tokens = prompts.tokens[prompts.mask]
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < model.cfg.d_vocab:
@@ -80,10 +56,10 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what tells one model from another: name, shape, dtype, device and a hash of the weights.
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
 
-    The hash reads every weight once: for each tensor, the sum of its bits as integers (exact on any device, in any
-    order) and the bits of 1,024 evenly spaced entries (so that swapped heads differ too).
+    The hash reads every weight once. It is of each tensor's sum of bits as integers, which is exact on any device and
+    in any order, and of the bits of 1,024 evenly spaced entries, by which models with swapped heads differ.
     """
     parameters = parameters_of(model)
     first = next(iter(parameters.values()))

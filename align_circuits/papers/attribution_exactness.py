@@ -1,9 +1,8 @@
 """Does attribution order edges as exact patches do? Circuits with known edges, and random grouped-query Llamas."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,12 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align_circuits.circuits.attribute import EdgeMethod, attribute_edges
 from align_circuits.circuits.edge_patching import patch_edges
 from align_circuits.circuits.faithful import circuit_model_distance, circuit_performance_ratio, faithfulness
-from align_circuits.jobs import Job, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Experiment, value_of
+from align_circuits.papers.claims import Check, Claim, value_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -59,7 +59,7 @@ class Exact:
 def compare(
     *, task: Mapping[str, Any], models: Literal["planted", "random"], sharpness: float, n: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Compares every method's scores with exact patches of all edges in one model; the function of a cell.
+    """Compares every method's scores with exact patches of all edges in one model; the function of a job.
 
     Args:
         task: The task's arguments.
@@ -72,8 +72,7 @@ def compare(
         For each method and each of `RUNS` its rank correlation, sign agreement and relative error, on the edges that
         matter; and its faithfulness curve with the two areas.
     """
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
+    on_one_thread()
     seq2seq = Seq2SeqTask(**task)
     model: Any = (
         planted_circuit(seq2seq, seed=seed, strength=sharpness, n_layers=4)
@@ -81,28 +80,30 @@ def compare(
         else load(_random(sharpness, seed), tokenizer=char_tokenizer())
     )
     prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
-    pair: dict[str, Any] = {"clean": prompts, "corrupted": seq2seq.corrupt(prompts, "query", seed=seed)}
-    exact = patch_edges(model, **pair)
-    back = patch_edges(model, **pair, direction="denoise").frame["value"]
+    pair = Pair(prompts, seq2seq.corrupt(prompts, "query", seed=seed), direction="noise")
+    exact = patch_edges(model, pair)
+    back = patch_edges(model, replace(pair, direction="denoise")).frame["value"]
     both = Table(exact.frame.assign(value=(exact.frame["value"] - back) / 2), exact.provenance)
     effects = dict(zip(RUNS, (exact, both), strict=True))
-    tables = {method: attribute_edges(model, **pair, method=method) for method in METHODS}
+    tables = {method: attribute_edges(model, pair, method=method) for method in METHODS}
     order = np.random.default_rng(seed).permutation(len(exact))
     mixed = tables["eap_ig_inputs"].frame["value"].to_numpy()[order]
     tables[SHUFFLED] = Table(exact.frame.assign(value=mixed), exact.provenance)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for method, table in {"exact": exact, **tables}.items():
-        curves = {by: faithfulness(model, table, **pair, by=by) for by in ("signed", "absolute")}
-        found = [(runs, metric, 0.0, v) for runs, of in effects.items() for metric, v in _agreement(table, of).items()]
-        areas = {
-            "circuit_performance_ratio": circuit_performance_ratio(curves["signed"]),
-            "circuit_model_distance": circuit_model_distance(curves["absolute"]),
-        }
-        found += [(RUNS[0], metric, 0.0, value) for metric, value in areas.items()]
+
+        def add(runs: str, metric: str, value: float, fraction: float = 0.0, method: str = method) -> None:
+            rows.append({"method": method, "runs": runs, "metric": metric, "fraction": fraction, "value": value})
+
+        curves = {by: faithfulness(model, table, pair, by=by) for by in ("signed", "absolute")}
+        for runs, effect in effects.items():
+            for metric, value in _agreement(table, effect).items():
+                add(runs, metric, value)
+        add(RUNS[0], "circuit_performance_ratio", circuit_performance_ratio(curves["signed"]))
+        add(RUNS[0], "circuit_model_distance", circuit_model_distance(curves["absolute"]))
         curve = curves["signed"].where(circuit="edges", metric="faithfulness").frame
-        found += [(RUNS[0], "faithfulness", *point) for point in zip(curve["fraction"], curve["value"], strict=True)]
-        columns = ("runs", "metric", "fraction", "value")
-        rows += [{"method": method, **dict(zip(columns, row, strict=True))} for row in found]
+        for fraction, value in zip(curve["fraction"], curve["value"], strict=True):
+            add(RUNS[0], "faithfulness", value, fraction)
     return rows
 
 
@@ -134,69 +135,56 @@ def _agreement(scores: Table, exact: Table) -> dict[str, float]:
     }
 
 
-def _run(config: Exact, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
+def _jobs(config: Exact, _: Inputs) -> list[Measurement]:
     common = {"task": dict(config.task), "n": config.n}
-    kinds = [("planted", strength, config.planted) for strength in config.strengths]
-    kinds += [("random", spread, config.random) for spread in config.spreads]
-    cells = [
-        Job(f"{__name__}:compare", {**common, "models": kind, "sharpness": sharpness}, seed)
-        for kind, sharpness, count in kinds
+    kinds = [("planted", at, config.planted, f"planted, strength {at:g}") for at in config.strengths]
+    kinds += [("random", at, config.random, f"random Llama, spread {at:g}") for at in config.spreads]
+    return [
+        Measurement(compare, {**common, "models": kind, "sharpness": sharpness}, seed, {"models": name})
+        for kind, sharpness, count, name in kinds
         for seed in range(config.first_seed, config.first_seed + count)
     ]
-    frame: Any = run_jobs(cells, folder / "cells", jobs=jobs).whole()
-    frame["models"] = [
-        f"planted, strength {sharpness:g}" if kind == "planted" else f"random Llama, spread {sharpness:g}"
-        for kind, sharpness in zip(frame["models"], frame["sharpness"], strict=True)
-    ]
-    wide = frame.pivot_table(index=["models", "method", "runs", "metric", "fraction"], columns="seed", values="value")
-    keys = wide.index.to_frame(index=False)
+
+
+def _summarize(_: Exact, rows: Rows) -> pd.DataFrame:
+    columns = ["models", "method", "runs", "metric", "fraction"]
+    wide: Any = rows["compare"].pivot_table(index=columns, columns="seed", values="value")
     parts = []
-    for _, some in keys.groupby("models"):  # which differ in the number of models
-        values = wide.to_numpy(dtype=float)[some.index]
-        values = values[:, ~np.isnan(values).all(0)]
-        plain = dict(zip(some.itertuples(index=False, name=None), values, strict=True))
-        paired = some[some["metric"].isin(["rank", "sign"])]
-        above = [
-            plain[models, method, *at] - plain[models, "eap", *at]
-            for models, method, *at in paired.itertuples(index=False, name=None)
-        ]
-        less, renamed = np.stack(above), paired.assign(metric=paired["metric"] + " above eap")
-        for those, rows in ((some, values), (renamed, less)):
-            weights = (~np.isnan(rows)).astype(float)
-            parts.append(Table.from_prompts(those, rows, weights, Provenance("measure"), bounded=False).frame)
-    return Table(pd.concat(parts, ignore_index=True), Provenance("measure", asdict(config)))
+    for _, group in wide.groupby(level="models"):  # which differ in the number of models
+        group = group.dropna(axis=1, how="all")
+        paired = group[group.index.isin(["rank", "sign"], level="metric")]
+        eap = group.xs("eap", level="method").reindex(paired.index.droplevel("method"))
+        above = paired - eap.to_numpy()
+        for frame, suffix in ((group, ""), (above, " above eap")):
+            keys, values = frame.index.to_frame(index=False), frame.to_numpy(dtype=float)
+            keys["metric"] += suffix
+            weights = (~np.isnan(values)).astype(float)
+            parts.append(Table.from_prompts(keys, values, weights, Provenance("mean"), bounded=False).frame)
+    return pd.concat(parts, ignore_index=True)
 
 
 def _check(table: Table) -> list[Check]:
+    measures = (
+        ("rank", "clean", "rank correlation"),
+        ("sign", "clean", "sign agreement"),
+        ("rank", "both", "rank correlation with the mean effect in both runs"),
+    )
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
-        measures = (
-            ("rank", "clean", "rank correlation"),
-            ("sign", "clean", "sign agreement"),
-            ("rank", "both", "rank correlation with the mean effect in both runs"),
-        )
         for (metric, runs, words), between in itertools.product(measures, ("inputs", "activations", "all_activations")):
             at = {"models": models, "runs": runs, "metric": f"{metric} above eap"}
-            said = f"EAP-IG ({between.replace('_', ' ')})"
+            name = f"EAP-IG ({between.replace('_', ' ')})"
+            measured, shuffled = (value_of(table, method=method, **at) for method in (f"eap_ig_{between}", SHUFFLED))
             checks.append(
-                Check(
-                    claim=f"{models}: {said} is at least as good as EAP ({words}, difference)",
-                    measured=value_of(table, method=f"eap_ig_{between}", **at),
-                    relation=">=",
-                    threshold=0.0,
-                    control=value_of(table, method=SHUFFLED, **at),
-                    control_is="scores of EAP-IG (inputs), shuffled",
+                Claim(f"{models}: {name} is at least as good as EAP ({words}, difference)").at_least(
+                    0.0, measured, shuffled, "scores of EAP-IG (inputs), shuffled"
                 )
             )
         at = {"models": models, "runs": RUNS[0], "metric": "sign"}
+        measured, shuffled = (value_of(table, method=method, **at) for method in ("eap_ig_inputs", SHUFFLED))
         checks.append(
-            Check(
-                claim=f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter",
-                measured=value_of(table, method="eap_ig_inputs", **at),
-                relation=">=",
-                threshold=0.8,
-                control=value_of(table, method=SHUFFLED, **at),
-                control_is="its scores shuffled",
+            Claim(f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter").at_least(
+                0.8, measured, shuffled, "its scores shuffled"
             )
         )
     return checks
@@ -210,23 +198,26 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 
 
 EXACT = Experiment(
-    name="attribution/exact",
-    title="Does attribution order edges as exact patches do?",
-    source="after Syed et al. (2023), Hanna et al. (2024), Kramár et al. (2024) and Mueller et al. (2025)",
-    scales={
-        "smoke": Exact(
-            planted=1,
-            strengths=(0.5,),
-            random=1,
-            spreads=(0.1,),
-            n=1,
-            task={"x_len": 3, "phrase_len": 1, "n_examples": 2},
-        ),
-        "cpu": Exact(),
-        "paper": Exact(),
-    },
-    run=_run,
-    draw=_draw,
-    check=_check,
-    makes_models=True,
+    "attribution/exact",
+    "Does attribution order edges as exact patches do?",
+    "after Syed et al. (2023), Hanna et al. (2024), Kramár et al. (2024) and Mueller et al. (2025)",
+    Study(
+        "attribution/exact",
+        {
+            "smoke": Exact(
+                planted=1,
+                strengths=(0.5,),
+                random=1,
+                spreads=(0.1,),
+                n=1,
+                task={"x_len": 3, "phrase_len": 1, "n_examples": 2},
+            ),
+            "cpu": Exact(),
+            "paper": Exact(),
+        },
+        _jobs,
+        _summarize,
+    ),
+    _draw,
+    _check,
 )

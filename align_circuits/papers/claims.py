@@ -1,14 +1,12 @@
 """What a paper claims beside what was measured, and the statistics that most checks rest on."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
@@ -112,39 +110,6 @@ class Claim:
         return Check(self.text, value, relation, threshold, other, is_, self.published)
 
 
-@runtime_checkable
-class Run(Protocol):
-    """Measures an experiment."""
-
-    def __call__(self, config: Any, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-        """Returns the table; cells that are finished in `folder` are not run again."""
-        ...
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A figure or table of a paper, reproducible by name."""
-
-    name: str
-    """Such as `"icatune/fig3"`."""
-    title: str
-    source: str
-    """Author, year, figure."""
-    scales: Mapping[Scale, Any]
-    """A frozen config for each scale."""
-    run: Run
-    draw: Callable[[Table], Mapping[str, go.Figure]]
-    """From the table alone to figures by panel."""
-    check: Callable[[Table], list[Check]] = field(default=lambda _: [])
-    """From the table alone to the paper's claims."""
-    published: str = ""
-    """What the paper reports, in a sentence, beside which ours is read."""
-    compares_models: bool = False
-    """Whether it takes several models; the others measure one."""
-    makes_models: bool = False
-    """Whether it makes the models that it measures, or measures none: it takes no model."""
-
-
 def checks_html(checks: Sequence[Check]) -> str:
     """Returns the checks as an HTML table."""
     return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)
@@ -152,6 +117,8 @@ def checks_html(checks: Sequence[Check]) -> str:
 
 Statistic = Measured | Float[ndarray, " seed"]
 """A number with its interval, or one number for each seed."""
+
+Part = TypeVar("Part")
 
 
 def mean_of(table: Table) -> Measured:
@@ -185,9 +152,9 @@ def value_of(table: Table, **where: Any) -> Measured:
     return _row(table.where(**where), 0)
 
 
-def share_of(there: Bool[ndarray, " seed"]) -> Measured:
-    """Returns the share of seeds in which something is there, with its exact binomial interval."""
-    return Measured(float(there.mean()), *binomial_interval(int(there.sum()), len(there)))
+def share_of(true: Bool[ndarray, " seed"]) -> Measured:
+    """Returns the share of seeds in which something is true, with its exact binomial interval."""
+    return Measured(float(true.mean()), *binomial_interval(int(true.sum()), len(true)))
 
 
 def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
@@ -199,14 +166,9 @@ def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
     return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
 
 
-def measured(values: Float[ndarray, " seed"]) -> dict[str, Measured]:
-    """Returns the measured value of a check."""
-    return {"measured": over_seeds(values)}
-
-
-def controlled(values: Float[ndarray, " seed"], what: str) -> dict[str, Any]:
-    """Returns the control of a check."""
-    return {"control": over_seeds(values), "control_is": what}
+def both(statistic: Callable[[Part], Measured], part: Part, control: Part) -> tuple[Measured, Measured]:
+    """Returns a statistic of one part of a table, and the same of the control."""
+    return statistic(part), statistic(control)
 
 
 def _row(table: Table, place: int) -> Measured:

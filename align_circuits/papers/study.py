@@ -1,7 +1,7 @@
 """One runner for every experiment of every paper: a study measures once, and experiments draw and check its table.
 
 A study names what is measured as jobs, calls of a function with a config and a seed, and says how their rows become
-one table. All the rest is done here, the same way for all: `jobs` processes, one file a job, so that what is finished
+one table. The rest is the same for all, and is done here: `jobs` processes, one file a job, so that what is finished
 is never done again, not even for another study; models loaded and told apart by a hash of their weights; provenance.
 
     def measure(*, task: dict, n: int, seed: int) -> pd.DataFrame: ...      # at the top level of an importable module
@@ -84,8 +84,8 @@ class Inputs:
         return {"model": name, "weights": about["weights"]}
 
 
-Rows = Mapping[str, pd.DataFrame]
-"""The rows of all jobs, in their order, by the name of the function that returned them."""
+Rows = Mapping[str, Any]
+"""A data frame of the rows of all jobs, in their order, by the name of the function that returned them."""
 
 
 def _nothing(_: Any, __: Inputs) -> list[Measurement]:
@@ -143,23 +143,13 @@ class Study:
             measurements = stage(config, inputs)
             sweep = run_jobs([each.job for each in measurements], folder / "jobs", jobs=jobs)
             sweep.whole()  # raises where one failed
-            for each, found in zip(measurements, sweep.rows, strict=True):
-                plain = [{**each.keys, **each.job.seeded, **row} for row in found]
+            for each, returned in zip(measurements, sweep.rows, strict=True):
+                plain = [{**each.keys, **each.job.seeded, **row} for row in returned]
                 rows.setdefault(each.function.__name__, []).extend(plain)
-        frame = self.summarize(config, {name: _frame(parts) for name, parts in rows.items()})
+        frame = self.summarize(config, {name: pd.DataFrame(parts) for name, parts in rows.items()})
         settings = {"study": self.name, "config": json.loads(json.dumps(asdict(config), default=str))}
         about = next(iter(inputs.models.values())) if len(inputs.models) == 1 else inputs.models
         return Table(frame.reset_index(drop=True), Provenance("measure", settings, model=about))
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The frame of rows; whole numbers of which some are missing stay whole numbers."""
-    frame = pd.DataFrame(rows)
-    for name in frame.columns:
-        kinds = {type(row.get(name)) for row in rows}
-        if kinds == {int, type(None)}:
-            frame[name] = pd.array([row.get(name) for row in rows], dtype="Int64")
-    return frame
 
 
 def _no_figures(_: Table) -> Mapping[str, go.Figure]:

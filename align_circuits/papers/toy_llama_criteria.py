@@ -9,11 +9,10 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -70,7 +69,7 @@ def _summarize(_: Criteria, rows: Rows) -> pd.DataFrame:
 
 
 def _right(table: Table, **where: Any) -> Table:
-    return table.where(metric="accuracy", offset=ALL_OFFSETS, **where)
+    return table.where(metric="accuracy", offset=None, **where)
 
 
 def _check(table: Table) -> list[Check]:
@@ -100,7 +99,6 @@ def _check(table: Table) -> list[Check]:
             rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
             return difference_of(*rows)
 
-        highest = (extreme_of(of.where(ood=ood), highest=True) for of in (heads, aligner))
         checks += [
             Claim(
                 f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)"
@@ -109,7 +107,9 @@ def _check(table: Table) -> list[Check]:
                 0.1, minus("oracle", "model", "later"), minus("oracle", "model", "first"), "first tokens"
             ),
             Claim(f"Standard prompts, {where}: no head aligns (highest align_query)").at_most(
-                0.5, *highest, "a planted circuit"
+                0.5,
+                *both(lambda of, ood=ood: extreme_of(of.where(ood=ood), highest=True), heads, aligner),
+                "a planted circuit",
             ),
         ]
     return checks

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, changes_of
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import site_of
 from align_circuits.hooks.probes import evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_tokens, in_batches
 from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, why_silent
@@ -145,7 +146,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         for edits in runs.edit_sets
     ]
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
-    replay = Replay(
+    replay = Replay.run(
         runs.model,
         batch.tokens[:, :end],
         batch.mask[:, :end],
@@ -172,7 +173,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
             for index in group:
                 hand_over(index, replay.logits)
             continue
-        group.sort(key=lambda index: order_of(dict.fromkeys(runs.names[index], lambda _: None)))
+        group.sort(key=lambda index: order_of(runs.names[index]))
         at_once = max(1, budget // (len(selected) * (end - start)))
         span = slice(batch.cropped + start, batch.cropped + end)
         source = {name: values[:, start - replay.start :] for name, values in source_run.items()}

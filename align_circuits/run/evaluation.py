@@ -8,7 +8,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.hooks.edits import Edit, edits_provenance
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt

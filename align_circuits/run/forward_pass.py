@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from align_circuits.hooks.attention import Probe, Within, raw_attention, why_not_fast
+from align_circuits.hooks import compat
+from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Edit, changes_of, in_order
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
-from align_circuits.models.protocol import HookedModel, check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches
 from align_circuits.run.options import RunOptions
@@ -104,7 +105,7 @@ def capture(
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
-    """Returns the activations at some hook points, after the edits, on the CPU; 0 at padding.
+    """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
     """
@@ -140,9 +141,8 @@ def choose_engine(
 ) -> Literal["fast", "reference"]:
     """Returns the engine that the options mean for this model, if the hook points `names` are to be read or edited.
 
-    Whether they fire is found out here for `"auto"` alone: `"fast"` is taken at its word, and `forward` raises if one
-    does not. With `by_hooks` the attention function serves no hook point, as where gradients are read, and `"fast"` is
-    refused here.
+    Whether they fire is checked here for `"auto"` alone: with `"fast"`, `forward` raises if one does not. With
+    `by_hooks` the attention function serves no hook point, as where gradients are read, and `"fast"` is checked too.
 
     Raises:
         ValueError: `"fast"` does not apply to this model.
@@ -163,7 +163,7 @@ def not_fast(reason: str) -> ValueError:
 
 
 def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = False) -> str | None:
-    """Returns why a hook point does not fire under the fast engine, found out on two tokens; None if all do.
+    """Returns why a hook point does not fire under the fast engine, by a run of two tokens; None if all do.
 
     Without `by_hooks`, those inside its attention function do.
     """
@@ -241,12 +241,15 @@ def _run_fast(
     named: dict[str, list[Change]] = {}
     for name, change in within:
         named.setdefault(name, []).append(change)
-    parts = Within({name: in_order(changes) for name, changes in named.items()}) if within else None
-    probe = None if on_pattern is None else Probe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
-    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_within=parts))
-    if probe is not None and probe.seen != model.cfg.n_layers:
+    parts = AttentionParts({name: in_order(changes) for name, changes in named.items()}) if within else None
+    probe = (
+        None if on_pattern is None else PatternProbe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
+    )
+    logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_parts=parts))
+    if probe is not None and probe.layers_read != model.cfg.n_layers:
         raise ValueError(
-            f"the fast engine saw {probe.seen} of {model.cfg.n_layers} layers: use RunOptions(engine='reference')"
+            f"the fast engine read {probe.layers_read} of {model.cfg.n_layers} layers: use "
+            "RunOptions(engine='reference')"
         )
     return logits
 
@@ -261,7 +264,7 @@ def _run_reference(
     layers = range(model.cfg.n_layers) if on_pattern is not None else ()
     probes = Probes(model, {name_of("pattern", layer): partial(rows_of, layer) for layer in layers})
     run = partial(model.run_with_hooks, fwd_hooks=probes.fwd_hooks)
-    if isinstance(getattr(model, "original_model", None), PreTrainedModel):
+    if compat.is_bridge(model):
         logits = _bridge_logits(batch, keep_logits, run)
     else:
         logits = run(batch.tokens, **batch.inputs)[batch.prompt, batch.query]

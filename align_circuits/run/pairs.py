@@ -13,7 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.graph import Graph
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
@@ -74,7 +75,7 @@ class Pair:
     def in_batches(
         self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], options: RunOptions
     ) -> Float[Tensor, "... prompt"]:
-        """Returns what `measure` finds for all prompts, some of them at a time, fewer when memory runs out."""
+        """Returns what `measure` returns for all prompts, a batch at a time, smaller ones when memory runs out."""
         count, length = self.base.mask.shape
         parts: list[Tensor] = []
 
@@ -99,7 +100,7 @@ class Pair:
     def cache(
         self, model: HookedModel, names: Sequence[str], options: RunOptions, device: torch.device | None = None
     ) -> "CachedPair":
-        """Returns the activations of both runs at some hook points."""
+        """Returns the activations of both runs at the given hook points."""
         both = (capture(model, prompts, names, options=options) for prompts in (self.base, self.source))
         base, source = ({name: value.to(device) for name, value in values.items()} for values in both)
         return CachedPair(base, source)

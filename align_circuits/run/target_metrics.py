@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.edits import Edit
-from align_circuits.models.protocol import HookedModel
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import KINDS, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
@@ -92,15 +92,15 @@ class TargetMetrics:
         return cls(prompts, tuple(metrics), prompt, query, token, correct)  # pyright: ignore[reportArgumentType]
 
     def select(self, rows: slice) -> "TargetMetrics":
-        """Returns the metrics of some of the prompts."""
-        mine = (self.prompt >= rows.start) & (self.prompt < rows.stop)
+        """Returns the metrics of a slice of the prompts."""
+        selected = (self.prompt >= rows.start) & (self.prompt < rows.stop)
         return replace(
             self,
             prompts=self.prompts[rows],
-            prompt=self.prompt[mine] - rows.start,
-            query=self.query[mine],
-            token=self.token[mine],
-            correct=None if self.correct is None else self.correct[mine],
+            prompt=self.prompt[selected] - rows.start,
+            query=self.query[selected],
+            token=self.token[selected],
+            correct=None if self.correct is None else self.correct[selected],
         )
 
     @property
@@ -109,7 +109,7 @@ class TargetMetrics:
         return np.bincount(self.prompt.numpy(), minlength=len(self.prompts)).astype(float)
 
     def numbers(self, logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"]) -> Float[Tensor, "metric row"]:
-        """Returns the metrics of some targets from the logits where they are predicted."""
+        """Returns the metrics of the targets at `rows` from the logits where they are predicted."""
         return torch.stack([self._number(metric, logits, rows) for metric in self.metrics])
 
     def _number(self, metric: str, logits: Tensor, rows: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
 def means_by_prompt(
     prompts: Prompts,
     prompt: Int[ndarray, " target"],
-    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "row target"],
+    values: Sequence[Float[ndarray, " target"]] | Float[ndarray, "value target"],
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""

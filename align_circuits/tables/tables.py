@@ -20,7 +20,7 @@ from align_circuits.tables import intervals as stats
 VALUES = ("value", "low", "high", "n")
 """The columns that are measured; every other column is a key."""
 
-INTEGER_KEYS = ("layer", "head", "offset", "draw")
+INTEGER_KEYS = ("layer", "head", "offset", "draw", "seed", "step", "query", "key")
 """Key columns of whole numbers that may be missing (`<NA>`): a layer's mean attention has a layer and no head."""
 
 FILES = ("table.csv", "table.csv.xz")
@@ -257,6 +257,7 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
         name: "Int64" if frame[name].isna().any() else "int64"
         for name in INTEGER_KEYS
         if name in frame and pd.api.types.infer_dtype(frame[name], skipna=True) in _NUMBERS
+        if (frame[name].dropna() % 1 == 0).all()
     }
     return frame.astype(types)
 

@@ -127,7 +127,7 @@ def train(
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> TrainRun:
-    """Trains a model in place; with `out`, goes on from the checkpoint there.
+    """Trains a model in place; with `out`, goes on from the checkpoint in that folder.
 
     A run that is killed at any moment and started again by the same call goes on from its last checkpoint. It ends with
     the same weights, optimiser state and log, bit for bit, as a run that was never killed: on the same machine,
@@ -217,9 +217,10 @@ def train(
                     with torch.no_grad():
                         row |= {name: float(number) for name, number in metrics(model, step).items()}
                     model.train()
-                if log and ["step", *row] != list(log[0]):
+                row = {"step": step, **row}
+                if log and list(row) != list(log[0]):
                     raise ValueError(f"the log has the columns {list(log[0])}, step {step} gives {list(row)}")
-                log.append({"step": step, **row})
+                log.append(row)
                 loss_sum = 0.0
             if folder is not None and (has_row or (config.checkpoint_every and step % config.checkpoint_every == 0)):
                 state = _state(model, trained, optimizers)

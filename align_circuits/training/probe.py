@@ -26,7 +26,7 @@ from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
-PROBED_METRICS = ("align_query", "align_key", "lookup")
+PROBED = ("align_query", "align_key", "lookup")
 """The head metrics that every probe measures."""
 
 COLUMNS = ("value", "weight", "count")
@@ -79,7 +79,7 @@ class Probe:
 
 def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
-    metrics = [name for name in PROBED_METRICS if len(prompts.relations[name])]
+    metrics = [name for name in PROBED if len(prompts.relations[name])]
     scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values = np.full((2, len(targets.token)), np.nan)
@@ -133,7 +133,7 @@ def _summary(
         for kind in ("first", "later"):
             rows = (selected & (keys["metric"] == "accuracy") & (keys["kind"] == kind)).to_numpy()
             summary |= {prefix + kind: float(mean[rows][0])} if rows.any() else {}
-        for metric in PROBED_METRICS:
+        for metric in PROBED:
             rows = (selected & (keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
             summary |= {prefix + metric: float(np.nanmax(mean[rows], initial=0))} if rows.any() else {}
     return summary

@@ -137,7 +137,7 @@ class TuneRun:
     table: Table
     """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset,
     level, layer and head. Metrics of the model (accuracy, log_prob, and the references) have the level "model"; those
-    of heads and of a layer's mean attention (`PROBED_METRICS`) have kind "all" and no offset."""
+    of heads and of a layer's mean attention (`PROBED`) have kind "all" and no offset."""
     log: pd.DataFrame
     """A row for each probe: step, loss (the mean since the row before), lr, grad_norm, and a summary of the probe."""
     config: TuneConfig

@@ -51,13 +51,13 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     other = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task", task_seed=1)
     pairs = [
-        (some, task.corrupt(some, "labels", seed=1))
-        for task, some in ((TASK, prompts), (other, other.sample(2, char_tokenizer, seed=3)))
+        ac.Pair(clean, task.corrupt(clean, "labels", seed=1))
+        for task, clean in ((TASK, prompts), (other, other.sample(2, char_tokenizer, seed=3)))
     ]
     heads = [(0, 1), (1, 3)]
     table = function_vectors(model, pairs, heads=heads)
     expected = np.zeros((2, 2))
-    for t, (clean, corrupted) in enumerate(pairs):
+    for t, (clean, corrupted) in enumerate((pair.clean, pair.corrupted) for pair in pairs):
         prompt, query, token = (corrupted.column(name) for name in ("prompt", "query_pos", "token"))
 
         def probability(hooks: list) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_the_profile_of_planted_heads(char_tokenizer):
     """Lookup heads look, write, and carry no task; nobody here is a function-vector head."""
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
     model, prompts = ac.planted_circuit(task, seed=0), task.sample(6, char_tokenizer, seed=1)
-    found = head_profile(model, prompts, [(prompts, task.corrupt(prompts, "labels", seed=2))])
+    found = head_profile(model, prompts, [ac.Pair(prompts, task.corrupt(prompts, "labels", seed=2))])
     grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
     assert list(grid) == ["lookup_attention", "induction_attention", "direct_logit", "function_vector"]
     lookup = [place for place, role in model.roles.items() if role == "lookup"]
@@ -105,14 +105,14 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
     other_half = torch.arange(model.cfg.d_vocab)
     other_half[letters] = letters.roll(13)
 
-    def pair(half: str, seed: int) -> tuple[ac.Prompts, ac.Prompts]:
+    def pair(half: str, seed: int) -> ac.Pair:
         """Prompts in one half of the letters, and the same with examples in both."""
         clean = replace(task, letters=half).sample(6, model.tokenizer, seed=seed, references=False)
         changed = (clean.example < clean.example.amax(1, keepdim=True)) & (torch.arange(clean.tokens.shape[1]) % 2 == 0)
-        return clean, replace(clean, inputs=torch.where(changed, other_half[clean.tokens], clean.tokens))
+        return ac.Pair(clean, replace(clean, inputs=torch.where(changed, other_half[clean.tokens], clean.tokens)))
 
     pairs = [pair(string.ascii_lowercase[:13], 1), pair(string.ascii_lowercase[13:], 2)]
-    found = head_profile(model, pairs[0][0], pairs)
+    found = head_profile(model, pairs[0].clean, pairs)
     place = {kind: place for place, kind in model.kinds.items()}
     grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
     best = {metric: model.kinds[divmod(int(values.argmax()), model.cfg.n_heads)] for metric, values in grid.items()}
@@ -131,7 +131,7 @@ def test_refusals(random_hf_model, char_tokenizer, prompts):
     with pytest.raises(ValueError, match="no tasks"):
         function_vectors(model, [])
     with pytest.raises(ValueError, match="do not match"):
-        function_vectors(model, [(prompts, prompts[:2])])
+        function_vectors(model, [ac.Pair(prompts, prompts[:2])])
     with pytest.raises(ValueError, match="no targets of kind 'later'"):
         direct_logits(model, prompts, kind="later")
 

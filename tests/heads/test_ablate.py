@@ -102,7 +102,7 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
 def test_equals_a_loop(model, prompts, how, char_tokenizer):
     others = TASK.sample(3, char_tokenizer, seed=8)
     for reference in (None, others) if how == "mean" else (None,):
-        table = ablate_heads(model, prompts, how, reference=reference, options=ac.RunOptions(batch_size=2))
+        table = ablate_heads(model, prompts, how, baseline=reference, options=ac.RunOptions(batch_size=2))
         expected = looped(model, prompts, how, reference or prompts)
         value = table.frame.set_index(["layer", "head", "kind", "metric"])["value"].to_dict()
         assert value == pytest.approx(expected, abs=1e-5) and len(value) == 2 * 4 * 3 * 2
@@ -120,7 +120,7 @@ def test_intervals_and_provenance(llama, prompts):
     assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
     told = table.provenance
     assert (told.verb, told.engine) == ("ablate_heads", "cone")
-    assert told.settings == {"how": "mean", "reference": prompts.digest}
+    assert told.settings == {"how": "mean", "baseline": prompts.digest}
     assert told.data["digest"] == prompts.digest
     assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty
 
@@ -175,11 +175,11 @@ def test_refusals(llama, prompts, char_tokenizer):
         (lambda: refer(llama, prompts, how), "how='median': choose 'mean', 'resample' or 'zero'"),
         (lambda: ablate_heads(llama, prompts[:1], "resample"), "1 prompts of .* resampling takes at least two"),
         (lambda: ablate_heads(llama, padded, "resample"), "2 prompts of 2 to 3 tokens: .* of one length"),
-        (lambda: ablate_heads(llama, prompts, "resample", reference=prompts[:2]), "must match, prompt by prompt"),
+        (lambda: ablate_heads(llama, prompts, "resample", baseline=prompts[:2]), "must match, prompt by prompt"),
         (lambda: ablation_baseline(llama, prompts, site="pattern"), "a pattern has no mean over tokens of a role"),
         (lambda: refer(llama, prompts, site=site), "site='attn': choose one of z, q"),
         (
-            lambda: ablate_heads(llama, prompts, reference=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),
+            lambda: ablate_heads(llama, prompts, baseline=Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])),
             "tokens of a role that the reference prompts lack",
         ),
     ]:
@@ -187,5 +187,5 @@ def test_refusals(llama, prompts, char_tokenizer):
             run()
     nothing = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3).sample(2, char_tokenizer)
     object.__setattr__(nothing, "targets", nothing.targets[:0])
-    with pytest.raises(ValueError, match="nothing to evaluate"):
+    with pytest.raises(ValueError, match="no targets at all"):
         ablate_heads(llama, nothing)

@@ -57,7 +57,7 @@ def test_entropy_among_candidates(drawn):
         assert got[cell].item() == pytest.approx(expected, nan_ok=True, abs=1e-12)
 
 
-def test_uniform_attention_scores_chance_():
+def test_uniform_attention_scores_chance():
     pattern = torch.full((3, 2, 8), 1 / 8, dtype=torch.bfloat16)
     keys = torch.arange(8).expand(3, 8) < 2
     candidates = torch.arange(8).expand(3, 8) < 5

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformer_lens import patching
 
 import align_circuits as ac
-from align_circuits.heads.patch import check_pair, patch_heads, position_groups
+from align_circuits.heads.patch import patch_heads, position_groups
 from align_circuits.hooks.heads import heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.run.pairs import check_pair
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
 SITES: Any = HEAD_SITES + LAYER_SITES
@@ -174,7 +175,7 @@ def test_position_groups_partition_the_tokens(clean, char_tokenizer):
 def test_masks_of_ones_own(models, clean, corrupted):
     model, last = models["llama"], torch.arange(clean.mask.shape[1]) == clean.mask.shape[1] - 2
     one = last.expand_as(clean.mask)
-    pair = {"clean": clean, "corrupted": corrupted, "heads": [(0, 1)]}
+    pair: dict[str, Any] = {"pair": ac.Pair(clean, corrupted), "heads": [(0, 1)]}
     table = patch_heads(model, **pair, positions={"all": one, "one": one, "none": one & ~one})
     assert values_of(table, positions="all") == pytest.approx(values_of(table, positions="one"), abs=1e-5)
     assert values_of(table, positions="one") != values_of(patch_heads(model, **pair))
@@ -200,11 +201,10 @@ def test_intervals_and_engines(models, clean, corrupted):
     assert frame.set_index("kind")["n"].to_dict() == {"all": 24, "first": 12, "later": 12}
     assert table.provenance.engine == "cone" and table.provenance.data["digest"] == clean.digest
     assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
-    others: tuple[dict[str, Any], ...] = ({"engine": "reference"}, {"batch_size": 1})
-    for options in others:
-        other = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)], **options)
+    for options in (ac.RunOptions("reference"), ac.RunOptions(batch_size=1)):
+        other = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)], options=options)
         pd.testing.assert_frame_equal(other.frame, frame, atol=1e-5)
-    pair = {"clean": clean, "corrupted": corrupted, "heads": [(0, 0)]}
+    pair: dict[str, Any] = {"pair": ac.Pair(clean, corrupted), "heads": [(0, 0)]}
     ran = {
         (name, site): patch_heads(models[name], **pair, sites=[site]).provenance.engine
         for name in ("llama", "gpt2")
@@ -218,6 +218,22 @@ def test_intervals_and_engines(models, clean, corrupted):
         ("gpt2", "q"): "reference",
         ("gpt2", "pattern"): "fast",
     }
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"), [("log_prob", "first"), ("accuracy", None), (None, "later"), ("prob", "all")]
+)
+def test_a_pair_may_name_a_metric_and_a_kind(models, clean, corrupted, metric, kind):
+    heads = [(1, 0), (0, 3)]
+    both = values_of(patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=heads))
+    found = values_of(patch_heads(models["llama"], ac.Pair(clean, corrupted, metric, kind), heads=heads))
+    metrics = {"log_prob", "accuracy"} if metric is None else {metric}
+    assert {key[2:] for key in found} == {
+        (which, name) for which in ([kind] if kind else ["all", "first", "later"]) for name in metrics
+    }
+    for key, value in found.items():
+        assert key not in both or value == pytest.approx(both[key], abs=1e-6)
+    assert metric != "prob" or max(map(abs, found.values())) > 1e-4
 
 
 def test_a_planted_aligner_restores_the_answer(char_tokenizer):
@@ -236,15 +252,13 @@ def test_a_planted_aligner_restores_the_answer(char_tokenizer):
 
 
 def test_refusals(models, clean, corrupted, char_tokenizer):
-    model, wrong = models["llama"], {"direction": "sideways"}
-    with pytest.raises(ValueError, match="direction='sideways': choose 'denoise'"):
-        inspect.unwrap(patch_heads)(model, clean=clean, corrupted=corrupted, **wrong)  # annotations unchecked
+    model = models["llama"]
     longer = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3).sample(4, char_tokenizer)
     others = TASK.sample(4, char_tokenizer, seed=5)
     for other, message in [
         (corrupted[:3], r"clean prompts \(4, \d+\) and corrupted ones \(3, \d+\) do not match"),
         (longer, "do not match token by token"),
-        (others, "ask for different targets"),
+        (others, "have different targets"),
     ]:
         with pytest.raises(ValueError, match=message):
             patch_heads(model, ac.Pair(clean, other))
@@ -257,7 +271,7 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
     for site in ("z", "k", "pattern", "mlp_out"):
         with pytest.raises(ValueError, match="no head L0H4"):
             patch_heads(model, ac.Pair(clean, corrupted), sites=[site], heads=[(0, 4), (2, 0)])
-    pair = {"clean": clean, "corrupted": corrupted}
+    pair = ac.Pair(clean, corrupted)
     for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0H1"]):
         with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
             inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
@@ -266,14 +280,14 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
         ({}, "positions={}: give masks by name, 'groups', or nothing"),
     ]:
         with pytest.raises(ValueError, match=message):
-            patch_heads(model, **pair, positions=positions)
+            patch_heads(model, pair, positions=positions)
 
 
 def test_heads_may_be_a_tensor_and_named_twice(models, clean, corrupted):
-    options = {"clean": clean, "corrupted": corrupted}
+    pair = ac.Pair(clean, corrupted)
     twice = inspect.unwrap(heads_of)(models["llama"].cfg, torch.tensor([[1, 2], [0, 3], [1, 2]]))
     assert twice == [(1, 2), (0, 3)]
-    tables = [patch_heads(models["llama"], **options, heads=heads) for heads in (twice, [*twice, *twice])]
+    tables = [patch_heads(models["llama"], pair, heads=heads) for heads in (twice, [*twice, *twice])]
     pd.testing.assert_frame_equal(tables[0].frame, tables[1].frame)
 
 

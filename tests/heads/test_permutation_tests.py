@@ -119,9 +119,9 @@ class TestBesideLoops:
 
     def test_neither_batches_nor_company_change_them(self, model, prompts):
         one = p_values(model, prompts, NAMES, seed=3)
-        batches: tuple[dict[str, Any], ...] = ({"batch_size": 1}, {"batch_size": 2, "engine": "reference"})
+        batches = (ac.RunOptions(batch_size=1), ac.RunOptions("reference", batch_size=2))
         for options in batches:
-            other = p_values(model, prompts, NAMES, seed=3, **options)
+            other = p_values(model, prompts, NAMES, seed=3, options=options)
             for name in NAMES:
                 np.testing.assert_allclose(other[name], one[name], atol=2e-3)
         for name in NAMES:
@@ -266,7 +266,7 @@ class TestRefusals:
     def test_what_is_asked(self, model, prompts):
         with pytest.raises(KeyError, match=r"no relation 'sink' in these prompts; they have .*lookup"):
             p_values(model, prompts, ["lookup", "sink"])
-        with pytest.raises(ValueError, match="1 prompt: redrawing the gold takes at least two"):
+        with pytest.raises(ValueError, match="1 prompt: a permutation test takes at least two"):
             p_values(model, prompts[:1], ["lookup"])
 
     def test_alignments_that_differ(self, model, prompts):

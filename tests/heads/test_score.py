@@ -191,7 +191,7 @@ def test_planted_heads_are_found(models, prompts):
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
     whole = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=5))
-    monkeypatch.setattr(scoring, "_CELLS_AT_ONCE", 4000)
+    monkeypatch.setattr(scoring, "_NUMBERS_AT_ONCE", 4000)
     chunked = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=2))
     columns = ["value", "low", "high", "n"]
     np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)

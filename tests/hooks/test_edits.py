@@ -561,7 +561,7 @@ class TestRefusals:
         columns = ("target", "prompt", "query", "wants", "among")
         twice = replace(previous, **{name: torch.cat([getattr(previous, name)] * 2) for name in columns})
         prompts = replace(PADDED, relations={"twice": twice})
-        with pytest.raises(ValueError, match="relation 'twice' asks twice at one position"):
+        with pytest.raises(ValueError, match="relation 'twice' has two rows at one query"):
             ac.evaluate(models("llama"), prompts, edits=[ac.Clamp([(0, 0)], "twice")])
 
     @pytest.mark.parametrize("lengths", [(10, 10, 10), (8, 8, 8), (9, 9), (9, 9, 9, 9)])

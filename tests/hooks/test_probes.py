@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.hooks.attention import ATTENTION, Probe, raw_attention, why_not_fast
+from align_circuits.hooks.attention import ATTENTION, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.hooks.probes import Probes
 
@@ -76,10 +76,10 @@ def test_bridge_is_bit_identical_afterwards(name, random_hf_model):
 
 def test_probing_leaves_the_logits_as_they_are(random_hf_model):
     model = ac.load(random_hf_model("llama"))
-    probe = Probe(torch.tensor([0, 1, 1]), torch.tensor([5, 0, 3]), lambda *_: None)
+    probe = PatternProbe(torch.tensor([0, 1, 1]), torch.tensor([5, 0, 3]), lambda *_: None)
     with torch.no_grad(), raw_attention(model):
         assert torch.equal(model(TOKENS, attention_probe=probe), model(TOKENS))
-    assert probe.seen == 2
+    assert probe.layers_read == 2
 
 
 def test_gradients_flow(random_hf_model):
@@ -105,7 +105,7 @@ def test_rows_beside_a_slow_twin():
     visible = (torch.rand(2, 1, 7, 7, generator=generator) < 0.5) | torch.eye(7, dtype=torch.bool)
     prompt, query = torch.tensor([0, 1, 1, 1]), torch.tensor([6, 2, 0, 5])
     for mask in (None, visible):
-        rows = Probe(prompt, query, lambda *_: None).rows(q, k, mask, 0.7)
+        rows = PatternProbe(prompt, query, lambda *_: None).rows(q, k, mask, 0.7)
         for row, (p, at) in enumerate(zip(prompt.tolist(), query.tolist(), strict=True)):
             for head in range(4):
                 seen = [key for key in range(7) if (key <= at if mask is None else mask[p, 0, at, key])]

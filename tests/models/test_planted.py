@@ -33,7 +33,7 @@ def accuracy(prompts: Prompts, logits: torch.Tensor) -> float:
 def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
     """What the oracle may predict at each target, by a slow, obvious loop."""
     order, phrases = prompts.latent["order"].tolist(), prompts.latent["phrases"].tolist()
-    found = []
+    best_by_target = []
     for prompt, phrase, offset in prompts.targets[["prompt", "phrase", "offset"]].itertuples(index=False):
         symbols = [[example[place] for place in task.aligned] for example in order[prompt]]
         prefix = phrases[prompt][-1][phrase][:offset][::-1]
@@ -44,8 +44,10 @@ def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
                 agreement = tuple(a == b for a, b in zip(seen[:offset][::-1], prefix, strict=True))
                 votes.setdefault(agreement, Counter())[seen[offset]] += 1
         best = votes[max(votes)]
-        found.append({int(prompts.answer_tokens[i]) for i, count in best.items() if count == max(best.values())})
-    return found
+        best_by_target.append(
+            {int(prompts.answer_tokens[i]) for i, count in best.items() if count == max(best.values())}
+        )
+    return best_by_target
 
 
 def assert_is_oracle(task: Seq2SeqTask, prompts: Prompts, logits: torch.Tensor) -> None:
@@ -71,14 +73,14 @@ def cached(request, prompts):
     return model, at_targets(prompts, logits), cache
 
 
-def place_of(model, kind: str) -> tuple[int, int]:
-    return next(place for place, found in model.kinds.items() if found == kind)
+def head_of_kind(model, kind: str) -> tuple[int, int]:
+    return next(head for head, own_kind in model.kinds.items() if own_kind == kind)
 
 
 def attention(cached, prompts: Prompts, kind: str, relation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A head's attention at the rows of a relation, with the keys and the candidates there."""
+    """A head's attention at the rows of a relation, with the keys and the candidates of each."""
     model, _, cache = cached
-    layer, head = place_of(model, kind)
+    layer, head = head_of_kind(model, kind)
     rows = prompts.relations[relation]
     return cache["pattern", layer][rows.prompt, head, rows.query], *rows.expand()
 
@@ -89,7 +91,7 @@ def on_keys(cached, prompts: Prompts, kind: str, relation: str) -> float:
 
 
 def effect(cached, prompts: Prompts, place: tuple[int, int]) -> float:
-    """By how many nats replacing a head's output by its mean over each role lowers the gold letters."""
+    """By how many nats replacing a head's output by its mean over each role lowers the answers' log-probability."""
     model, before, cache = cached
     layer, head = place
     z = cache["z", layer][:, :, head]
@@ -103,9 +105,9 @@ def effect(cached, prompts: Prompts, place: tuple[int, int]) -> float:
 
     with torch.no_grad():
         logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", ablate)])
-    gold = prompts.column("token")[:, None]
+    labels = prompts.column("token")[:, None]
     change = before.log_softmax(-1) - at_targets(prompts, logits).log_softmax(-1)
-    return change.gather(1, gold).mean().item()
+    return change.gather(1, labels).mean().item()
 
 
 class TestPredictions:
@@ -175,10 +177,10 @@ class TestHeads:
             assert sum(kinds.values()) == len(model.roles) == model.cfg.n_layers * model.cfg.n_heads
             assert kinds["inert"] + kinds["random"] == len(model.roles) - len(once) + 1
             assert all(model.roles[place] == ROLE_OF_KIND[kind] for place, kind in model.kinds.items())
-            layer = {kind: place_of(model, kind)[0] for kind in once - {"random"}}
+            layer = {kind: head_of_kind(model, kind)[0] for kind in once - {"random"}}
             assert layer["boundary"] < layer["previous"] < layer["align_key"] < layer["lookup"] == layer["backup"]
             assert layer["align_query"] == layer["align_key"] and layer["diffuse"] < layer["lookup"]
-            places.add((place_of(model, "align_query"), place_of(model, "lookup")))
+            places.add((head_of_kind(model, "align_query"), head_of_kind(model, "lookup")))
         assert len(places) > 30
 
     @pytest.mark.parametrize("kind", ["previous", "align_query", "align_key"])
@@ -206,7 +208,7 @@ class TestHeads:
     def test_the_alignment_of_the_query_carries_the_effect_of_the_query(self, cached, prompts):
         model, before, _ = cached
         corrupted = TASK.corrupt(prompts, "query", seed=1)
-        gold = prompts.column("token")[:, None]
+        labels = prompts.column("token")[:, None]
         with torch.no_grad():
             _, other = model.run_with_cache(corrupted.tokens)
             for place, role in model.roles.items():
@@ -217,7 +219,7 @@ class TestHeads:
                     return z
 
                 logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", patch)])
-                fall = (before - at_targets(prompts, logits).log_softmax(-1)).gather(1, gold)
+                fall = (before - at_targets(prompts, logits).log_softmax(-1)).gather(1, labels)
                 fall = (fall - before.logsumexp(-1, keepdim=True)).mean().item()
                 if role in ("align_query", "align_key", "lookup"):
                     assert fall > 0.2, (role, place)
@@ -235,7 +237,7 @@ class TestDecoys:
 
     def test_gold_without_output(self, cached, prompts):
         assert on_keys(cached, prompts, "gold_without_output", "align_query") > 0.999
-        layer, head = place_of(cached[0], "gold_without_output")
+        layer, head = head_of_kind(cached[0], "gold_without_output")
         assert not cached[0].W_V[layer, head].any() and not cached[0].W_O[layer, head].any()
 
     def test_off_by_one(self, cached, prompts):
@@ -258,7 +260,7 @@ class TestDecoys:
 
     def test_diffuse_matters_though_its_attention_is_spread(self, cached, prompts):
         model = cached[0]
-        assert effect(cached, prompts, place_of(model, "diffuse")) > 0.05
+        assert effect(cached, prompts, head_of_kind(model, "diffuse")) > 0.05
         pattern, _, _ = attention(cached, prompts, "diffuse", "lookup")
         seen = (pattern > 0).sum(1)
         assert (pattern.max(1).values * seen < torch.e**2).all()
@@ -273,12 +275,12 @@ class TestStrength:
     def test_weakens_the_circuit_continuously(self, char_tokenizer):
         task = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=8)
         prompts = task.sample(24, char_tokenizer, seed=2)
-        gold = prompts.column("token")[:, None]
+        labels = prompts.column("token")[:, None]
         accuracies, likelihoods = [], []
         for strength in (0.0, 0.33, 0.38, 0.42, 0.46, 1.0):
             logits = [run(planted_circuit(task, seed=seed, strength=strength), prompts) for seed in SEEDS]
-            accuracies.append(sum(accuracy(prompts, found) for found in logits) / len(SEEDS))
-            likelihoods.append(sum(found.log_softmax(-1).gather(1, gold).mean().item() for found in logits))
+            accuracies.append(sum(accuracy(prompts, of_seed) for of_seed in logits) / len(SEEDS))
+            likelihoods.append(sum(of_seed.log_softmax(-1).gather(1, labels).mean().item() for of_seed in logits))
         assert likelihoods == sorted(likelihoods)
         assert accuracies == sorted(accuracies)
         assert max(after - before for before, after in itertools.pairwise(accuracies)) < 0.35
@@ -290,7 +292,7 @@ class TestStrength:
         assert set(model.roles.values()) == {None}
         with torch.no_grad():
             _, cache = model.run_with_cache(prompts.tokens[:2])
-        layer, head = place_of(model, "align_key")
+        layer, head = head_of_kind(model, "align_key")
         assert torch.allclose(cache["pattern", layer][0, head, 9, :10], torch.tensor(0.1))
 
 
@@ -356,7 +358,7 @@ class TestModel:
         text = "".join(prompts.token_text[0][1:])
         assert torch.equal(model.to_tokens(text), prompts.tokens[:1])
         scores = head_detector.detect_head(model, text, "previous_token_head")
-        assert scores[place_of(model, "previous")] > 0.99
+        assert scores[head_of_kind(model, "previous")] > 0.99
         assert scores.flatten().topk(2).values[1] < 0.5
 
     def test_transformer_lens_patches_it(self, char_tokenizer):
@@ -364,16 +366,16 @@ class TestModel:
         model: Any = planted_circuit(task)
         clean = task.sample(4, char_tokenizer, seed=0)
         corrupted = task.corrupt(clean, "query", seed=0)
-        gold = clean.column("token")[:, None]
+        labels = clean.column("token")[:, None]
 
         def metric(logits):
-            return at_targets(clean, logits).log_softmax(-1).gather(1, gold).mean()
+            return at_targets(clean, logits).log_softmax(-1).gather(1, labels).mean()
 
         with torch.no_grad():
             _, cache = model.run_with_cache(clean.tokens)
             result = patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens, cache, metric)
             gain = result - metric(model(corrupted.tokens))
-        assert tuple(divmod(int(gain.argmax()), model.cfg.n_heads)) == place_of(model, "align_query")
+        assert tuple(divmod(int(gain.argmax()), model.cfg.n_heads)) == head_of_kind(model, "align_query")
 
 
 class TestRefuses:

@@ -1,7 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,22 @@ import pandas as pd
 import pytest
 
 from align_circuits.cli import main
-from align_circuits.papers import accuracy as accuracy_module
-from align_circuits.papers.accuracy import measure
-from align_circuits.papers.claims import SCALES, Check, Measured, difference_of, extreme_of, mean_of, share_of, value_of
+from align_circuits.papers import study as study_module
+from align_circuits.papers.claims import (
+    SCALES,
+    Check,
+    Claim,
+    Measured,
+    difference_of,
+    extreme_of,
+    mean_of,
+    over_seeds,
+    share_of,
+    value_of,
+)
 from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.model_on_tasks import _seed_of, accuracy, on_tasks
+from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -27,7 +39,7 @@ def folder(tmp_path_factory, char_tokenizer, random_hf_model):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Where cells and tuned models are kept, so that experiments share them."""
+    """Where jobs and trainings are kept, so that experiments share them."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -104,51 +116,129 @@ def test_a_check_holds_at_its_threshold_and_not_beyond(relation: Any, value, hol
     assert check.control_fails is (relation == ">=")
 
 
-def test_a_failing_cell_is_reported_with_its_config(tmp_path):
+def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
+    check = Claim("c", "about 1").at_least(0.5, np.array([0.4, 0.8]), Measured(0.1, 0.0, 1.0), "nothing")
+    assert check == Check(
+        "c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, Measured(0.1, 0.0, 1.0), "nothing", "about 1"
+    )
+    assert check.holds and check.control_fails
+    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").holds
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The config of a study."""
+
+    ns: tuple[int, ...] = (1, 2)
+    power: int = 2
+
+
+def power(*, n: int, to: int, seed: int) -> list[dict[str, Any]]:
+    """A job that calls are counted of."""
+    CALLS.append((n, seed))
+    return [{"part": "number", "value": n**to / 3}, {"part": "seed", "layer": seed, "value": float("nan")}]
+
+
+def learn(*, out: str) -> list[dict[str, Any]]:
+    """A training: nothing is drawn."""
+    CALLS.append(("learn", out))
+    return [{"loss": 0.5}]
+
+
+def missing(*, n: int) -> pd.DataFrame:
+    """A job whose rows have a key that only some bear."""
+    return pd.DataFrame({"layer": pd.array([n, None], dtype="Int64"), "value": [0.1, 0.2]})
+
+
+CALLS: list[Any] = []
+
+
+def powers(config: Numbers, _: Inputs) -> list[Measurement]:
+    jobs = [(n, seed) for n in config.ns for seed in (0, 1)]
+    return [Measurement(power, {"n": n, "to": config.power}, seed, {"n of": f"{n}"}) for n, seed in jobs]
+
+
+def summary(_: Numbers, rows: Any) -> pd.DataFrame:
+    assert rows["learn"].to_dict("records") == [{"loss": 0.5}], "no seed where none is drawn"
+    return rows["power"].assign(low=0.0, high=1.0, n=1)
+
+
+STUDY = Study(
+    "test/powers",
+    {"smoke": Numbers(), "cpu": Numbers(), "paper": Numbers()},
+    powers,
+    summary,
+    lambda _, inputs: [Measurement(learn, {"out": str(training_folder(inputs.trained, "net", [1, 2]))}, None)],
+)
+
+
+def test_a_study_trains_first_labels_rows_and_measures_nothing_twice(tmp_path):
+    CALLS.clear()
+    table = STUDY.run(Numbers(), folder=tmp_path)
+    (_, out), *measured = CALLS
+    assert out.startswith(str(tmp_path / "trained" / "net-")) and measured == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert table.frame["n of"].tolist() == ["1"] * 4 + ["2"] * 4 and table.frame["seed"].tolist() == [0, 0, 1, 1] * 2
+    assert table.frame["value"].tolist()[::2] == [1 / 3, 1 / 3, 4 / 3, 4 / 3]
+    config = {"ns": [1, 2], "power": 2}
+    assert table.provenance.settings == {"study": "test/powers", "config": config}
+    again = STUDY.run(Numbers((2, 3)), folder=tmp_path)
+    assert CALLS[5:] == [(3, 0), (3, 1)], "what another run measured is not measured again"
+    pd.testing.assert_frame_equal(again.frame[:4], table.frame[4:].reset_index(drop=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"jobs"}
+
+
+def test_missing_keys_stay_missing_and_whole(tmp_path):
+    study = Study("test/missing", {}, lambda *_: [Measurement(missing, {"n": n}, None) for n in (1, 2)])
+    with pytest.raises(ValueError, match="columns value, low, high, n"):
+        study.run(Numbers(), folder=tmp_path)
+    one = Study("test/missing", {}, study.jobs, lambda _, rows: rows["missing"].assign(low=0.0, high=1.0, n=1))
+    layers = one.run(Numbers(), folder=tmp_path).frame["layer"]
+    assert layers.dtype == "Int64" and layers.dropna().tolist() == [1, 2] and layers.isna().sum() == 2
+
+
+def accuracy_study(*tasks: dict[str, Any], n: int) -> Study:
+    return Study("test/accuracy", {}, lambda _, inputs: on_tasks(accuracy, inputs, tasks, n=n), models="several")
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match="no folder '/no/such/model'"):
-        measure("accuracy", ["/no/such/model"], [{"x_len": 2}], n=2, jobs=1, folder=tmp_path)
+        accuracy_study({"x_len": 2}, n=2).run(Numbers(), models=["/no/such/model"], folder=tmp_path)
 
 
-def test_finished_cells_are_not_measured_again(folder, tmp_path, monkeypatch):
-    arguments: dict[str, Any] = {"n": 2, "jobs": 1, "folder": tmp_path}
-    task = {"x_len": 2, "n_examples": 2}
-    first = measure("accuracy", [folder], [task], **arguments)
-    monkeypatch.setattr("align_circuits.papers.accuracy.accuracy", lambda **_: pytest.fail("measured again"))
-    pd.testing.assert_frame_equal(first.frame, measure("accuracy", [folder], [task], **arguments).frame)
+def test_a_failing_job_is_reported_with_its_config(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"1 cells failed.*'x_len': 0"):
+        accuracy_study({"x_len": 0}, n=2).run(Numbers(), models=[folder], folder=tmp_path)
 
 
 def test_other_weights_under_the_same_name_are_measured_again(tmp_path, char_tokenizer, random_hf_model):
-    folder, task = tmp_path / "model", {"x_len": 2, "n_examples": 2}
+    folder, study = tmp_path / "model", accuracy_study({"x_len": 2, "n_examples": 2}, n=4)
     char_tokenizer.save_pretrained(folder)
     tables = []
     for seed in (0, 1):
         random_hf_model("llama", seed=seed).save_pretrained(folder)
-        accuracy_module._load.cache_clear()
-        table = measure("accuracy", [str(folder)], [task], n=4, jobs=1, folder=tmp_path)
+        study_module.stored.cache_clear()
+        table = study.run(Numbers(), models=[str(folder)], folder=tmp_path)
         tables.append(table.where(metric="log_prob", kind="all").frame["value"].iloc[0])
     assert tables[0] != tables[1]
 
 
 def test_every_task_has_prompts_of_its_own():
     tasks = [{"x_len": 2, "phrase_len": c} for c in (1, 2, 3)]
-    assert len({accuracy_module._seed_of(task, 0) for task in tasks}) == 3
-    assert accuracy_module._seed_of(tasks[0], 0) != accuracy_module._seed_of(tasks[0], 1)
+    assert len({_seed_of(task) for task in tasks}) == 3
 
 
 def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
     arguments = ["reproduce", "icatune/fig3", "--scale", "smoke", "--model", folder, "--out", str(tmp_path)]
     assert main(arguments) == 0
-    assert {"table.csv", "report.html", "provenance.json", "cells"} == {path.name for path in tmp_path.iterdir()}
+    assert {"table.csv", "report.html", "provenance.json", "jobs"} == {path.name for path in tmp_path.iterdir()}
     assert "Accuracy drops with input length" in capsys.readouterr().out
-    settings = Table.load(tmp_path).provenance.settings
     config = EXPERIMENTS["icatune/fig3"].scales["smoke"]
-    asked = EXPERIMENTS["icatune/fig3"].run(config, models=[folder], jobs=1, folder=tmp_path).provenance
-    assert settings == {
+    assert Table.load(tmp_path).provenance.settings == {
         "name": "icatune/fig3",
         "scale": "smoke",
         "models": [folder],
+        "study": "icatune/fig3",
         "config": json.loads(json.dumps(asdict(config))),
-        "measured": {"verb": asked.verb, "settings": asked.settings},
     }
 
 

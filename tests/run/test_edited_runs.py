@@ -12,7 +12,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks import replay
+from align_circuits.hooks import compat, replay
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
@@ -213,8 +213,8 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 8, generator=generator) for size in (5, 7, 7))
     mask = torch.where(torch.rand(2, 1, 5, 7, generator=generator) < 0.5, 0.0, torch.finfo(torch.float32).min)
-    expected = replay._fused(query, key, value, 0.3, mask if masked else None)
-    found = replay._plain(query, key, value, 0.3, mask if masked else None)
+    expected = compat.fused_attention(query, key, value, 0.3, mask if masked else None)
+    found = replay.plain_attention(query, key, value, 0.3, mask if masked else None)
     torch.testing.assert_close(found, tuple(expected))
 
 

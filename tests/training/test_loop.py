@@ -118,12 +118,12 @@ def test_compiled_it_computes_the_same(monkeypatch):
 
 def test_the_log_has_the_mean_loss_between_rows():
     every = quiet(network(), sample, loss, TrainConfig(steps=10, log_every=1)).log
-    some = quiet(network(), sample, loss, TrainConfig(steps=10, log_every=4), metrics=norms).log
-    assert list(some.columns) == ["step", "loss", "lr", "grad_norm", "norm", "mean"]
-    assert list(some["step"]) == [0, 4, 8, 10]
-    assert np.isnan(some["loss"].to_numpy()[0])
+    every_fourth = quiet(network(), sample, loss, TrainConfig(steps=10, log_every=4), metrics=norms).log
+    assert list(every_fourth.columns) == ["step", "loss", "lr", "grad_norm", "norm", "mean"]
+    assert list(every_fourth["step"]) == [0, 4, 8, 10]
+    assert np.isnan(every_fourth["loss"].to_numpy()[0])
     means = [every["loss"][first:last].mean() for first, last in ((1, 5), (5, 9), (9, 11))]
-    np.testing.assert_allclose(some["loss"][1:], means, rtol=1e-6)
+    np.testing.assert_allclose(every_fourth["loss"][1:], means, rtol=1e-6)
 
 
 def test_a_batch_is_a_function_of_seed_and_step():

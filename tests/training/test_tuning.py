@@ -1,4 +1,4 @@
-"""Tuning: what is trained and what is not, adapters elsewhere, probes, kills, and bad input."""
+"""Tuning: which weights are trained, adapters loaded elsewhere, probes, killed runs, and bad input."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ import align_circuits as ac
 from align_circuits.models.protocol import parameters_of
 from align_circuits.prompts.prompts import Role
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.training.probe import PROBED_METRICS
+from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
@@ -52,11 +52,11 @@ def test_the_given_model_stays_as_it_was(name, random_hf_model, char_tokenizer):
     tokens = TASK.sample(2, char_tokenizer, seed=0).tokens
     before, modules = model(tokens), [type(module) for module in model.modules()]
     weights = {key: value.clone() for key, value in parameters_of(model).items()}
-    wants = [weight.requires_grad for weight in model.parameters()]
+    requires_grad = [weight.requires_grad for weight in model.parameters()]
     tuned = run(model).model
     assert torch.equal(model(tokens), before)
     assert [type(module) for module in model.modules()] == modules
-    assert [weight.requires_grad for weight in model.parameters()] == wants
+    assert [weight.requires_grad for weight in model.parameters()] == requires_grad
     assert all(torch.equal(value, weights[key]) for key, value in parameters_of(model).items())
     assert (tuned(tokens) - before).abs().max() > 1e-3, "nothing was learned"
     pointers = {value.data_ptr() for value in parameters_of(model).values()}
@@ -85,8 +85,8 @@ def test_an_adapter_finds_a_bundled_base_by_name(tmp_path):
     toy = ac.load("toy-llama", dtype=torch.float32)
     tuned = run(toy, config=replace(QUICK, steps=1), out=tmp_path).model
     tokens = TASK.sample(2, toy.tokenizer, seed=5).tokens
-    there = ac.load(tmp_path / "adapter", dtype=torch.float32)
-    assert torch.equal(there(tokens), tuned(tokens)) and there.tokenizer is not None
+    loaded = ac.load(tmp_path / "adapter", dtype=torch.float32)
+    assert torch.equal(loaded(tokens), tuned(tokens)) and loaded.tokenizer is not None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_adapter_finds_a_bundled_base_by_name(tmp_path):
         ({"layers": (0, 2), "projections": ("v", "gate")}, {(0, "v"), (0, "gate"), (2, "v"), (2, "gate")}),
     ],
 )
-def test_only_the_asked_for_matrices_are_tuned(llama, tmp_path, config, expected):
+def test_only_the_given_matrices_are_tuned(llama, tmp_path, config, expected):
     run(llama, config=replace(QUICK, r=4, **config), out=tmp_path)
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     tuned = {(int(name.split(".layers.")[1][0]), name.split("_proj")[0].rpartition(".")[2]) for name in adapter}
@@ -113,7 +113,7 @@ def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, monkeypatch):
     module = sys.modules["align_circuits.training.tuning"]
     real = module._loss
 
-    def watched(model, batch):
+    def recording(model, batch):
         layers = model.model.layers
         hooks = [
             layer.register_forward_hook(lambda _m, _i, out, at=at: needs.update({at: out.requires_grad}))
@@ -125,7 +125,7 @@ def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, monkeypatch):
             for hook in hooks:
                 hook.remove()
 
-    monkeypatch.setattr(module, "_loss", watched)
+    monkeypatch.setattr(module, "_loss", recording)
     for checkpointing in (False, True):
         run(llama, config=replace(QUICK, layers=2, checkpointing=checkpointing))
         assert needs == {0: False, 1: False, 2: True}
@@ -137,17 +137,17 @@ def test_the_loss_is_that_of_the_papers_equations(llama):
         data = _TuningData.of(llama, TASK, config, seed=3)
         batch = data.batch(1, 7)
         prompts = TASK.sample(2, llama.tokenizer, 7)
-        wanted = []
+        expected = []
         for row in range(2):
             with torch.no_grad():
                 log_prob = llama(prompts.tokens[row : row + 1])[0].log_softmax(-1)
             for pos in range(prompts.tokens.shape[1]):
                 last = int(prompts.example[row, pos]) == TASK.n_examples
                 if prompts.roles[row, pos] == Role.OUTPUT and (last or config.loss_on == "all"):
-                    wanted.append(-float(log_prob[pos - 1, prompts.tokens[row, pos]]))
-        assert len(wanted) == 2 * 4 * (4 if config.loss_on == "all" else 1)
+                    expected.append(-float(log_prob[pos - 1, prompts.tokens[row, pos]]))
+        assert len(expected) == 2 * 4 * (4 if config.loss_on == "all" else 1)
         loss = sys.modules["align_circuits.training.tuning"]._loss(llama.original_model, batch)
-        assert loss.item() == pytest.approx(np.mean(wanted), abs=1e-5)
+        assert loss.item() == pytest.approx(np.mean(expected), abs=1e-5)
     single = _TuningData.of(llama, FIXED, TuneConfig(method="standard"), seed=0).batch(1, 7)
     assert single[0].shape == (16, 1 + 2 + 1 + 4 - 1), "x:y alone, without context, sixteen at a time"
     assert _TuningData.of(llama, TASK, TuneConfig(), seed=0).batch(1, 7)[0].shape[0] == 1
@@ -161,10 +161,10 @@ def test_a_finite_set_of_examples(llama, method):
     known = {tuple(row[1:]) for row in data.dataset.tokens.tolist()}
     width = len(next(iter(known)))
     for seed in range(20):
-        ids, positions, gold = data.batch(1, seed)
-        whole = torch.cat([ids, gold[:, -1:]], 1)
+        ids, positions, labels = data.batch(1, seed)
+        prompts = torch.cat([ids, labels[:, -1:]], 1)
         assert int(positions[-1]) == ids.shape[1] - 1
-        for row in whole[:, 1:].tolist():
+        for row in prompts[:, 1:].tolist():
             examples = [tuple(row[start : start + width]) for start in range(0, len(row), width + 1)]
             assert len(examples) == (4 if method == "ica" else 1) and set(examples) <= known
     for ood, prompts in data.probes.items():
@@ -185,18 +185,18 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
         prompts = replace(TASK, ood=ood).sample(3, llama.tokenizer, PROBE_SEED)
         for step, model in ((0, llama), (4, tuned.model)):
             probe = tuned.table.where(step=step, ood=ood)
-            heads: Any = ac.score_heads(model, prompts, list(PROBED_METRICS)).frame
-            mine: Any = probe.where(metric=list(PROBED_METRICS)).frame
-            pd.testing.assert_frame_equal(mine[keys], heads[keys])
-            np.testing.assert_allclose(mine[columns], heads[columns], atol=1e-5)
-            right = ac.evaluate(model, prompts)
+            heads: Any = ac.score_heads(model, prompts, list(PROBED)).frame
+            probed: Any = probe.where(metric=list(PROBED)).frame
+            pd.testing.assert_frame_equal(probed[keys], heads[keys])
+            np.testing.assert_allclose(probed[columns], heads[columns], atol=1e-5)
+            evaluated = ac.evaluate(model, prompts)
             for metric, predictor in (("accuracy", "model"), ("log_prob", "model"), ("oracle", "oracle")):
-                theirs: Any = right.where(
+                expected: Any = evaluated.where(
                     predictor=predictor, metric="log_prob" if metric == "log_prob" else "accuracy"
                 )
-                got: Any = probe.where(metric=metric).frame
-                assert (got["level"] == "model").all() and got[["layer", "head"]].isna().all(axis=None)
-                np.testing.assert_allclose(got[columns], theirs.frame[columns], atol=1e-5)
+                model_rows: Any = probe.where(metric=metric).frame
+                assert (model_rows["level"] == "model").all() and model_rows[["layer", "head"]].isna().all(axis=None)
+                np.testing.assert_allclose(model_rows[columns], expected.frame[columns], atol=1e-5)
         first = tuned.table.where(metric="accuracy", kind="first", ood=ood, offset=ALL_OFFSETS).frame["value"]
         assert tuned.log["ood_first" if ood else "first"].tolist() == pytest.approx(first.tolist())
         best = tuned.table.where(metric="align_query", ood=ood).heads().frame.groupby("step")["value"].max()
@@ -226,7 +226,7 @@ def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*given)
 
-    child = os.fork()  # one thread, so nothing is held that the child would wait for
+    child = os.fork()  # one thread, so there is no lock that the child would wait for
     if child == 0:
         try:
             setattr(module, "_loss", dying)  # noqa: B010 - sys.modules knows no attributes

@@ -1,8 +1,8 @@
-"""Many networks of one shape, trained as one: seeds, cells of a sweep, or both."""
+"""Many networks of one shape, each with its own seed, trained as one."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,103 +11,115 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens import HookedRootModule
 
-from align_circuits.papers.abrupt.exemplar_task import Exemplars, Worlds
-from align_circuits.papers.abrupt.overrides import Hold
-from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure
-from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig, train
 
 
-@dataclass(frozen=True, eq=False)
-class EnsembleRun:
-    """A finished training of several members."""
+class Ensemble(HookedRootModule):
+    """Networks of one shape with weights of their own, each made from its own seed, that run as one.
 
-    net: Any
-    """The ensemble that was given, trained."""
-    table: Table
-    """Keyed by member, seed, step and measure (`progress.MEASURES`), n the sequences. Low and high are NaN: an interval
-    is over seeds, and these are single ones."""
+    Every parameter has the dimension `member` in front. Hook points see members and prompts as one first dimension,
+    members outside.
+    """
+
+    def __init__(self, cfg: Any, seeds: Sequence[int], purpose: str):
+        """Prepares the members' generators.
+
+        Args:
+            cfg: A dataclass with `device` and `dtype`.
+            seeds: One for each member.
+            purpose: Tells these random numbers from others with the same seed.
+
+        Raises:
+            ValueError: No seeds.
+        """
+        super().__init__()
+        if not len(seeds):
+            raise ValueError("no seeds: give one for each member")
+        self.cfg, self.seeds = cfg, tuple(seeds)
+        digests = [hashlib.sha256(f"{purpose}/{seed}".encode()).digest() for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(int.from_bytes(each[:8], "big") >> 1) for each in digests]
+
+    def drawn(self, *shape: int, std: float) -> nn.Parameter:
+        """Returns a new parameter; each member's entries come from its own generator."""
+        values = [std * torch.randn(*shape, generator=generator) for generator in self._generators]
+        return nn.Parameter(torch.stack(values))
+
+    def filled(self, *shape: int, value: float = 0.0) -> nn.Parameter:
+        """Returns a new parameter that is the same for all members."""
+        return nn.Parameter(torch.full((len(self.seeds), *shape), value))
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the biases: with the dimension of members they look like matrices to `train`."""
+        return {name for name, _ in self.named_parameters() if "biases" in name.split(".")}
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def member(self, index: int) -> "Ensemble":
+        """Returns one member, with weights of its own, as an ensemble of one."""
+        make: Any = type(self)
+        alone = make(self.cfg, [self.seeds[index]]).to(next(self.parameters()))
+        alone.load_state_dict({name: tensor[index : index + 1] for name, tensor in self.state_dict().items()})
+        return alone
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Ensemble":
+        super()._apply(fn, recurse)
+        first = next(self.parameters())
+        self.cfg = replace(self.cfg, device=first.device, dtype=first.dtype)
+        return self
 
 
 def train_ensemble(
-    net: Any,
-    worlds: Worlds,
+    net: Ensemble,
+    sample: Callable[[int], Any],
+    loss: Callable[[Any, Any], Float[Tensor, ""]],
+    measure: Callable[[Any], Mapping[str, Float[Tensor, " member"]]],
     config: TrainConfig,
     *,
-    batch_size: int = 128,
-    probe: int = 1000,
-    hold: Hold | None = None,
     out: str | Path | None = None,
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
-) -> EnsembleRun:
-    """Trains all members at once, each as it would train alone with its own seed; with `out`, a killed run goes on.
+) -> pd.DataFrame:
+    """Trains all members in place at once, each as it would train alone; with `out`, a killed run goes on.
 
-    The loss is the sum of the members' mean cross-entropies, so that no member's gradient knows of another. A member
-    alone and the same member among others see the same sequences and differ by rounding only.
+    A member alone and the same member among others differ by rounding only.
 
     Args:
-        net: An `ExemplarNet` or `InductionHead`; trained in place.
-        worlds: One for each member.
+        net: The members.
+        sample: `step -> batch`, with each member's own sequences.
+        loss: `(net, batch) -> scalar`: the sum of the members' losses, so that no member's gradient depends on another.
+        measure: `net -> {measure: one number for each member}`, called for each row of the log.
         config: How; clipping and Muon would tie the members together and are refused.
-        batch_size: Sequences a step for each member.
-        probe: Sequences of each sort on which every row of the log rests, the same at all steps (`Evaluation`).
-        hold: What is held fixed while the network trains and is measured (`clamps`).
         out: The folder for checkpoints and log.
-        recipe: Whatever else defines the run, such as what `hold` holds.
+        recipe: Whatever else defines the run, as JSON.
         progress: Whether to draw a progress bar.
 
+    Returns:
+        One row for each member, measure and step, in this order, with the member's index and its seed.
+
     Raises:
-        ValueError: Another number of worlds than of members, or a config that ties them together.
+        ValueError: A config that ties the members together.
     """
-    if len(net) != len(worlds):
-        raise ValueError(f"{len(net)} members, {len(worlds)} worlds: give one for each")
     if config.clip is not None or config.optimizer == "muon":
         raise ValueError(
             f"clip={config.clip}, optimizer={config.optimizer!r}: a norm over all members and Muon's matrices would "
             "tie them together; give clip=None, and 'sgd' or 'adamw'"
         )
 
-    def sample(step: int, _: int) -> dict[str, Tensor]:
-        return vars(worlds.batch(step, batch_size))
-
-    def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-        with net.hooks(fwd_hooks=list(hold(Exemplars(**batch)))) if hold else nullcontext():
-            logits = model.logits(batch["inputs"])
-        summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
-        return summed / batch_size
-
-    evaluation = Evaluation.of(worlds, probe)
-
     def metrics(model: Any, _: int) -> dict[str, float]:
-        found = measure(model, evaluation, hold)
-        stacked = torch.stack(list(found.values())).double().tolist()
-        return {
-            f"{name}/{member}": value
-            for name, row in zip(found, stacked, strict=True)
-            for member, value in enumerate(row)
-        }
+        values = {name: row.double().tolist() for name, row in measure(model).items()}
+        return {f"{name}/{member}": value for name, row in values.items() for member, value in enumerate(row)}
 
-    about = {
-        "tasks": [asdict(task) for task in worlds.tasks],
-        "seeds": list(worlds.seeds),
-        "net_seeds": list(net.seeds),
-        "batch_size": batch_size,
-        "probe": probe,
-    }
-    run = train(
-        net, sample, loss, config, out=out, metrics=metrics, recipe=about | dict(recipe or {}), progress=progress
-    )
-    return EnsembleRun(net, _table(run.log, worlds, about | {"train": asdict(config)}))
-
-
-def _table(log: pd.DataFrame, worlds: Worlds, settings: dict[str, Any]) -> Table:
-    members = range(len(worlds))
-    each = pd.MultiIndex.from_product([members, MEASURES, log["step"]], names=["member", "measure", "step"])
-    keys = each.to_frame(index=False)
-    keys.insert(1, "seed", np.array(worlds.seeds)[keys["member"]])
-    values = log[[f"{name}/{member}" for member in members for name in MEASURES]].to_numpy(float)
-    frame = keys[["member", "seed", "step", "measure"]].assign(value=values.T.ravel().round(6))
-    frame = frame.assign(low=np.nan, high=np.nan, n=settings["probe"])
-    return Table(frame, Provenance("train_ensemble", settings))
+    recipe = {"net_seeds": list(net.seeds)} | dict(recipe or {})
+    log = train(
+        net, lambda step, _: sample(step), loss, config, out=out, metrics=metrics, recipe=recipe, progress=progress
+    ).log
+    columns = [column for column in log if str(column).endswith("/0")]
+    measures = [str(column).removesuffix("/0") for column in columns]
+    rows = pd.MultiIndex.from_product([range(len(net)), measures, log["step"]], names=["member", "measure", "step"])
+    values = log[[f"{name}/{member}" for member in range(len(net)) for name in measures]].to_numpy(float)
+    frame = rows.to_frame(index=False)
+    frame.insert(1, "seed", np.array(net.seeds)[frame["member"]])
+    return frame[["member", "seed", "step", "measure"]].assign(value=values.T.ravel().round(6))

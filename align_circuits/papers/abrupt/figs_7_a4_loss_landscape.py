@@ -1,8 +1,7 @@
 """Abrupt learning (Reddy, 2024): the phenomenological loss, Figs. 7 and A.4."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,12 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.integrate import solve_ivp
 
-from align_circuits.papers.abrupt.figs_1_3_4_network import SOURCE
-from align_circuits.papers.abrupt.nested_logits import PARAMETERS, NestedLogits
-from align_circuits.papers.claims import Check, Experiment, Measured
+from align_circuits.papers.abrupt.grid import SOURCE
+from align_circuits.papers.abrupt.theory import PARAMETERS, NestedLogits
+from align_circuits.papers.claims import Check, Claim, Measured
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,26 @@ class Flow:
     grid: int = 41
 
 
-def _run(config: Flow, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - the protocol's
-    times = np.concatenate([[0.0], np.geomspace(1.0, config.until, config.probes)])
-    rows = []
-    for labels in dict.fromkeys((config.n_labels, 4 * config.n_pairs)):  # L > N too, beside L = N
-        loss = NestedLogits(labels, config.n_pairs)
-        for name, start in config.starts.items():
+def flows(**config: Any) -> pd.DataFrame:
+    """Returns the paths of a `Flow` and its landscape: the job of a study."""
+    flow = Flow(**config)
+    times = np.concatenate([[0.0], np.geomspace(1.0, flow.until, flow.probes)])
+    frames = []
+    for n_labels in dict.fromkeys((flow.n_labels, 4 * flow.n_pairs)):  # L > N too, beside L = N
+        loss = NestedLogits(n_labels, flow.n_pairs)
+        for name, start in flow.starts.items():
             path = loss.gradient_flow(times, np.array(start))
-            columns = dict(zip(PARAMETERS, path.T, strict=True)) | {"loss": loss(path)}
-            for measure, values in columns.items():
-                rows.append(
-                    pd.DataFrame(
-                        {"time": times, "measure": measure, "value": values, "start": name, "n_labels": labels}
-                    )
-                )
-    xi, y = np.linspace(*config.xi, config.grid), np.linspace(*config.y, config.grid)
-    across, up = (values.ravel() for values in np.meshgrid(xi, y))
-    height = NestedLogits(config.n_labels, config.n_pairs).at(across, up)
-    rows.append(
-        pd.DataFrame({"measure": "landscape", "value": height, "xi": across, "y": up, "n_labels": config.n_labels})
-    )
-    frame = pd.concat(rows, ignore_index=True).round({"time": 4, "xi": 4, "y": 4})
-    frame = frame.assign(value=frame["value"].round(6), n_pairs=config.n_pairs, low=np.nan, high=np.nan, n=1)
-    return Table(frame, Provenance("gradient_flow", {"starts": {k: list(v) for k, v in config.starts.items()}}))
+            wide = pd.DataFrame(path, columns=pd.Index(PARAMETERS)).assign(loss=loss(path), time=times)
+            frames.append(wide.melt("time", var_name="measure").assign(start=name, n_labels=n_labels))
+    xi, y = (axis.ravel() for axis in np.meshgrid(np.linspace(*flow.xi, flow.grid), np.linspace(*flow.y, flow.grid)))
+    height = NestedLogits(flow.n_labels, flow.n_pairs).at(xi, y)
+    frames.append(pd.DataFrame({"measure": "landscape", "value": height, "xi": xi, "y": y, "n_labels": flow.n_labels}))
+    frame = pd.concat(frames, ignore_index=True).round({"time": 4, "xi": 4, "y": 4, "value": 6})
+    return frame.assign(n_pairs=flow.n_pairs, low=np.nan, high=np.nan, n=1)
+
+
+def _measure(flow: Flow, _: Inputs) -> list[Measurement]:
+    return [Measurement(flows, asdict(flow), seed=None)]
 
 
 def path_of(table: Table, measure: str, start: str, n_labels: int) -> tuple[ndarray, ndarray]:
@@ -66,14 +63,14 @@ def path_of(table: Table, measure: str, start: str, n_labels: int) -> tuple[ndar
     return rows["time"].to_numpy(float), rows["value"].to_numpy(float)
 
 
-def _falls(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], level: float) -> float:
+def _time_below(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], level: float) -> float:
     """The first time at which the loss is below a level."""
     return float(times[(loss < level).argmax()]) if (loss < level).any() else float("inf")
 
 
 def width_of_fall(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], top: float) -> float:
     """Returns the time from 80% to 20% of `top`, over the time at 20%: 0 is a cliff, 1 a steady decline."""
-    return 1 - _falls(times, loss, 0.8 * top) / _falls(times, loss, 0.2 * top)
+    return 1 - _time_below(times, loss, 0.8 * top) / _time_below(times, loss, 0.2 * top)
 
 
 def exact(value: float) -> Measured:
@@ -86,7 +83,7 @@ def _sizes(table: Table) -> tuple[int, int, int]:
     return int(drawn[0]), int(table.frame["n_labels"].to_numpy().max()), int(table.frame["n_pairs"].to_numpy()[0])
 
 
-def draw_landscape(table: Table, window: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
+def draw_landscape(table: Table) -> go.Figure:
     """Returns the loss over ξ and y as a map, with the paths on it, from green to red."""
     n_labels, _, n_pairs = _sizes(table)
     grid = table.where(measure="landscape").frame.pivot(index="y", columns="xi", values="value")
@@ -100,19 +97,17 @@ def draw_landscape(table: Table, window: Mapping[str, tuple[float, float]] | Non
         line={"width": 0.5, "color": "rgba(255,255,255,.4)"},
     )
     figure = go.Figure(heat)
-    for place, start in enumerate(table.frame["start"].dropna().unique()):
+    for index, start in enumerate(table.frame["start"].dropna().unique()):
         xi, alpha, beta = (path_of(table, name, start, n_labels)[1] for name in PARAMETERS)
         y = alpha * np.exp(beta) / (np.exp(beta) + n_pairs)
-        line = {"color": plots.COLOURS[place], "width": 3}
+        line = {"color": plots.COLOURS[index], "width": 3}
         figure.add_scatter(x=xi, y=y, mode="lines", name=str(start), line=line)
-        for at, colour in ((0, "#009E73"), (-1, "#D55E00")):
+        for end, colour in ((0, "#009E73"), (-1, "#D55E00")):
             figure.add_scatter(
-                x=xi[[at]], y=y[[at]], mode="markers", marker={"size": 10, "color": colour}, showlegend=False
+                x=xi[[end]], y=y[[end]], mode="markers", marker={"size": 10, "color": colour}, showlegend=False
             )
     figure.update_xaxes(title="ξ, the classifier", range=[grid.columns.min(), grid.columns.max()])
     figure.update_yaxes(title="y, the target's score of the right label", range=[grid.index.min(), grid.index.max()])
-    for axis, limits in (window or {}).items():
-        figure.layout[f"{axis}axis"].range = limits
     return plots.styled(figure, "", height=460)
 
 
@@ -134,24 +129,16 @@ def _check_fig7(table: Table) -> list[Check]:
     n_labels, _, n_pairs = _sizes(table)
     times, loss = path_of(table, "loss", "origin", n_labels)
     parameters = {name: path_of(table, name, "origin", n_labels)[1] for name in PARAMETERS}
-    cliff = _falls(times, loss, np.log(n_pairs) / 2)
-    before = int((times >= 0.5 * cliff).argmax())
+    cliff = _time_below(times, loss, np.log(n_pairs) / 2)
+    halfway = int((times >= 0.5 * cliff).argmax())
+    width, alone = (width_of_fall(times, each, np.log(n_labels)) for each in (loss, _classifier_alone(times, n_labels)))
+    halfway_lead, final_lead = (parameters["xi"][at] / parameters["alpha"][at] for at in (halfway, -1))
     return [
-        Check(
-            "The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)",
-            relation="<=",
-            threshold=0.5,
-            measured=exact(width_of_fall(times, loss, np.log(n_labels))),
-            control=exact(width_of_fall(times, _classifier_alone(times, n_labels), np.log(n_labels))),
-            control_is="a softmax classifier alone",
+        Claim("The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)").at_most(
+            0.5, exact(width), exact(alone), "a softmax classifier alone"
         ),
-        Check(
-            "ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)",
-            relation=">=",
-            threshold=2.0,
-            measured=exact(parameters["xi"][before] / parameters["alpha"][before]),
-            control=exact(parameters["xi"][-1] / parameters["alpha"][-1]),
-            control_is="at the end",
+        Claim("ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)").at_least(
+            2.0, exact(halfway_lead), exact(final_lead), "at the end"
         ),
     ]
 
@@ -166,19 +153,17 @@ def _classifier_alone(times: Float[ndarray, " time"], n_labels: int) -> Float[nd
     return np.log1p((n_labels - 1) * np.exp(-xi))
 
 
+def _fig7(**changes: Any) -> Flow:
+    return Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0, **changes)
+
+
 FIG7 = Experiment(
     name="abrupt/fig7",
     title="Three nested logits: the cliff",
     source=f"{SOURCE}, Fig. 7",
-    scales={
-        "smoke": Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0, probes=300, grid=9),
-        "cpu": Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0),
-        "paper": Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0),
-    },
-    run=_run,
+    study=Study("abrupt/fig7", {"smoke": _fig7(probes=300, grid=9), "cpu": _fig7(), "paper": _fig7()}, jobs=_measure),
     draw=_draw_fig7,
     check=_check_fig7,
-    makes_models=True,
     published="A slow phase, then a cliff; β_1, α and ξ are learned one after the other.",
 )
 
@@ -199,57 +184,45 @@ def _draw_a4(table: Table) -> dict[str, go.Figure]:
 
 def _check_a4(table: Table) -> list[Check]:
     n_labels, more, n_pairs = _sizes(table)
-    fast, slow = (path_of(table, "loss", start, n_labels) for start in ("towards ICL", "away from it"))
-    level = np.log(n_pairs) / 20
-    with_more = path_of(table, "loss", "towards ICL", more)
-    back = path_of(table, "loss", "away from it", more)
+    paths = {
+        (count, start): path_of(table, "loss", start, count)
+        for count in (n_labels, more)
+        for start in ("towards ICL", "away from it")
+    }
+    times = {key: _time_below(*path, np.log(n_pairs) / 20) for key, path in paths.items()}
+    fast, slow, *_ = times.values()
+    with_more, other_start = times[more, "towards ICL"], times[more, "away from it"]
 
-    def later(path: tuple[ndarray, ndarray], first: float, last: float) -> float:
-        """The loss at one time over that at an earlier one."""
-        return float(np.interp(last, *path) / np.interp(first, *path))
+    def decline(first: float, last: float) -> Measured:
+        """The loss of the slow branch at one time over that at an earlier one."""
+        slow_path = paths[n_labels, "away from it"]
+        return exact(float(np.interp(last, *slow_path) / np.interp(first, *slow_path)))
 
     return [
-        Check(
-            "L = N: two starts near the saddle part (time to a twentieth of the loss, the one over the other)",
-            relation=">=",
-            threshold=3.0,
-            measured=exact(_falls(*slow, level) / _falls(*fast, level)),
-            control=exact(_falls(*back, level) / _falls(*with_more, level)),
-            control_is=f"L = {more}: one path",
+        Claim(
+            "L = N: two starts near the saddle part (time to a twentieth of the loss, the one over the other)"
+        ).at_least(3.0, exact(slow / fast), exact(other_start / with_more), f"L = {more}: one path"),
+        Claim("L = N takes longer than L > N (time to a twentieth of the loss, the one over the other)").at_least(
+            3.0, exact(fast / with_more), exact(other_start / with_more), f"L = {more}, the other start"
         ),
-        Check(
-            "L = N takes longer than L > N (time to a twentieth of the loss, the one over the other)",
-            relation=">=",
-            threshold=3.0,
-            measured=exact(_falls(*fast, level) / _falls(*with_more, level)),
-            control=exact(_falls(*back, level) / _falls(*with_more, level)),
-            control_is=f"L = {more}, the other start",
-        ),
-        Check(
+        Claim(
             "The slow branch is a valley, no minimum: its loss keeps falling (at time 1e5 over 1e3)",
-            relation="<=",
-            threshold=0.1,
-            measured=exact(later(slow, 1e3, 1e5)),
-            control=exact(later(slow, 1.0, 1e2)),
-            control_is="on the saddle, at time 1e2 over 1",
-            published="'a sub-optimal minimum'",
-        ),
+            "'a sub-optimal minimum'",
+        ).at_most(0.1, decline(1e3, 1e5), decline(1.0, 1e2), "on the saddle, at time 1e2 over 1"),
     ]
 
 
-def _figa4(until: float, **changes: Any) -> Flow:
+def _figa4(**changes: Any) -> Flow:
     starts = {"towards ICL": (0.1, 0.1, 0.0), "away from it": (-0.1, -0.1, 0.0)}
-    return Flow(8, 8, starts, until, xi=(-14.0, 14.0), y=(-9.0, 9.0), **changes)
+    return Flow(8, 8, starts, until=1e5, xi=(-14.0, 14.0), y=(-9.0, 9.0), **changes)
 
 
 FIGA4 = Experiment(
     name="abrupt/figA4",
     title="As many labels as pairs: a saddle, and the slow valley off it",
     source=f"{SOURCE}, Fig. A.4",
-    scales={"smoke": _figa4(1e5, grid=9), "cpu": _figa4(1e5), "paper": _figa4(1e5)},
-    run=_run,
+    study=Study("abrupt/figA4", {"smoke": _figa4(grid=9), "cpu": _figa4(), "paper": _figa4()}, jobs=_measure),
     draw=_draw_a4,
     check=_check_a4,
-    makes_models=True,
     published="Two behaviours from two starts near the origin: learning in context, or slow convergence elsewhere.",
 )

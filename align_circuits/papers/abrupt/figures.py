@@ -1,11 +1,12 @@
-"""The mechanistic basis of data dependence and abrupt learning (Reddy, 2024): its figures."""
+"""The paper's figures, and what goes beyond it."""
 
-from align_circuits.papers.abrupt.fig_5_operations import CLAMPED, CONFIRMED, FIG5, WITHOUT
-from align_circuits.papers.abrupt.figs_1_3_4_network import FIG1, FIG3, FIG4
+from align_circuits.papers.abrupt.fig_a5_labels_and_pairs import FIGA5
+from align_circuits.papers.abrupt.figs_1_a1_both_solutions import FIG1, FIGA1
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, FIGA3
+from align_circuits.papers.abrupt.figs_3_4_5_transition import FIG3, FIG4, FIG5
 from align_circuits.papers.abrupt.figs_6_a2_reduced_model import FIG6, FIGA2
 from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import FIG7, FIGA4
-from align_circuits.papers.abrupt.figs_a1_a5_mixtures import FIGA1, FIGA5
+from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT
 from align_circuits.papers.abrupt.onset_of_alignment import ONSET
 
 ABRUPT = (

@@ -5,25 +5,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.papers.abrupt.exemplar_task import Exemplars, Worlds
-from align_circuits.papers.abrupt.overrides import Hold
+from align_circuits.papers.abrupt.interventions import Intervention
+from align_circuits.papers.abrupt.task import Exemplars, Worlds
 
 ACCURACIES = ("icl", "iwl", "swap")
-"""Accuracy on the three sorts of evaluation sequences of `tasks.exemplars.Kind`."""
+"""Accuracy on three kinds of evaluation sequences (`task.Kind`)."""
 
 PROGRESS = ("ila1", "tila2", "cla", "tla2")
 """The four progress measures, by `progress`."""
 
 MEASURES = (*ACCURACIES, "iwl_common", "iwl_rare", "loss_icl", *PROGRESS)
-"""Whatever `measure` returns."""
+"""The keys that `measure` returns."""
 
 
 def progress(
@@ -36,14 +34,14 @@ def progress(
 
     With p1 and p2 the attention of the layers, T = 2N + 1 tokens counted from 1, and π the predicted probabilities:
 
-    - `ila1`, item-label association: 1/(T-1) Σ_{i=2..T} p1_{i,i-1}, what a token pays to the one before it. At uniform
+    - `ila1`, item-label association: 1/(T-1) Σ_{i=2..T} p1_{i,i-1}, a token's attention to the one before. At uniform
       attention it is (1/(T-1)) Σ_{i=2..T} 1/i.
     - `tila2`, target-item-label association: Σ p2_{T,j} over the labels j that follow an item of the target's class.
-    - `tla2`, target-labels association: Σ_{k=1..N} p2_{T,2k}, what the target pays to all labels.
+    - `tla2`, target-labels association: Σ_{k=1..N} p2_{T,2k}, the target's attention to all labels.
     - `cla`, context-label accuracy: Σ_l π_l over the labels l that stand in the context.
 
-    They say where attention goes and what is guessed, not that the one causes the other: the control is an
-    intervention on the attention while the network trains (`clamped_to_previous`).
+    They say where attention goes and what is predicted, not that the one causes the other: the control is an
+    intervention on the attention while the network trains (`interventions.attend_to_previous`).
 
     Source: Reddy (2024), §3, in words; these formulas are ours.
     """
@@ -59,14 +57,14 @@ def progress(
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The sequences on which members are measured again and again.
+    """The sequences on which members are measured at every probe.
 
     Drawn once: a probe then costs a forward pass and no sampling, and two probes of a training differ by the network
     alone. A member's sequences are a function of its world alone.
     """
 
     batches: Mapping[str, Exemplars]
-    """By sort (`ACCURACIES`); the progress measures rest on `"icl"`, sequences of novel classes."""
+    """By kind (`ACCURACIES`); the progress measures rest on `"icl"`, sequences of novel classes."""
     common: Bool[Tensor, "member prompt"]
     """Which in-weights targets are of the most frequent eighth of the classes."""
     rare: Bool[Tensor, "member prompt"]
@@ -74,14 +72,16 @@ class Evaluation:
 
     @classmethod
     def of(cls, worlds: Worlds, n: int) -> "Evaluation":
-        """Draws `n` sequences of each sort for each member."""
+        """Draws `n` sequences of each kind for each member."""
         batches = {kind: worlds.batch(0, n, kind) for kind in ACCURACIES}
         rank = batches["iwl"].rank
         size = torch.tensor([task.n_classes for task in worlds.tasks], device=rank.device)[:, None]
         return cls(batches, 8 * rank < size, 2 * rank >= size)
 
 
-def measure(net: Any, evaluation: Evaluation, hold: Hold | None = None) -> dict[str, Float[Tensor, " member"]]:
+def measure(
+    net: Any, evaluation: Evaluation, intervention: Intervention | None = None
+) -> dict[str, Float[Tensor, " member"]]:
     """Measures every member: accuracies, the loss in context, and the progress measures.
 
     `iwl_common` and `iwl_rare` are the in-weights accuracy on targets of the most frequent eighth of the classes and of
@@ -90,51 +90,25 @@ def measure(net: Any, evaluation: Evaluation, hold: Hold | None = None) -> dict[
     Args:
         net: An `ExemplarNet` or `InductionHead`.
         evaluation: The sequences, of the worlds of its members.
-        hold: What is held fixed meanwhile (`clamps`).
+        intervention: Under what it runs.
     """
-    found: dict[str, Tensor] = {}
-    patterns: list[Tensor] = [torch.empty(0)] * 2
+    values: dict[str, Tensor] = {}
+    patterns: dict[str, Tensor] = {}
     names = [name_of("pattern", layer) for layer in range(2)]
     for kind, batch in evaluation.batches.items():
-        probes = Probes(net, {name: partial(_keep, patterns, layer) for layer, name in enumerate(names)})
-        hooks = [*(hold(batch) if hold else ()), *(probes.fwd_hooks if kind == "icl" else ())]
+        probes = Probes(net, {name: partial(patterns.__setitem__, name) for name in names})
+        hooks = [*(intervention(batch) if intervention else ()), *(probes.fwd_hooks if kind == "icl" else ())]
         with torch.no_grad(), net.hooks(fwd_hooks=hooks):
             logits = net.logits(batch.inputs)
         right = (logits.argmax(-1) == batch.label).float()
-        found[kind] = right.mean(-1)
+        values[kind] = right.mean(-1)
         if kind == "icl":
             probes.check()
             log_prob = logits.log_softmax(-1).gather(-1, batch.label[..., None])
-            found["loss_icl"] = -log_prob.mean((-1, -2))
-            first, second = (pattern.unflatten(0, batch.label.shape)[:, :, 0] for pattern in patterns)
-            found |= progress(first, second[:, :, -1], logits, batch)
+            values["loss_icl"] = -log_prob.mean((-1, -2))
+            first, second = (patterns[name].unflatten(0, batch.label.shape)[:, :, 0] for name in names)
+            values |= progress(first, second[:, :, -1], logits, batch)
         if kind == "iwl":
             for name, group in (("iwl_common", evaluation.common), ("iwl_rare", evaluation.rare)):
-                found[name] = (right * group).sum(-1) / group.sum(-1)
-    return {name: found[name] for name in MEASURES}
-
-
-def _keep(patterns: list[Tensor], layer: int, pattern: Tensor) -> None:
-    patterns[layer] = pattern
-
-
-def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
-    """Returns the step at which a curve crosses `level` for good, between probes by a straight line; NaN if never.
-
-    For good: at all later probes it stays at or above the level. A curve that is above it from the first probe on has
-    no crossing.
-
-    Raises:
-        ValueError: Not one value for each of ascending steps.
-
-    >>> crossing_step(np.array([0.0, 10, 20, 30]), np.array([0.1, 0.6, 0.4, 0.8]))
-    22.5
-    """
-    if len(steps) != len(values) or not len(steps) or (np.diff(steps) <= 0).any():
-        raise ValueError(f"{len(values)} values at {len(steps)} steps: give one value for each of ascending steps")
-    below = np.flatnonzero(~(values >= level))
-    if not len(below) or below[-1] == len(values) - 1:
-        return float("nan")
-    last = int(below[-1])
-    share = (level - values[last]) / (values[last + 1] - values[last])
-    return float(steps[last] + share * (steps[last + 1] - steps[last]))
+                values[name] = (right * group).sum(-1) / group.sum(-1)
+    return {name: values[name] for name in MEASURES}

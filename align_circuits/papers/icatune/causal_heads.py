@@ -1,8 +1,7 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,29 @@ from align_circuits.hooks.edits import Ablate, Clamp, Edit, Patch
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, mean_of, over_seeds, share_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, over_seeds, share_of
 from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
-from align_circuits.papers.icatune.tuned_models import FRESH, Arm, loaded, measure_tuned, task_of, tuned
+from align_circuits.papers.icatune.tuned_models import (
+    FRESH,
+    Arm,
+    Tunings,
+    loaded,
+    of_tuned,
+    task_of,
+    tuned,
+    tuned_study,
+)
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
+from align_circuits.run.evaluation import evaluate
 from align_circuits.run.forward_pass import capture
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.run.pairs import Pair
+from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.automaton import NONE
 from align_circuits.tasks.grammar import in_support
 
-ROLES = ("align_query", "align_key", "lookup")
+CIRCUIT = ("align_query", "align_key", "lookup")
 """The roles that make the circuit of alignment and lookup."""
 
 FEWEST = 8
@@ -39,18 +49,8 @@ DECIDED = 0.5
 """By how much one of two alignments must be more accurate than the other."""
 
 
-@dataclass(frozen=True)
-class Causal:
-    """Which tunings are taken apart."""
-
-    arm: Arm = ICA
-    twofold: Arm = field(default_factory=lambda: replace(ICA, name="m = 4", task={**ICA.task, "x_len": 4}))
-    """Tunings on inputs of length 4, where two alignments explain the examples equally well."""
-    n: int = 64
-
-
 def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Ablates, clamps and patches the heads that tuning made; the function of a cell.
+    """Ablates, clamps and patches the heads that tuning made; the function of a job.
 
     The heads are those that `localize` names in the tuned model; of a role for which it names none, the head with the
     highest score. Controls take as many other heads of the same layers, from anywhere where there are too few; for
@@ -67,89 +67,89 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     """
     seed, generator = FRESH + run["seed"], np.random.default_rng(run["seed"])
     before, after, task = loaded(run["model"]), tuned(**run).model, task_of(run["task"], run["seed"])
-    drawn = task.sample(prompts, after.tokenizer, seed)
+    models = {"before": before, "after": after}
+    drawn, other = (task.sample(prompts, after.tokenizer, seed + shift) for shift in (0, 2))
     heads: dict[str, Sequence[Head]] = {}
     rows: list[dict[str, Any]] = []
-    for part, model in (("before", before), ("after", after)):
-        found = localize(model, task, max(prompts, FEWEST), seed=seed + 1, draws=0)
-        for role in ROLES:
-            heads[role] = found.heads(role)
-            count = len(heads[role])
-            said = {"done": part, "metric": f"named {role}", "heads": describe(heads[role]) or "nobody"}
-            rows.append({**said, "value": count, "low": count, "high": count, "n": prompts})
+
+    def add(done: str, metric: str, values: Mapping[str, Any], of: str = "-") -> None:
+        rows.append({"done": done, "metric": metric, "heads": of, **values})
+
+    for part, model in models.items():
+        localization = localize(model, task, max(prompts, FEWEST), seed=seed + 1, draws=0)
+        for role in CIRCUIT:
+            heads[role] = localization.heads(role)
+            count = dict.fromkeys(("value", "low", "high"), len(heads[role]))
+            add(part, f"named {role}", {**count, "n": prompts}, describe(heads[role]) or "none")
     heads = {role: named or _best(after, drawn, role) for role, named in heads.items()}
     aligners = sorted({*heads["align_query"], *heads["align_key"]})
-    both = sorted({*aligners, *heads["lookup"]})
-
-    def measure(done: str, model: Any, edits: Sequence[Edit] = (), some: Sequence[Head] = ()) -> None:
-        rows.append({"done": done, "metric": "first", "heads": describe(some) or "-", **_first(model, drawn, edits)})
-
-    measure("before", before)
-    measure("after", after)
-    rows.append(
-        {"done": "history ceiling", "metric": "first", "heads": "-", **_first(before, drawn, predictor="history")}
-    )
-    other = task.sample(prompts, after.tokenizer, seed + 2)
+    circuit = sorted({*aligners, *heads["lookup"]})
+    for part, model in models.items():
+        add(part, "first", _first(model, drawn))
+    add("history ceiling", "first", _first(before, drawn, predictor="history"))
     highest = max(layer for layer, _ in heads["lookup"])
-    for part, model in (("before", before), ("after", after)):
+    for part, model in models.items():
         for name, senders in (("", aligners), (", control", _others(after, aligners, generator, below=highest))):
-            found = _paths(model, drawn, other, senders, heads["lookup"])
-            rows += [{"done": f"{part}: through {side}{name}", "metric": "path", **row} for side, row in found.items()]
-    held = ablation_baseline(after, drawn, "mean")
-    said = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
+            for side, effect in _paths(model, drawn, other, senders, heads["lookup"]).items():
+                add(f"{part}: through {side}{name}", "path", *effect)
+    baseline = ablation_baseline(after, drawn, "mean")
+    outputs = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
     for control in (False, True):
-        others = {role: _others(after, some, generator) for role, some in heads.items()}
-        clamped = others if control else heads
-        for name, roles, some in (("aligners", ROLES[:2], aligners), ("aligners and lookup heads", ROLES, both)):
-            chosen = _others(after, some, generator) if control else some
-            what = f"{name}, control" if control else name
-            measure(f"ablated: {what}", after, [Ablate(chosen, how="mean", reference=held)], chosen)
-            measure(f"patched: {what}", before, [Patch(chosen, values=said)], chosen)
-            at = sorted({head for role in roles for head in clamped[role]})
-            measure(f"clamped: {what}", before, [Clamp(clamped[role], role) for role in roles], at)
+        others = {role: _others(after, of_role, generator) for role, of_role in heads.items()}
+        for name, roles, group in (
+            ("aligners", CIRCUIT[:2], aligners),
+            ("aligners and lookup heads", CIRCUIT, circuit),
+        ):
+            chosen = _others(after, group, generator) if control else group
+            by_role = {role: (others if control else heads)[role] for role in roles}
+            clamped = sorted({head for of_role in by_role.values() for head in of_role})
+            edits: dict[str, tuple[Any, list[Edit], Sequence[Head]]] = {
+                "ablated": (after, [Ablate(chosen, how="mean", reference=baseline)], chosen),
+                "patched": (before, [Patch(chosen, values=outputs)], chosen),
+                "clamped": (before, [Clamp(of_role, role) for role, of_role in by_role.items()], clamped),
+            }
+            for edit, (model, parts, edited) in edits.items():
+                name_of_edit = f"{edit}: {name}{', control' if control else ''}"
+                add(name_of_edit, "first", _first(model, drawn, parts), describe(edited) or "-")
     return pd.DataFrame(rows)
 
 
 def _paths(
     model: Any, prompts: Prompts, other: Prompts, senders: Sequence[Head], receivers: Sequence[Head]
-) -> dict[str, dict[str, Any]]:
-    """What senders do through the queries and through the keys of receivers, in nats of the gold first token.
+) -> dict[str, tuple[dict[str, float], str]]:
+    """What senders do through the queries and through the keys of receivers, in nats of the target's first token.
 
-    Each sender says to one receiver what it says on other prompts, written by other automata on other symbols; below
+    Each sender passes to one receiver its output on other prompts, written by other automata on other symbols; below
     zero, the path is needed. The value is the sum over all pairs in which the receiver comes later, 0 where none does;
     its ends are those of the pairs added up, so the interval is wide rather than narrow.
     """
-    graph = Graph.of(model.cfg)
-    found: dict[str, dict[str, Any]] = {}
+    effects: dict[str, tuple[dict[str, float], str]] = {}
     for side, site in (("queries", "q"), ("keys", "k")):
         names = sorted(
             {
                 read.name
-                for read in graph.receivers
+                for read in Graph.of(model.cfg).receivers
                 for layer, head in receivers
                 if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
             }
         )
-        later = [layer for layer, _ in receivers if any(layer > lower for lower, _ in senders)]
-        about = {"heads": f"{describe(senders) or 'nobody'} to {' '.join(names)}", "n": len(prompts)}
         effect = np.zeros(len(VALUES) - 1)
-        if later:
+        if any(layer > lower for layer, _ in receivers for lower, _ in senders):
             table = patch_paths(
                 model,
-                clean=prompts,
-                corrupted=replace(other, targets=prompts.targets),
-                kind="first",
+                Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise"),
                 senders=[describe([head]) for head in senders],
                 receivers=names,
             )
             effect = table.frame[["value", "low", "high"]].to_numpy().sum(0)
-        found[side] = {**about, **dict(zip(("value", "low", "high"), effect.tolist(), strict=True))}
-    return found
+        values = dict(zip(("value", "low", "high"), effect.tolist(), strict=True))
+        effects[side] = {**values, "n": len(prompts)}, f"{describe(senders) or 'none'} to {' '.join(names)}"
+    return effects
 
 
 def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: str = "model") -> dict[str, float]:
     """First-token accuracy, with its interval."""
-    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=ALL_OFFSETS)
+    table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=None)
     row = table.where(predictor=predictor).frame.iloc[0]
     return {name: float(row[name]) for name in VALUES}
 
@@ -171,7 +171,7 @@ def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator, b
 
 
 def twofold(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Tells which of two alignments a model tuned at m = 4 learned; the function of a cell.
+    """Tells which of two alignments a model tuned at m = 4 learned; the function of a job.
 
     With parts of two symbols, the identity and the alignment that swaps neighbours, with the automata of the symbols of
     a part swapped, explain all inputs of the grammar equally well. They part where the test input is no input of the
@@ -189,37 +189,42 @@ def twofold(*, prompts: int, **run: Any) -> pd.DataFrame:
     drawn = drawn[~in_support(drawn.latent["order"][:, -1])]
     frames = []
     for part, model in (("before", loaded(run["model"])), ("after", after)):
-        for alignment, asked in (("monotonic", drawn), ("swapped", _swapped(drawn))):
+        for alignment, prompts_of in (("monotonic", drawn), ("swapped", _swapped(drawn))):
             about = {"part": part, "alignment": alignment}
-            frames.append(pd.DataFrame([{**about, "metric": "first", "layer": -1, **_first(model, asked)}]))
-            best: Any = score_heads(model, asked, ["align_query"]).top("align_query", 1).frame
-            frames.append(best.drop(columns="head").assign(**about))
+            frames.append(pd.DataFrame([{**about, "metric": "first", **_first(model, prompts_of)}]))
+            best = score_heads(model, prompts_of, ["align_query"]).top("align_query", 1).frame
+            frames.append(best[["metric", *VALUES]].assign(**about))
     return pd.concat(frames, ignore_index=True)
 
 
 def _swapped(prompts: Prompts) -> Prompts:
-    """The same prompts with the gold of the other alignment, as far as first tokens go."""
+    """The same prompts with the targets of the other alignment, as far as first tokens go."""
     order, first = prompts.latent["order"][:, -1], prompts.latent["letter"][:, :, 0].long()
     partner = order[:, [1, 0, 3, 2]] ^ 1  # [prompt phrase]
     letters = first.gather(1, partner[..., None].expand(-1, -1, first.shape[2]))
     accepted = torch.zeros(*partner.shape, len(prompts.answer_tokens) + 1, dtype=torch.bool)
     accepted = accepted.scatter_(2, letters.where(letters != NONE, accepted.shape[2] - 1), True)[..., :-1]
     assert prompts.correct is not None
-    whole = prompts.correct.clone()
-    whole[prompts.column("offset") == 0] = accepted.flatten(0, 1)
-    gold = prompts.relations["align_query"]
-    relations = {**prompts.relations, "align_query": replace(gold, key_value=gold.key_value ^ 1)}
-    return replace(prompts, correct=whole, relations=relations)
+    correct = prompts.correct.clone()
+    correct[prompts.column("offset") == 0] = accepted.flatten(0, 1)
+    labels = prompts.relations["align_query"]
+    relations = {**prompts.relations, "align_query": replace(labels, key_value=labels.key_value ^ 1)}
+    return replace(prompts, correct=correct, relations=relations)
 
 
-def _run(config: Causal, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    common: dict[str, Any] = {"jobs": jobs, "folder": folder, "module": __name__, "prompts": config.n}
-    done, about = measure_tuned("causes", models[0], [config.arm], **common)
-    two, _ = measure_tuned("twofold", models[0], [config.twofold], **common)
+def _jobs(config: Tunings, inputs: Inputs) -> list[Measurement]:
+    """The first arm is taken apart; in the second two alignments explain the examples equally well."""
+    return [
+        each
+        for function, arm in zip((causes, twofold), config.arms, strict=True)
+        for each in of_tuned(function, [arm], inputs, prompts=config.n)
+    ]
+
+
+def _summarize(_: Tunings, rows: Rows) -> pd.DataFrame:
+    two = rows["twofold"]
     two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
-    columns = ["arm", "seed", "done", "metric", "heads", *VALUES]
-    frame: Any = pd.concat([done[columns], two[columns]], ignore_index=True)
-    return Table(frame, Provenance("measure", {"n": config.n}, model=about))
+    return pd.concat([rows["causes"], two])[["arm", "seed", "done", "metric", "heads", *VALUES]]
 
 
 def _check(table: Table) -> list[Check]:
@@ -241,64 +246,43 @@ def _check(table: Table) -> list[Check]:
         share = (right[name] - right["before"]) / gain
         return over_seeds(share.where(gain != 0, 0.0).to_numpy(float))  # where nothing is gained, nothing is explained
 
-    both = "aligners and lookup heads"
-    checks = [
+    heads = "aligners and lookup heads"
+    edits = ("ablated: aligners", f"patched: {heads}", f"clamped: {heads}")
+    ablated, patched, clamped = ((edit, f"{edit}, control") for edit in edits)
+
+    def gain(name: str) -> Measured:
+        return against(name, "before")
+
+    return [
         *(
-            Check(
-                claim=f"localize names {role} heads (share of seeds)",
-                measured=named("after", role),
-                relation=">=",
-                threshold=0.8,
-                control=named("before", role),
-                control_is="before tuning",
+            Claim(f"localize names {role} heads (share of seeds)").at_least(
+                0.8, named("after", role), named("before", role), "before tuning"
             )
-            for role in ROLES
+            for role in CIRCUIT
         ),
-        Check(
-            claim="Without its aligners the first token falls to the history ceiling (difference)",
-            measured=against("ablated: aligners", "history ceiling"),
-            relation="<=",
-            threshold=0.0,
-            control=against("ablated: aligners, control", "history ceiling"),
-            control_is="as many other heads ablated",
+        Claim("Without its aligners the first token falls to the history ceiling (difference)").at_most(
+            0.0, *both(lambda name: against(name, "history ceiling"), *ablated), "as many other heads ablated"
         ),
-        Check(
-            claim="What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)",
-            measured=against(f"patched: {both}", "before"),
-            relation=">=",
-            threshold=0.2,
-            control=against(f"patched: {both}, control", "before"),
-            control_is="as many other heads patched",
+        Claim("What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)").at_least(
+            0.2, *both(gain, *patched), "as many other heads patched"
         ),
-        Check(
-            claim="Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)",
-            measured=against(f"clamped: {both}", "before"),
-            relation=">=",
-            threshold=0.2,
-            control=against(f"clamped: {both}, control", "before"),
-            control_is="as many other heads clamped",
+        Claim("Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)").at_least(
+            0.2, *both(gain, *clamped), "as many other heads clamped"
         ),
-        Check(
-            claim="Attention alone explains most of what tuning does to the first token (share of the gain)",
-            measured=explained(f"clamped: {both}"),
-            relation=">=",
-            threshold=0.5,
-            control=explained(f"clamped: {both}, control"),
-            control_is="as many other heads clamped",
+        Claim("Attention alone explains most of what tuning does to the first token (share of the gain)").at_least(
+            0.5, *both(explained, *clamped), "as many other heads clamped"
         ),
+        *(
+            Claim(f"Lookup uses alignment through its {side} (nats of the gold first token without that path)").at_most(
+                -0.1,
+                mean_of(table.where(done=f"after: through {side}")),
+                mean_of(table.where(done=f"after: through {side}, control")),
+                "as many other heads in place of the aligners",
+            )
+            for side in ("queries", "keys")
+        ),
+        *_twofold_checks(table),
     ]
-    paths = [
-        Check(
-            claim=f"Lookup uses alignment through its {side} (nats of the gold first token without that path)",
-            measured=mean_of(table.where(done=f"after: through {side}")),
-            relation="<=",
-            threshold=-0.1,
-            control=mean_of(table.where(done=f"after: through {side}, control")),
-            control_is="as many other heads in place of the aligners",
-        )
-        for side in ("queries", "keys")
-    ]
-    return [*checks, *paths, *_twofold_checks(table)]
 
 
 def _twofold_checks(table: Table) -> list[Check]:
@@ -319,21 +303,11 @@ def _twofold_checks(table: Table) -> list[Check]:
         )
 
     return [
-        Check(
-            claim=f"m = 4: each seed settles on one of two alignments (accuracies OOD at least {DECIDED:g} apart)",
-            measured=decided("after"),
-            relation=">=",
-            threshold=0.8,
-            control=decided("before"),
-            control_is="before tuning",
-        ),
-        Check(
-            claim="m = 4: the heads tell which (share of seeds in which the better aligner agrees)",
-            measured=agree("after"),
-            relation=">=",
-            threshold=0.8,
-            control=agree("before"),
-            control_is="before tuning",
+        Claim(
+            f"m = 4: each seed settles on one of two alignments (accuracies OOD at least {DECIDED:g} apart)"
+        ).at_least(0.8, decided("after"), decided("before"), "before tuning"),
+        Claim("m = 4: the heads tell which (share of seeds in which the better aligner agrees)").at_least(
+            0.8, agree("after"), agree("before"), "before tuning"
         ),
     ]
 
@@ -349,20 +323,22 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     }
 
 
+def _with_twofold(arm: Arm, **size: int) -> Tunings:
+    return Tunings((arm, replace(arm, name="m = 4", task={**arm.task, "x_len": 4})), **size)
+
+
 CAUSAL = Experiment(
-    name="icatune/causal",
-    title="Are the heads that tuning makes the cause of what it does?",
-    source="beyond Agarwal and Sarawagi (2025)",
-    scales={
-        "smoke": Causal(
-            replace(SMOKE_ICA, seeds=(0,)),
-            replace(SMOKE_ICA, name="m = 4", task={**SMOKE_ICA.task, "x_len": 4}, seeds=(0,)),
-            n=8,
-        ),
-        "cpu": Causal(),
-        "paper": Causal(PAPER_ICA, replace(PAPER_ICA, name="m = 4", task={**PAPER_ICA.task, "x_len": 4})),
-    },
-    run=_run,
-    draw=_draw,
-    check=_check,
+    "icatune/causal",
+    "Are the heads that tuning makes the cause of what it does?",
+    "beyond Agarwal and Sarawagi (2025)",
+    tuned_study(
+        "icatune/causal",
+        smoke=_with_twofold(replace(SMOKE_ICA, seeds=(0,)), n=8),
+        cpu=_with_twofold(ICA),
+        paper=_with_twofold(PAPER_ICA),
+        jobs=_jobs,
+        summarize=_summarize,
+    ),
+    _draw,
+    _check,
 )

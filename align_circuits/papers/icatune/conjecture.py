@@ -1,8 +1,7 @@
 """Can a transformer learn to find alignments in context? Small models, and a fresh alignment in every prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from align_circuits.jobs import Job, run_jobs
-from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.em import align_by_em
@@ -63,7 +62,7 @@ def tokens(drawn: Mapping[str, Int[Tensor, "prompt example pos"]]) -> tuple[Tens
 def learned(
     *, depth: int, width: int, x_len: int, n_examples: int, steps: int, prompts: int, seed: int
 ) -> pd.DataFrame:
-    """Trains a model from scratch, each step on fresh prompts, and tests it beside EM; the function of a cell.
+    """Trains a model from scratch, each step on fresh prompts, and tests it beside EM; the function of a job.
 
     Args:
         depth: Layers.
@@ -119,10 +118,9 @@ def learned(
 
 def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
     """Whether EM, given all examples but the last, predicts each letter of the last."""
-    found = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    of = torch.searchsorted(found.symbols, x[-1])
-    likely = found.probability @ found.dictionary[of]
-    return found.letters[likely.argmax(1)] == y[-1]
+    em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
+    likely = em.probability @ em.dictionary[torch.searchsorted(em.symbols, x[-1])]
+    return em.letters[likely.argmax(1)] == y[-1]
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
@@ -147,30 +145,32 @@ class Conjecture:
     seeds: tuple[int, ...] = (0,)
 
     @property
-    def cells(self) -> list[dict[str, int]]:
-        """The arguments of each cell, the cheapest first."""
-        base = {"depth": self.depth, "width": self.width, "x_len": self.x_len}
+    def base(self) -> dict[str, int]:
+        """What is varied, and its values elsewhere."""
+        return {"depth": self.depth, "width": self.width, "x_len": self.x_len}
+
+    @property
+    def models(self) -> list[dict[str, int]]:
+        """Depth, width and m of each model, the cheapest first."""
         varied = {"x_len": self.x_lens, "depth": self.depths, "width": self.widths}
-        found = [base | {name: value} for name, values in varied.items() for value in values]
-        common = {"n_examples": self.n_examples, "steps": self.steps, "prompts": self.prompts}
-        distinct = {tuple(cell.values()): cell for cell in found}.values()
-        return [
-            cell | common for cell in sorted(distinct, key=lambda cell: cell["depth"] * cell["width"] * cell["x_len"])
-        ]
+        models = [self.base | {name: value} for name, values in varied.items() for value in values]
+        distinct = {tuple(model.values()): model for model in models}.values()
+        return sorted(distinct, key=lambda model: model["depth"] * model["width"] * model["x_len"])
 
 
-def _run(config: Conjecture, *, models: Sequence[str], jobs: int, folder: Path) -> Table:  # noqa: ARG001 - its own
-    cells = [Job(f"{__name__}:learned", cell, seed) for cell in config.cells for seed in config.seeds]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
-    base = {"depth": config.depth, "width": config.width, "x_len": config.x_len}
-    settings = {"base": base, "n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
-    frame: Any = found.drop(columns=["n_examples", "steps", "prompts"])
-    frames = []
-    for name in base:
-        others = [other for other in base if other != name]
-        mine = frame[(frame[others] == [base[other] for other in others]).all(axis=1)]
-        frames.append(mine.assign(varied=name, at=mine[name]))
-    return Table(pd.concat(frames, ignore_index=True), Provenance("measure", settings))
+def _jobs(config: Conjecture, _: Inputs) -> list[Measurement]:
+    common = {"n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
+    return [Measurement(learned, model | common, seed, keys=model) for model in config.models for seed in config.seeds]
+
+
+def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:
+    frame: Any = rows["learned"]
+    same = pd.DataFrame({name: frame[name] == value for name, value in config.base.items()})
+    parts = [
+        frame[same.drop(columns=name).all(axis=1)].assign(varied=name, at=lambda rows, name=name: rows[name])
+        for name in config.base
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _check(table: Table) -> list[Check]:
@@ -185,29 +185,16 @@ def _check(table: Table) -> list[Check]:
         return difference_of(*(by_length.where(at=m, predictor=predictor) for m in (short, long)))
 
     return [
-        Check(
-            claim=f"EM finds the alignment from the examples (accuracy at m = {long})",
-            measured=mean_of(by_length.where(at=long, predictor="em")),
-            relation=">=",
-            threshold=0.9,
-            control=mean_of(by_length.where(at=long, predictor="blind")),
-            control_is="blind to the input",
+        Claim(f"EM finds the alignment from the examples (accuracy at m = {long})").at_least(
+            0.9,
+            *both(lambda name: mean_of(by_length.where(at=long, predictor=name)), "em", "blind"),
+            "blind to the input",
         ),
-        Check(
-            claim=f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})",
-            measured=above("model", long),
-            relation="<=",
-            threshold=0.1,
-            control=above("em", long),
-            control_is="EM",
-        ),
-        Check(
-            claim=f"It gets worse with m (accuracy at m = {short} minus m = {long})",
-            measured=falls("model"),
-            relation=">=",
-            threshold=0.2,
-            control=falls("em"),
-            control_is="EM",
+        Claim(
+            f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})"
+        ).at_most(0.1, above("model", long), above("em", long), "EM"),
+        Claim(f"It gets worse with m (accuracy at m = {short} minus m = {long})").at_least(
+            0.2, falls("model"), falls("em"), "EM"
         ),
     ]
 
@@ -221,27 +208,30 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 
 
 CONJECTURE = Experiment(
-    name="icatune/conjecture",
-    title="Small models trained on prompts with an alignment of their own each, beside EM",
-    source="Agarwal and Sarawagi (2025), §5",
-    scales={
-        "smoke": Conjecture(
-            depth=1, width=16, x_len=2, depths=(1, 2), widths=(16,), x_lens=(2, 3), n_examples=2, steps=2, prompts=4
-        ),
-        "cpu": Conjecture(),
-        "paper": Conjecture(
-            depths=(1, 2, 4, 8, 16),
-            widths=(32, 64, 128, 256),
-            x_lens=(2, 3, 4, 5, 6, 8),
-            n_examples=30,
-            steps=20000,
-            prompts=1000,
-            seeds=(0, 1, 2),
-        ),
-    },
-    run=_run,
-    draw=_draw,
-    check=_check,
-    published="A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
-    makes_models=True,
+    "icatune/conjecture",
+    "Small models trained on prompts with an alignment of their own each, beside EM",
+    "Agarwal and Sarawagi (2025), §5",
+    Study(
+        "icatune/conjecture",
+        {
+            "smoke": Conjecture(
+                depth=1, width=16, x_len=2, depths=(1, 2), widths=(16,), x_lens=(2, 3), n_examples=2, steps=2, prompts=4
+            ),
+            "cpu": Conjecture(),
+            "paper": Conjecture(
+                depths=(1, 2, 4, 8, 16),
+                widths=(32, 64, 128, 256),
+                x_lens=(2, 3, 4, 5, 6, 8),
+                n_examples=30,
+                steps=20000,
+                prompts=1000,
+                seeds=(0, 1, 2),
+            ),
+        },
+        _jobs,
+        _summarize,
+    ),
+    _draw,
+    _check,
+    "A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
 )

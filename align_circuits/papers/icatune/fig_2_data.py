@@ -180,32 +180,34 @@ def em(*, x_len: int, n_examples: int, prompts: int, exhaustive: bool, seed: int
         seed: Of the tasks.
 
     Returns:
-        For each method `recovered` (the whole alignment is gold) and `positions` (the share of it); for both updates
+        For each method `recovered` (the entire alignment is right) and `positions` (the share of it); for both updates
         of EM `falls`, the share of updates under which the likelihood falls, and `log_likelihood` at the end, in nats a
         letter. `shuffled` is true EM on examples whose phrases changed places, each example on its own.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    results: dict[tuple[str, str], list[float]] = {}
+
+    def add(method: str, metric: str, value: Any) -> None:
+        results.setdefault((method, metric), []).append(float(value))
+
     for at in range(seed * prompts, (seed + 1) * prompts):
         task = Seq2SeqTask(x_len=x_len, phrase_len=1, n_examples=n_examples, alignment="permutation", task_seed=at)
         drawn = task.sample(1, char_tokenizer(), seed=at, references=False)
         x, y = examples_of(drawn, 0)
-        gold = np.array(task.aligned)
         alignments: dict[str, Any] = {}
         for update in get_args(Update):
             result = align_by_em(x, y, update=update, seed=at)
-            change = result.log_likelihood.diff()
             alignments[update] = result.alignment
-            found.setdefault((update, "falls"), []).append(float((change < -1e-9).double().mean()))
-            found.setdefault((update, "log_likelihood"), []).append(float(result.log_likelihood[-1]) / y.numel())
+            add(update, "falls", (result.log_likelihood.diff() < -1e-9).double().mean())
+            add(update, "log_likelihood", float(result.log_likelihood[-1]) / y.numel())
         alignments["shuffled"] = align_by_em(*examples_of(task.corrupt(drawn, "alignment", seed=at), 0)).alignment
         if exhaustive:
             alignments["sequential likelihood"] = align_by_likelihood(x, y).alignment
         for method, aligned in alignments.items():
-            right = np.array(aligned) == gold
-            found.setdefault((method, "recovered"), []).append(float(right.all()))
-            found.setdefault((method, "positions"), []).append(float(right.mean()))
-    keys: Any = pd.DataFrame(list(found), columns=["method", "metric"])
-    values: Float[ndarray, "row prompt"] = np.array(list(found.values()))
+            right = np.array(aligned) == np.array(task.aligned)
+            add(method, "recovered", right.all())
+            add(method, "positions", right.mean())
+    keys: Any = pd.DataFrame(list(results), columns=["method", "metric"])
+    values: Float[ndarray, "row prompt"] = np.array(list(results.values()))
     bounded = (keys["metric"] != "log_likelihood").to_numpy()
     return Table.from_prompts(keys, values, np.ones_like(values), Provenance("em"), bounded=bounded).frame
 
@@ -242,7 +244,7 @@ def _draw_em(table: Table) -> Mapping[str, go.Figure]:
     rows: Any = table.where(metric="recovered").frame
     names = {"true": "EM", "printed": "EM as printed", "shuffled": "EM, no common alignment"}
     rows = rows.assign(method=rows["method"].replace(names))
-    panels = {f"m = {m}": some for m, some in rows.groupby("x_len")}
+    panels = {f"m = {m}": group for m, group in rows.groupby("x_len")}
     return {"appF": plots.curves(panels, x="n_examples", by="method", label="examples k", value="alignment recovered")}
 
 

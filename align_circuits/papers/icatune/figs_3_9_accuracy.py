@@ -12,7 +12,6 @@ from align_circuits.papers.claims import Check, Claim, Measured, difference_of, 
 from align_circuits.papers.model_on_tasks import accuracy, on_tasks
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -47,7 +46,7 @@ def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
 
 def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
     frame = rows["accuracy"]
-    return frame[frame["offset"] == ALL_OFFSETS].drop(columns="seed")
+    return frame[frame["offset"].isna()].drop(columns="seed")
 
 
 # Figure 3

@@ -2,42 +2,43 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Experiment, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.fig_4_tuning import (
     ICA,
     PAPER_ICA,
     SHOWN,
     SMOKE_ICA,
-    Courses,
     draw_layers,
     first_token,
     order_checks,
-    run_courses,
+    summarize_courses,
 )
 from align_circuits.papers.icatune.tuned_models import (
-    ALL_SEEDS,
-    KEYS,
     PAPER,
     SMOKE,
     SMOKE_TASK,
     TASK,
     TOY,
     Arm,
+    Tunings,
+    as_rows,
+    course,
     courses,
     emerged,
     ended,
+    ends,
     grouped_over_seeds,
-    loaded,
-    measure_tuned,
+    of_tuned,
+    tuned_study,
 )
+from align_circuits.papers.study import Experiment, Inputs, Rows
 from align_circuits.report import plots
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.tables import Table
 
 # Figure 6
 
@@ -71,7 +72,7 @@ SIZES = (20, 50, 100, 800)
 def _final(table: Table, method: str, n: int, condition: str = "in distribution", step: int | None = None) -> Table:
     """The row of accuracy on all tokens, at the last step by default."""
     rows = table.where(part="course", arm=_named(method, n), condition=condition, metric="accuracy", kind="all")
-    return rows.where(step=int(rows.frame["step"].to_numpy().max()) if step is None else step)
+    return rows.where(step=int(rows.frame["step"].max()) if step is None else step)
 
 
 def _numbers(table: Table) -> list[int]:
@@ -82,50 +83,31 @@ def _best_aligner(table: Table, method: str) -> Measured:
     """The highest align_query of any head at the last step, at any N."""
     arms = [_named(method, n) for n in _numbers(table)]
     rows = table.where(part="course", arm=arms, metric="align_query", of="best head")
-    return extreme_of(rows.where(step=int(rows.frame["step"].to_numpy().max())), highest=True)
+    return extreme_of(rows.where(step=int(rows.frame["step"].max())), highest=True)
 
 
 def _check_methods(table: Table) -> list[Check]:
     sizes = _numbers(table)
     few, many = sizes[min(1, len(sizes) - 1)], sizes[-1]
 
+    def final(n: int, method: str, control: str) -> tuple[Measured, Measured]:
+        return both(lambda name: mean_of(_final(table, name, n)), method, control)
+
     def loss_ood(method: str) -> Measured:
         return difference_of(_final(table, method, many), _final(table, method, many, "OOD"))
 
     return [
-        Check(
-            claim=f"ICA-Tune learns from N = {few} examples (accuracy, all tokens)",
-            measured=mean_of(_final(table, "ICA-Tune", few)),
-            relation=">=",
-            threshold=0.95,
-            control=mean_of(_final(table, "standard", few)),
-            control_is="standard fine-tuning",
-            published="almost 1.0",
+        Claim(f"ICA-Tune learns from N = {few} examples (accuracy, all tokens)", "almost 1.0").at_least(
+            0.95, *final(few, "ICA-Tune", "standard"), "standard fine-tuning"
         ),
-        Check(
-            claim=f"Standard fine-tuning does not get there from N = {many}",
-            measured=mean_of(_final(table, "standard", many)),
-            relation="<=",
-            threshold=0.9,
-            control=mean_of(_final(table, "ICA-Tune", many)),
-            control_is="ICA-Tune",
-            published="below 1.0",
+        Claim(f"Standard fine-tuning does not get there from N = {many}", "below 1.0").at_most(
+            0.9, *final(many, "standard", "ICA-Tune"), "ICA-Tune"
         ),
-        Check(
-            claim="No head aligns after standard fine-tuning (best align_query, any N)",
-            measured=_best_aligner(table, "standard"),
-            relation="<=",
-            threshold=0.5,
-            control=_best_aligner(table, "ICA-Tune"),
-            control_is="ICA-Tune",
+        Claim("No head aligns after standard fine-tuning (best align_query, any N)").at_most(
+            0.5, _best_aligner(table, "standard"), _best_aligner(table, "ICA-Tune"), "ICA-Tune"
         ),
-        Check(
-            claim=f"ICA-Tune is as good OOD (in distribution minus OOD, N = {many})",
-            measured=loss_ood("ICA-Tune"),
-            relation="<=",
-            threshold=0.05,
-            control=loss_ood("standard"),
-            control_is="standard fine-tuning",
+        Claim(f"ICA-Tune is as good OOD (in distribution minus OOD, N = {many})").at_most(
+            0.05, loss_ood("ICA-Tune"), loss_ood("standard"), "standard fine-tuning"
         ),
     ]
 
@@ -141,8 +123,8 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
         ]
     )
     course: Any = table.where(part="course").frame
-    whole = course[(course["metric"] == "accuracy") & (course["kind"] == "all")]
-    whole = whole[whole["arm"].isin([_named(method, sizes[-1]) for method in ("ICA-Tune", "standard")])]
+    totals = course[(course["metric"] == "accuracy") & (course["kind"] == "all")]
+    totals = totals[totals["arm"].isin([_named(method, sizes[-1]) for method in ("ICA-Tune", "standard")])]
     aligned: Any = table.where(part="course", metric="align_query", of="best head").frame
     aligned = aligned.loc[aligned.groupby(["arm", "step"])["value"].idxmax()]
     aligned["N"] = aligned["arm"].str.rpartition(" ")[2].astype(int)
@@ -155,7 +137,7 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
             {name: right[right["condition"] == name] for name in SHOWN}, x="N", by="method", label="examples N"
         ).update_xaxes(type="log", tickvals=sizes),
         "alignment": plots.curves(by_method, value="best align_query", **steps).update_xaxes(dtick=None),
-        "OOD": plots.curves({name: whole[whole["condition"] == name] for name in SHOWN}, **steps).update_xaxes(
+        "OOD": plots.curves({name: totals[totals["condition"] == name] for name in SHOWN}, **steps).update_xaxes(
             dtick=None
         ),
     }
@@ -164,59 +146,46 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
 _SLOW = {**TOY, "probe_every": 50, "probe_prompts": 32}
 
 FIG6 = Experiment(
-    name="icatune/fig6",
-    title="ICA-Tune beside standard fine-tuning, from equally many examples",
-    source="Agarwal and Sarawagi (2025), Fig. 6",
-    scales={
-        "smoke": Courses(_sizes(**_compared(SMOKE_TASK, SMOKE, 4, (0,)), sizes=(5,)), n=0, every=1),
-        "cpu": Courses(_sizes(**_compared(TASK, _SLOW, 88, (0, 1)), sizes=SIZES), n=0, every=1),
-        "paper": Courses(
+    "icatune/fig6",
+    "ICA-Tune beside standard fine-tuning, from equally many examples",
+    "Agarwal and Sarawagi (2025), Fig. 6",
+    tuned_study(
+        "icatune/fig6",
+        smoke=Tunings(_sizes(**_compared(SMOKE_TASK, SMOKE, 4, (0,)), sizes=(5,)), every=1),
+        cpu=Tunings(_sizes(**_compared(TASK, _SLOW, 88, (0, 1)), sizes=SIZES), every=1),
+        paper=Tunings(
             _sizes(**_compared(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2)), sizes=SIZES),
-            n=0,
             every=5,
         ),
-    },
-    run=run_courses,
-    draw=_draw_methods,
-    check=_check_methods,
-    published=(
-        "Llama 3 8B: ICA-Tune reaches almost 100% from 50 examples, standard fine-tuning not from 800, and then no "
-        "layer aligns; OOD accuracy equals that in distribution only for ICA-Tune."
+        summarize=summarize_courses,
     ),
+    _draw_methods,
+    _check_methods,
+    "Llama 3 8B: ICA-Tune reaches almost 100% from 50 examples, standard fine-tuning not from 800, and then no "
+    "layer aligns; OOD accuracy equals that in distribution only for ICA-Tune.",
 )
 
 
 # Figure 7
 
 
-@dataclass(frozen=True)
-class Decays:
-    """Alignments drawn from the prior in its released form, another one for each seed."""
-
-    arm: Arm = field(default_factory=lambda: replace(ICA, seeds=(0, 1, 2)))
-    decays: tuple[float, ...] = (1.0, 4.0, 16.0)
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        """One for each λ."""
-        prior = {"alignment": "prior", "prior_form": "code"}
-        return tuple(
-            replace(self.arm, name=f"λ = {decay:g}", task={**self.arm.task, **prior, "decay": decay})
-            for decay in self.decays
-        )
+def _decays(arm: Arm, *decays: int) -> Tunings:
+    """Alignments drawn from the prior in its released form at each λ, another one for each seed."""
+    prior = {"alignment": "prior", "prior_form": "code"}
+    return Tunings(
+        tuple(replace(arm, name=f"λ = {decay}", task={**arm.task, **prior, "decay": float(decay)}) for decay in decays)
+    )
 
 
-def _run_decays(config: Decays, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    probes, about = measure_tuned("course", models[0], config.arms, jobs=jobs, folder=folder)
-    course = courses(probes, 2)
+def _summarize_decays(config: Tunings, rows: Rows) -> pd.DataFrame:
+    """The courses of accuracy, and its mean over steps."""
+    probes = rows["course"]
+    course: Any = courses(probes, config.every)
     first = probes[(probes["metric"] == "accuracy") & (probes["kind"] == "first") & ~probes["ood"]]
     runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
-    mean = runs.mean().reset_index()
-    about_mean = {"part": "mean", "condition": "in distribution", "step": -1, "layer": -1, "of": "model"}
-    area = grouped_over_seeds(mean.assign(n=1, metric="accuracy", kind="first"), ["arm", "metric", "kind"])
-    parts = [course[course["of"] == "model"], area.assign(**about_mean, seed=ALL_SEEDS)]
-    frame = pd.concat([part[[*KEYS, *VALUES]] for part in parts], ignore_index=True)
-    return Table(frame, Provenance("measure", {"arms": [arm.name for arm in config.arms]}, model=about))
+    mean: Any = grouped_over_seeds(runs.mean().reset_index().assign(n=1), ["arm"])
+    about = {"part": "mean", "condition": "in distribution", "metric": "accuracy", "kind": "first", "of": "model"}
+    return as_rows([course[course["of"] == "model"], mean.assign(**about)])
 
 
 def _check_decays(table: Table) -> list[Check]:
@@ -227,24 +196,19 @@ def _check_decays(table: Table) -> list[Check]:
     def at(arm: str, step: int) -> Table:
         return table.where(part="course", arm=arm, step=step, **first)
 
-    last = int(table.frame["step"].to_numpy().max())
+    last = int(table.frame["step"].max())
     return [
-        Check(
-            claim=f"{strong} is learned faster than {weak} (first tokens, mean over steps, difference)",
-            measured=difference_of(*(table.where(part="mean", arm=arm) for arm in (strong, weak))),
-            relation=">=",
-            threshold=0.05,
-            control=difference_of(at(strong, 0), at(weak, 0)),
-            control_is="before the first step",
-            published="25 steps where 200 are needed",
+        Claim(
+            f"{strong} is learned faster than {weak} (first tokens, mean over steps, difference)",
+            "25 steps where 200 are needed",
+        ).at_least(
+            0.05,
+            difference_of(*(table.where(part="mean", arm=arm) for arm in (strong, weak))),
+            difference_of(at(strong, 0), at(weak, 0)),
+            "before the first step",
         ),
-        Check(
-            claim=f"{strong} is learned (first tokens, at the end)",
-            measured=mean_of(at(strong, last)),
-            relation=">=",
-            threshold=0.95,
-            control=mean_of(at(strong, 0)),
-            control_is="before",
+        Claim(f"{strong} is learned (first tokens, at the end)").at_least(
+            0.95, mean_of(at(strong, last)), mean_of(at(strong, 0)), "before"
         ),
     ]
 
@@ -257,18 +221,21 @@ def _draw_decays(table: Table) -> Mapping[str, go.Figure]:
 
 
 FIG7 = Experiment(
-    name="icatune/fig7",
-    title="Alignments that are less and less monotonic take longer to learn (prior as released)",
-    source="Agarwal and Sarawagi (2025), Fig. 7",
-    scales={
-        "smoke": Decays(replace(SMOKE_ICA, seeds=(0,)), (1.0, 16.0)),
-        "cpu": Decays(),
-        "paper": Decays(replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2))),
-    },
-    run=_run_decays,
-    draw=_draw_decays,
-    check=_check_decays,
-    published="Llama 3 8B, m = 8, c = 1: about 25 steps at λ = 16, up to 200 at λ = 1, where convergence is worst.",
+    "icatune/fig7",
+    "Alignments that are less and less monotonic take longer to learn (prior as released)",
+    "Agarwal and Sarawagi (2025), Fig. 7",
+    tuned_study(
+        "icatune/fig7",
+        smoke=_decays(replace(SMOKE_ICA, seeds=(0,)), 1, 16),
+        cpu=_decays(replace(ICA, seeds=(0, 1, 2)), 1, 4, 16),
+        paper=_decays(
+            replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2)), 1, 4, 16
+        ),
+        summarize=_summarize_decays,
+    ),
+    _draw_decays,
+    _check_decays,
+    "Llama 3 8B, m = 8, c = 1: about 25 steps at λ = 16, up to 200 at λ = 1, where convergence is worst.",
 )
 
 
@@ -284,32 +251,28 @@ class Layers:
     """Which, one at a time; all by default."""
     n: int = 64
 
-    def arms(self, depth: int) -> tuple[Arm, ...]:
+    def arms(self, inputs: Inputs) -> tuple[Arm, ...]:
         """One for each layer."""
+        ((_, model),) = inputs.models.items()
         return tuple(
             replace(self.arm, name=f"layer {layer}", config={**self.arm.config, "layers": layer})
-            for layer in self.layers or range(depth)
+            for layer in self.layers or range(model["n_layers"])
         )
 
 
-def tuned_layers(config: Layers, models: Sequence[str], **common: Any) -> tuple[pd.DataFrame, Arm]:
-    """Returns what each layer's tuning achieves, as `ended` does, and the arm of the best layer."""
-    arms = config.arms(loaded(models[0]).cfg.n_layers)
-    after = ended(measure_tuned("ends", models[0], arms, prompts=config.n, **common)[0])
-    first: Any = first_token(Table(after, Provenance("ended")), "after").frame.groupby("arm")["value"].mean()
-    return after, next(arm for arm in arms if arm.name == first.idxmax())
+def best_arm(frame: pd.DataFrame) -> str:
+    """Returns the arm whose first tokens are best after tuning, of the rows of `ends`, on average over seeds."""
+    after = as_rows([ended(frame)])
+    first = (after["part"] == "after") & (after["condition"] == "in distribution") & (after["metric"] == "accuracy")
+    right: Any = after[first & (after["kind"] == "first")].groupby("arm")["value"]
+    return str(right.mean().idxmax())
 
 
-def _run_layers(config: Layers, *, models: Sequence[str], jobs: int, folder: Path) -> Table:
-    common: dict[str, Any] = {"jobs": jobs, "folder": folder}
-    arms = config.arms(loaded(models[0]).cfg.n_layers)
-    probes, about = measure_tuned("course", models[0], arms, **common)
-    after, best = tuned_layers(config, models, **common)
-    course = courses(probes, 2)
-    shown = ((course["of"] == "model") & (course["kind"] == "first")) | (course["arm"] == best.name)
-    parts = [course[shown], emerged(probes), after]
-    frame = pd.concat([part[[*KEYS, *VALUES]] for part in parts], ignore_index=True)
-    return Table(frame, Provenance("measure", {"best": best.name, "prompts": config.n}, model=about))
+def _summarize_layers(_: Layers, rows: Rows) -> pd.DataFrame:
+    """The courses of first tokens, and of heads in the best layer; steps of emergence; what holds before and after."""
+    course: Any = courses(rows["course"], 2)
+    shown = ((course["of"] == "model") & (course["kind"] == "first")) | (course["arm"] == best_arm(rows["ends"]))
+    return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])])
 
 
 def _check_layers(table: Table) -> list[Check]:
@@ -321,34 +284,18 @@ def _check_layers(table: Table) -> list[Check]:
     def of(arms: Sequence[str]) -> Table:
         return first_token(table, "after").where(arm=list(arms))
 
-    only = table.where(arm=best)
+    even_and_odd = difference_of(of(names[::2]), of(names[1::2] or names)), "even minus odd layers"
     return [
-        Check(
-            claim="Tuning queries and keys of one layer suffices (first token, the best layer)",
-            measured=mean_of(of([best])),
-            relation=">=",
-            threshold=0.95,
-            control=mean_of(of(names[-1:])),
-            control_is="the highest layer",
+        Claim("Tuning queries and keys of one layer suffices (first token, the best layer)").at_least(
+            0.95, mean_of(of([best])), mean_of(of(names[-1:])), "the highest layer"
         ),
-        Check(
-            claim="The best layer is a middle one (its gain over the mean of the first and the last)",
-            measured=difference_of(of([best]), of([names[0], names[-1]])),
-            relation=">=",
-            threshold=0.1,
-            control=difference_of(of(names[::2]), of(names[1::2] or names)),
-            control_is="even minus odd layers",
-            published="layer 13 of 32",
+        Claim(
+            "The best layer is a middle one (its gain over the mean of the first and the last)", "layer 13 of 32"
+        ).at_least(0.1, difference_of(of([best]), of([names[0], names[-1]])), *even_and_odd),
+        Claim("Early layers help more than high ones (first third minus last third)").at_least(
+            0.05, difference_of(of(names[:third]), of(names[-third:])), *even_and_odd
         ),
-        Check(
-            claim="Early layers help more than high ones (first third minus last third)",
-            measured=difference_of(of(names[:third]), of(names[-third:])),
-            relation=">=",
-            threshold=0.05,
-            control=difference_of(of(names[::2]), of(names[1::2] or names)),
-            control_is="even minus odd layers",
-        ),
-        *order_checks(only),
+        *order_checks(table.where(arm=best)),
     ]
 
 
@@ -365,21 +312,22 @@ def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
 
 
 FIG10 = Experiment(
-    name="icatune/fig10",
-    title="Tuning a single layer",
-    source="Agarwal and Sarawagi (2025), Fig. 10 and App. E.2",
-    scales={
-        "smoke": Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
-        "cpu": Layers(),
-        "paper": Layers(
+    "icatune/fig10",
+    "Tuning a single layer",
+    "Agarwal and Sarawagi (2025), Fig. 10 and App. E.2",
+    tuned_study(
+        "icatune/fig10",
+        smoke=Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
+        cpu=Layers(),
+        paper=Layers(
             replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
         ),
-    },
-    run=_run_layers,
-    draw=_draw_layers,
-    check=_check_layers,
-    published=(
-        "Llama 3 8B: layer 13 is best; layers below 5 help more than high ones; alignment emerges near step 430, "
-        "lookup near 470."
+        train=lambda config, inputs: of_tuned(course, config.arms(inputs), inputs),
+        jobs=lambda config, inputs: of_tuned(ends, config.arms(inputs), inputs, prompts=config.n),
+        summarize=_summarize_layers,
     ),
+    _draw_layers,
+    _check_layers,
+    "Llama 3 8B: layer 13 is best; layers below 5 help more than high ones; alignment emerges near step 430, "
+    "lookup near 470.",
 )

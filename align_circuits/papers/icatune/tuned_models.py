@@ -1,31 +1,24 @@
 """Models tuned once, and what several experiments measure of them."""
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks.heads import Head, describe
-from align_circuits.jobs import Job, code_version, run_jobs
+from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.models.protocol import model_provenance
-from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
-from align_circuits.run.forward_pass import forward
+from align_circuits.papers.claims import Scale
+from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
+from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
-from align_circuits.training.probe import PROBED_METRICS
+from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
@@ -65,10 +58,10 @@ SMALL = 20_000_000
 """Parameters below which a model is tuned in float32, whatever it is stored as."""
 
 FRESH = 3 * 10**9
-"""Added to the seed for prompts that are evaluated before and after, which no tuning and no probe has met."""
+"""Added to the seed for prompts that are evaluated before and after, on which no model is tuned or probed."""
 
 ATTENDED = ("align_query_attention", "lookup_attention")
-"""How much of all its attention a head gives to gold."""
+"""The share of all its attention that a head gives to the right keys."""
 
 CONDITIONS = ("in distribution", "OOD", "labels corrupted")
 """Test inputs of the grammar; any permutation of the symbols; examples written by other automata."""
@@ -87,25 +80,39 @@ class Arm:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
 
 
+@dataclass(frozen=True)
+class Tunings:
+    """What most figures of tuned models rest on."""
+
+    arms: tuple[Arm, ...]
+    n: int = 64
+    """Fresh prompts for what is measured before and after."""
+    every: int = 2
+    """The table keeps one probe in so many."""
+
+
+def tuned_study(name: str, smoke: Any, cpu: Any, paper: Any, **study: Any) -> Study:
+    """Returns the study of a model that is tuned; `Tunings.arms` are, unless told otherwise."""
+    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
+    return Study(name, scales, **{"train": trainings, "models": "one", "load": loaded, **study})
+
+
 def tuned(
     *, model: str, weights: str, task: Mapping[str, Any], config: Mapping[str, Any], runs: str, seed: int
 ) -> TuneRun:
-    """Tunes a model, or reads the run that another experiment left in `runs`.
+    """Tunes a model, or reads the run that another job left.
 
     Args:
         model: What `load` takes.
         weights: The hash of its weights.
         task: The task's arguments.
         config: The tuning's.
-        runs: The folder of all runs; each has its own below it, which a killed run goes on from.
+        runs: `Inputs.trained`; a killed run goes on from its folder there.
         seed: Of the tuning, and of what the task's prompts share.
     """
-    identity = [weights, dict(task), dict(config), seed, code_version("align_circuits.training.tuning:tune")]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
-    return tune(
-        loaded(model), task_of(task, seed), TuneConfig(**plain), seed=seed, out=Path(runs) / digest, progress=False
-    )
+    version = code_version("align_circuits.training.tuning:tune")
+    out = training_folder(runs, "tuned", weights, task, config, seed, version)
+    return tune(loaded(model), task_of(task, seed), TuneConfig(**config), seed=seed, out=out, progress=False)
 
 
 def task_of(arguments: Mapping[str, Any], seed: int) -> Seq2SeqTask:
@@ -113,13 +120,46 @@ def task_of(arguments: Mapping[str, Any], seed: int) -> Seq2SeqTask:
     return Seq2SeqTask(**arguments, task_seed=seed)
 
 
+@lru_cache(maxsize=1)
+def loaded(model: str) -> Any:
+    """Returns a model as it is tuned, a small one in float32: `Study.load`."""
+    stored = load(model)
+    return load(model, dtype=torch.float32) if sum(each.numel() for each in stored.parameters()) < SMALL else stored
+
+
+def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, **more: Any) -> list[Measurement]:
+    """Returns a measurement of each arm and seed.
+
+    Args:
+        function: It takes the arguments of `tuned`, and `more`. With `course` these are the trainings: `Study.train`.
+        arms: What is tuned how; its name is the key `arm`.
+        inputs: With a single model.
+        **more: Further arguments of the function.
+    """
+    return [
+        Measurement(
+            function,
+            {**inputs.model, "task": dict(arm.task), "config": dict(arm.config), "runs": inputs.trained, **more},
+            seed,
+            {"arm": arm.name},
+        )
+        for arm in arms
+        for seed in arm.seeds
+    ]
+
+
 def course(**run: Any) -> pd.DataFrame:
-    """Returns all probes of a tuning; the function of a cell. Arguments as for `tuned`."""
+    """Returns all probes of a tuning; the function of a job. Arguments as for `tuned`."""
     return tuned(**run).table.frame
 
 
+def trainings(config: Tunings, inputs: Inputs) -> list[Measurement]:
+    """Returns the tunings of a config's `arms`: `Study.train`."""
+    return of_tuned(course, config.arms, inputs)
+
+
 def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Measures a model before and after tuning on fresh prompts; the function of a cell.
+    """Measures a model before and after tuning on fresh prompts; the function of a job.
 
     Args:
         prompts: How many under each of the `CONDITIONS`.
@@ -128,110 +168,25 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
     after, frames = tuned(**run).model, []
     task, seed = task_of(run["task"], run["seed"]), FRESH + run["seed"]
     for condition in CONDITIONS:
-        asked = replace(task, ood=condition == "OOD")
-        drawn = asked.sample(prompts, after.tokenizer, seed)
+        changed = replace(task, ood=condition == "OOD")
+        drawn = changed.sample(prompts, after.tokenizer, seed)
         if condition == "labels corrupted":
-            drawn = asked.corrupt(drawn, "labels", seed=seed)
+            drawn = changed.corrupt(drawn, "labels", seed=seed)
         for part, model in (("before", loaded(run["model"])), ("after", after)):
-            right: Any = evaluate(model, drawn).where(metric="accuracy", offset=ALL_OFFSETS).frame
-            heads = score_heads(model, drawn, [*PROBED_METRICS, *ATTENDED]).heads().frame
-            heads = heads.assign(kind="all", predictor="model")
-            whole = right.assign(level="model", layer=-1, head=-1)
-            frames += [frame.assign(part=part, condition=condition) for frame in (whole, heads)]
-    return pd.concat(frames, ignore_index=True).drop(columns="offset")
+            right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
+            heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
+            frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
+    columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
+    return pd.concat(frames, ignore_index=True)[columns]
 
 
-def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Returns the mean attention of the best aligner and lookup head, before and after; the function of a cell.
-
-    `align`: from the position that predicts each letter of the test output to each symbol of the test input. `lookup`:
-    from there to each letter of the examples, all examples together, their phrases listed in the order in which the
-    test example translates their symbols, so that the gold lies on the diagonal. `score` says how much of a head's
-    attention is on gold, at first letters; the best head has the most.
-
-    Args:
-        prompts: How many the attention is averaged over.
-        **run: As for `tuned`.
-    """
-    after = tuned(**run).model
-    drawn = task_of(run["task"], run["seed"]).sample(prompts, after.tokenizer, FRESH + run["seed"])
-    asked = {"align": "align_query_attention", "lookup": "lookup_attention"}
-    best = score_heads(after, drawn, list(asked.values()))
-    heads: dict[str, Head] = {}
-    for what, metric in asked.items():
-        layer, head = best.top(metric, 1).frame[["layer", "head"]].iloc[0]
-        heads[what] = int(layer), int(head)
-    frames = []
-    for part, model in (("before", loaded(run["model"])), ("after", after)):
-        scores = score_heads(model, drawn, list(asked.values()))
-        for what, head in heads.items():
-            here = scores.where(metric=asked[what], layer=head[0], head=head[1]).frame
-            about = {"part": part, "what": what, "of": describe([head])}
-            frames.append(here.assign(**about, metric="score", query=-1, key=-1).drop(columns=["layer", "head"]))
-            frames.append(_mean_attention(model, drawn, head, what).assign(**about, metric="attention"))
-    return pd.concat(frames, ignore_index=True)
+KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")
+"""The key columns of tables about courses; missing where one does not apply, such as the seed of a mean over seeds."""
 
 
-def _mean_attention(model: Any, prompts: Prompts, head: Head, what: str) -> pd.DataFrame:
-    """The mean over prompts of a head's attention, by query and key as `attention` lists them."""
-    n, places = len(prompts), _keys(prompts, what)
-    queries = prompts.column("query_pos").view(n, -1)[0]
-    rows = torch.zeros(n * len(queries), prompts.mask.shape[1])
-
-    def keep(at: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        if layer == head[0]:
-            rows[at] = pattern[:, head[1]].float().cpu()
-
-    prompt = torch.arange(n).repeat_interleave(len(queries))
-    forward(model, prompts, prompt=prompt, query=queries.repeat(n), on_pattern=keep)
-    wide = places.flatten(1)[:, None].expand(-1, len(queries), -1)
-    found = rows.view(n, len(queries), -1).gather(2, wide).view(n, len(queries), *places.shape[1:]).sum(3)
-    found = found.flatten(1).T.double().numpy()
-    keys = pd.MultiIndex.from_product([range(len(queries)), range(places.shape[1])], names=["query", "key"])
-    return Table.from_prompts(keys.to_frame(index=False), found, np.ones_like(found), Provenance("attention")).frame
-
-
-def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key place"]:
-    """Where each symbol of the test input stands, or each letter of its translation, in every example."""
-    role, example, last = prompts.roles[0], prompts.example[0], int(prompts.example.max())
-    if what == "align":
-        return ((role == Role.INPUT) & (example == last)).nonzero().expand(len(prompts), -1, 1)
-    letters = ((role == Role.OUTPUT) & (example < last)).nonzero()[:, 0]
-    symbol = prompts.latent["order"][:, :, prompts.task["aligned"]]
-    same = (symbol[:, -1, None, :, None] == symbol[:, :-1, None]).int().argmax(3)  # [prompt example symbol]
-    places = letters.view(last, symbol.shape[2], -1)[torch.arange(last)[:, None], same]
-    return places.flatten(2).transpose(1, 2)
-
-
-def measure_tuned(
-    function: str, model: str, arms: Sequence[Arm], *, jobs: int, folder: Path, module: str = __name__, **more: Any
-) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Runs a cell on every arm and seed, tuning what has not been tuned yet.
-
-    Args:
-        function: Of `module`; it takes the arguments of `tuned` and `more`, and returns rows.
-        model: What `load` takes.
-        arms: What is tuned how.
-        jobs: Local processes.
-        folder: Of cells and tuned models.
-        module: This one by default.
-        **more: Further arguments of the function.
-
-    Returns:
-        The cells' rows with the columns `arm` and `seed`, and the model's provenance.
-
-    Raises:
-        ValueError: The model cannot be loaded, or a cell failed; what is finished stays.
-    """
-    about = model_provenance(loaded(model))
-    plain = [(arm, json.loads(json.dumps({"task": dict(arm.task), "config": dict(arm.config)}))) for arm in arms]
-    common = {"model": model, "weights": about["weights"], "runs": str(folder / "tuned"), **more}
-    cells = [Job(f"{module}:{function}", common | asked, seed) for arm, asked in plain for seed in arm.seeds]
-    found = run_jobs(cells, folder / "cells", jobs=jobs).whole()
-    names = {json.dumps(asked, sort_keys=True): arm.name for arm, asked in plain}
-    asked = zip(found["task"], found["config"], strict=True)
-    arm = [names[json.dumps({"task": task, "config": config}, sort_keys=True)] for task, config in asked]
-    return found.drop(columns=[*common, "task", "config"]).assign(arm=arm), about
+def as_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Returns parts of a table as one frame with the columns `KEYS` and `VALUES`."""
+    return pd.concat([part.reindex(columns=[*KEYS, *VALUES]) for part in parts])
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
@@ -247,61 +202,54 @@ def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
         return frame[[*by, *VALUES]].reset_index(drop=True)
     wide = frame.pivot(index=list(by), columns="seed", values="value")
     values = wide.to_numpy(dtype=float)
-    table = Table.from_prompts(
-        wide.index.to_frame(index=False), values, (~np.isnan(values)).astype(float), Provenance("mean over seeds")
-    )
-    return table.frame
+    weights = (~np.isnan(values)).astype(float)
+    return Table.from_prompts(wide.index.to_frame(index=False), values, weights, Provenance("mean over seeds")).frame
 
 
 def courses(frame: Any, every: int = 1) -> pd.DataFrame:
     """Returns how accuracy, and each layer's best head and mean attention, went on average over seeds.
 
     Args:
-        frame: What `measure_tuned("course", ...)` returned.
+        frame: The rows of `course`.
         every: Keep one probe in so many, and the last.
 
     Returns:
         Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `PROBED_METRICS`, these in distribution), kind, layer (-1 for the whole model), and `of`: `"model"`, `"best head"`, or
+        `PROBED`, these in distribution), kind, layer (of heads), and `of`: `"model"`, `"best head"`, or
         `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
-    frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & (frame["offset"] == ALL_OFFSETS)]
+    frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & frame["offset"].isna()]
     frame = frame.assign(condition=np.where(frame["ood"], "OOD", "in distribution"))
-    at = ["arm", "condition", "step", "metric", "kind", "layer"]
-    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
-    best: Any = heads.loc[heads.groupby([*at, "seed"])["value"].idxmax()]
-    best, mean = (
-        rows[~rows["ood"]] for rows in (best, frame[(frame["level"] == "layer") & frame["metric"].isin(PROBED_METRICS)])
-    )
+    by = ["arm", "condition", "step", "metric", "kind"]
+    heads, means = (frame[(frame["level"] == level) & ~frame["ood"]] for level in ("head", "layer"))
+    best = heads.loc[heads[heads["value"].notna()].groupby([*by, "layer", "seed"])["value"].idxmax()]
     parts = {
-        "model": frame[frame["metric"].isin(["accuracy", "history", "oracle"])].fillna({"layer": -1}),
-        "best head": best,
-        "layer mean": mean,
+        "model": (frame[frame["metric"].isin(["accuracy", "history", "oracle"])], by),
+        "best head": (best, [*by, "layer"]),
+        "layer mean": (means, [*by, "layer"]),
     }
-    found = [grouped_over_seeds(rows, at).assign(of=of) for of, rows in parts.items() if len(rows)]
-    return pd.concat(found, ignore_index=True).assign(part="course", seed=ALL_SEEDS)
+    grouped = [grouped_over_seeds(rows, keys).assign(of=of) for of, (rows, keys) in parts.items() if len(rows)]
+    return pd.concat(grouped, ignore_index=True).assign(part="course")
 
 
 def ended(frame: Any) -> pd.DataFrame:
     """Returns each seed's accuracy and best heads before and after, with `part="before"` and `part="after"`.
 
     Args:
-        frame: What `measure_tuned("ends", ...)` returned. The `layer` of a metric of heads is the best head's.
+        frame: The rows of `ends`. The `layer` of a metric of heads is the best head's.
     """
-    whole = frame[frame["level"] == "model"]
-    whole = whole.assign(metric=whole["predictor"].where(whole["predictor"] != "model", "accuracy"), of="model")
-    heads = frame[(frame["level"] == "head") & frame["value"].notna()]
+    right, heads = frame[frame["layer"].isna()], frame[frame["layer"].notna() & frame["value"].notna()]
+    right = right.assign(metric=right["predictor"].where(right["predictor"] != "model", "accuracy"), of="model")
     best = heads.loc[heads.groupby(["arm", "seed", "part", "condition", "metric"])["value"].idxmax()]
-    found: Any = pd.concat([whole, best.assign(of="best head")], ignore_index=True).assign(step=-1)
-    return found[[*KEYS, *VALUES]]
+    return pd.concat([right, best.assign(of="best head")], ignore_index=True)
 
 
 def emerged(frame: Any) -> pd.DataFrame:
     """Returns the step at which accuracy, alignment and lookup emerged in each seed, with `part="emergence"`.
 
     Args:
-        frame: What `measure_tuned("course", ...)` returned.
+        frame: The rows of `course`.
 
     Returns:
         `value` is the step, NaN where the metric did not emerge (`emergence`). Followed are first tokens, and the best
@@ -310,25 +258,9 @@ def emerged(frame: Any) -> pd.DataFrame:
     rows = []
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
         table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
-        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED_METRICS)):
+        for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED)):
             if metric in set(run["metric"]):
-                when = emergence(table, metric, kind=kind, ood=False, offset=ALL_OFFSETS)
+                when = emergence(table, metric, kind=kind, ood=False, offset=None)
                 step = when.where(measure="step").frame["value"].iloc[0]
                 rows.append({"arm": arm, "seed": seed, "metric": metric, "kind": kind, "value": step})
-    about = {"part": "emergence", "condition": "in distribution", "step": -1, "layer": -1, "of": "step"}
-    found: Any = pd.DataFrame(rows).assign(**about, low=np.nan, high=np.nan, n=1)
-    return found[[*KEYS, *VALUES]]
-
-
-KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")
-"""The key columns of tables about courses; -1 where one does not apply."""
-
-ALL_SEEDS = -1
-"""The `seed` of means over seeds."""
-
-
-@lru_cache(maxsize=1)
-def loaded(model: str) -> Any:
-    """Returns a model as it is tuned: a small one in float32."""
-    found = load(model)
-    return load(model, dtype=torch.float32) if sum(each.numel() for each in found.parameters()) < SMALL else found
+    return pd.DataFrame(rows).assign(part="emergence", condition="in distribution", of="step", n=1)

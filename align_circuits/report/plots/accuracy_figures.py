@@ -10,7 +10,6 @@ from plotly.subplots import make_subplots
 
 from align_circuits.prompts.prompts import REFERENCES
 from align_circuits.report.plots.style import COLOURS, GREY, SEQUENTIAL, SHARES, SYMBOLS, error_bars, marker, styled
-from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Table
 
 MAX_NUMBERS = 100
@@ -31,7 +30,7 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         table: What `evaluate` returned.
         title: Above the figure.
     """
-    frame = table.where(metric="accuracy", offset=ALL_OFFSETS).frame
+    frame = table.where(metric="accuracy", offset=None).frame
     figure = go.Figure()
     for place, predictor in enumerate(("model", *REFERENCES)):
         rows = frame[frame["predictor"] == predictor]

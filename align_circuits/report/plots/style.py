@@ -30,7 +30,7 @@ SHARES = [-0.04, 1.06]
 """The range of an axis from 0 to 1, with room for the markers at its ends."""
 
 
-def panel_places(count: int) -> tuple[int, int, list[dict[str, int]]]:
+def panel_places(count: int) -> tuple[int, int, list[dict[str, Any]]]:
     """Returns the rows and columns of a grid of panels, and the place of each panel, as plotly takes it."""
     columns = min(MAX_COLUMNS, count)
     return -(-count // columns), columns, [{"row": n // columns + 1, "col": n % columns + 1} for n in range(count)]

@@ -1,6 +1,7 @@
 """Ensembles train each member as it would train alone; progress measures beside loops."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from align_circuits.papers.abrupt.ensemble_runs import aligned_curves, at_end, half_rises, transitions
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, crossing_step, measure, progress
-from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.curves import aligned_curves, at_end, crossing_step, half_rises, transitions
+from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure, progress
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.papers.claims import over_seeds
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
@@ -27,7 +27,7 @@ CONFIG = TrainConfig(100, lr=0.1, optimizer="sgd", clip=None, log_every=50, chec
 def trained(tasks, seeds, dtype, config=CONFIG, **how):
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), seeds).to(dtype)
     worlds = Worlds(tasks, seeds, dtype=dtype)
-    return train_ensemble(net, worlds, config, batch_size=16, probe=40, progress=False, **how)
+    return net, train_on_exemplars(net, worlds, config, batch_size=16, probe=40, progress=False, **how)
 
 
 class Plain(nn.Module):
@@ -59,7 +59,7 @@ class Plain(nn.Module):
         return self.classifier(stream[:, -1])
 
 
-def plain_of(member: ExemplarNet) -> Plain:
+def plain_of(member: Any) -> Plain:
     with torch.random.fork_rng():  # nn.Linear draws weights, which are then replaced
         return Plain(member)
 
@@ -67,9 +67,9 @@ def plain_of(member: ExemplarNet) -> Plain:
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_each_member_trains_as_alone_and_as_a_plain_loop_does(dtype, near):
     config = replace(CONFIG, weight_decay=0.05)  # of weights, not of biases
-    together = trained(TASKS, SEEDS, dtype, config).net
+    together, _ = trained(TASKS, SEEDS, dtype, config)
     for index, (task, seed) in enumerate(zip(TASKS, SEEDS, strict=True)):
-        alone = trained([task], [seed], dtype, config).net
+        alone, _ = trained([task], [seed], dtype, config)
         start = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), [seed]).to(dtype)
         plain, worlds = plain_of(start), Worlds([task], [seed], dtype=dtype)
         biases = [weight for weight in plain.parameters() if weight.ndim == 1]
@@ -94,7 +94,7 @@ def test_reduced_heads_train_as_alone(dtype, near):
 
     def head(tasks, seeds):
         net = InductionHead(InductionHeadConfig(6, TASK.d_content, d_hidden=7), seeds, fixed=["beta_2"]).to(dtype)
-        train_ensemble(net, Worlds(tasks, seeds, dtype=dtype), CONFIG, batch_size=16, probe=4, progress=False)
+        train_on_exemplars(net, Worlds(tasks, seeds, dtype=dtype), CONFIG, batch_size=16, probe=4, progress=False)
         return net
 
     together = head(tasks, SEEDS)
@@ -105,7 +105,7 @@ def test_reduced_heads_train_as_alone(dtype, near):
 
 
 def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
-    whole = trained(TASKS, SEEDS, torch.float32)
+    net, table = trained(TASKS, SEEDS, torch.float32)
     original, calls = Worlds.batch, []
 
     def dies(self, step, n, kind="train"):
@@ -118,20 +118,19 @@ def test_a_killed_ensemble_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(Worlds, "batch", dies)
     with pytest.raises(KeyboardInterrupt):
         trained(TASKS, SEEDS, torch.float32, out=tmp_path)
-    again = trained(TASKS, SEEDS, torch.float32, out=tmp_path)
+    resumed, same = trained(TASKS, SEEDS, torch.float32, out=tmp_path)
     assert calls[77] == 61  # the checkpoint of step 60
-    for one, other in zip(whole.net.parameters(), again.net.parameters(), strict=True):
+    for one, other in zip(net.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert whole.table.frame.equals(again.table.frame)
+    assert table.frame.equals(same.frame)
     with pytest.raises(ValueError, match="another"):
         trained(TASKS[:1], SEEDS[:1], torch.float32, out=tmp_path)
 
 
 def test_the_table_has_every_measure_of_every_member():
-    table = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2)).table
+    net, table = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2))
     assert len(table) == 3 * 3 * len(MEASURES)
     row = table.where(member=1, step=4, measure="ila1").frame["value"].item()
-    net = trained(TASKS, SEEDS, torch.float32, replace(CONFIG, steps=4, log_every=2)).net
     assert row == pytest.approx(float(measure(net, Evaluation.of(Worlds(TASKS, SEEDS), 40))["ila1"][1]), abs=1e-6)
 
 
@@ -141,7 +140,7 @@ def test_progress_measures_beside_loops():
     generator = torch.Generator().manual_seed(0)
     first = torch.rand(2, 6, 7, 7, generator=generator)
     second, logits = torch.rand(2, 6, 7, generator=generator), torch.randn(2, 6, 6, generator=generator)
-    found = progress(first, second, logits, batch)
+    measures = progress(first, second, logits, batch)
     for member in range(2):
         ila1, tila2, cla, tla2 = [], [], [], []
         for prompt in range(6):
@@ -152,18 +151,18 @@ def test_progress_measures_beside_loops():
             guess = np.exp(logits[member, prompt].numpy())
             cla.append(sum(guess[label] for label in set(batch.context[member, prompt].tolist())) / guess.sum())
         for name, values in (("ila1", ila1), ("tila2", tila2), ("cla", cla), ("tla2", tla2)):
-            assert float(found[name][member]) == pytest.approx(np.mean(values), abs=1e-6), name
+            assert float(measures[name][member]) == pytest.approx(np.mean(values), abs=1e-6), name
 
 
 def test_measures_of_an_untrained_network_are_at_chance():
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=1e-4), [0, 1])
-    found = measure(net, Evaluation.of(Worlds([TASK, TASK], [0, 1]), 400))
+    measures = measure(net, Evaluation.of(Worlds([TASK, TASK], [0, 1]), 400))
     even = np.mean([1 / (i + 1) for i in range(1, 7)])
-    assert found["ila1"].tolist() == pytest.approx([even] * 2, abs=1e-3)
-    assert found["tla2"].tolist() == pytest.approx([3 / 7] * 2, abs=1e-3)
-    assert found["tila2"].tolist() == pytest.approx([1 / 7] * 2, abs=1e-3)
-    assert found["cla"].tolist() == pytest.approx([1 / 2] * 2, abs=0.1)
-    assert found["icl"].mean().item() < 0.4
+    assert measures["ila1"].tolist() == pytest.approx([even] * 2, abs=1e-3)
+    assert measures["tla2"].tolist() == pytest.approx([3 / 7] * 2, abs=1e-3)
+    assert measures["tila2"].tolist() == pytest.approx([1 / 7] * 2, abs=1e-3)
+    assert measures["cla"].tolist() == pytest.approx([1 / 2] * 2, abs=0.1)
+    assert measures["icl"].mean().item() < 0.4
 
 
 def test_what_ties_members_together_is_refused():
@@ -171,10 +170,10 @@ def test_what_ties_members_together_is_refused():
         trained(TASKS, SEEDS, torch.float32, replace(CONFIG, clip=1.0))
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in), [0])
     with pytest.raises(ValueError, match="1 members, 2 worlds"):
-        train_ensemble(net, Worlds([TASK, TASK], [0, 1]), CONFIG)
+        train_on_exemplars(net, Worlds([TASK, TASK], [0, 1]), CONFIG)
 
 
-def sweep_table(shift):
+def grid_table(shift):
     """Four seeds whose accuracy rises at 40, 60, 80 and never; ILA1 with it, TLA2 `shift` steps before."""
     rows = []
     steps = np.arange(0.0, 201, 10)
@@ -188,7 +187,7 @@ def sweep_table(shift):
 
 
 def test_transitions_and_leads_are_read_off_planted_curves():
-    table = sweep_table(15)
+    table = grid_table(15)
     np.testing.assert_allclose(transitions(table), [40, 60, 80, np.nan])
     np.testing.assert_allclose(half_rises(table, "ila1")[1:3], [60, 80])
     np.testing.assert_allclose(half_rises(table, "tla2")[1:3], [45, 65])

@@ -13,13 +13,14 @@ import torch
 import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.icatune import causal_heads as icatune_causal
-from align_circuits.papers.icatune import conjecture
+from align_circuits.papers.icatune import causal_heads, conjecture
+from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
 from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
 from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10, _sizes
-from align_circuits.papers.icatune.tuned_models import ALL_SEEDS, KEYS, SMOKE, SMOKE_TASK, Arm
+from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
+from align_circuits.papers.study import Inputs, Study
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig
@@ -35,22 +36,36 @@ def folder(tmp_path_factory, char_tokenizer, random_hf_model):
     return str(folder)
 
 
+def study_of(*arms: Arm, ends: int = 0) -> Study:
+    """Tunes, and measures before and after on `ends` prompts."""
+    return Study(
+        "test/tuned",
+        {},
+        lambda _, inputs: tuned.of_tuned(tuned.ends, arms, inputs, prompts=ends) if ends else [],
+        lambda _, rows: rows["ends" if ends else "course"],
+        lambda _, inputs: tuned.of_tuned(tuned.course, arms, inputs),
+        models="one",
+        load=tuned.loaded,
+    )
+
+
 def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, monkeypatch):
-    course, about = tuned.measure_tuned("course", folder, [ARM], jobs=1, folder=tmp_path)
-    assert set(course["seed"]) == {0, 1} and about["name"] == folder
-    assert len(list((tmp_path / "tuned").iterdir())) == 2
+    course = study_of(ARM).run(ARM, models=[folder], folder=tmp_path)
+    assert set(course.frame["seed"]) == {0, 1} and set(course.frame["arm"]) == {"ICA-Tune"}
+    assert course.provenance.model["name"] == folder
+    assert len(list((tmp_path / "trained").iterdir())) == 2
     trained, real = [], torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: trained.append(1) or real(*a, **k))
-    tuned.measure_tuned("ends", folder, [ARM], jobs=1, folder=tmp_path, prompts=3)
+    study_of(ARM, ends=3).run(ARM, models=[folder], folder=tmp_path)
     assert not trained, "tuned again"
-    tuned.measure_tuned("course", folder, [replace(ARM, config={**ARM.config, "lr": 1e-3})], jobs=1, folder=tmp_path)
+    study_of(replace(ARM, config={**ARM.config, "lr": 1e-3})).run(ARM, models=[folder], folder=tmp_path)
     assert len(trained) == 2 * SMOKE["steps"]
 
 
 def test_a_failing_tuning_is_reported_with_its_config(folder, tmp_path):
     wrong = replace(ARM, config={**ARM.config, "layers": 9}, seeds=(0,))
     with pytest.raises(ValueError, match=r"1 cells failed.*'layers': 9") as error:
-        tuned.measure_tuned("course", folder, [wrong], jobs=1, folder=tmp_path)
+        study_of(wrong).run(ARM, models=[folder], folder=tmp_path)
     assert "the model has layers 0 to 1" in str(error.value)
 
 
@@ -72,7 +87,7 @@ def test_mean_attention_equals_a_loop(folder):
                     there = near + 1 + 2 * tokens[row, near - 3 : near].tolist().index(symbol) + offset
                     expected["lookup"][letter, 2 * place + offset] += float(pattern[row, last + letter, there]) / 4
     for what, wanted in expected.items():
-        found: Any = tuned._mean_attention(model, prompts, (1, 2), what)
+        found: Any = attention_figures._mean_attention(model, prompts, (1, 2), what)
         grid = found.pivot(index="query", columns="key", values="value").to_numpy()
         np.testing.assert_allclose(grid, wanted, atol=1e-5)
 
@@ -82,10 +97,10 @@ def test_planted_attention_lies_on_gold():
     model = ac.planted_circuit(task, seed=0)
     prompts = task.sample(8, model.tokenizer, seed=0)
     head = {kind: head for head, kind in model.kinds.items()}
-    lookup: Any = tuned._mean_attention(model, prompts, head["lookup"], "lookup")
+    lookup: Any = attention_figures._mean_attention(model, prompts, head["lookup"], "lookup")
     on_gold = lookup[lookup["query"] == lookup["key"]]["value"].sum() / lookup["value"].sum()
     assert on_gold > 0.9
-    align: Any = tuned._mean_attention(model, prompts, head["align_query"], "align")
+    align: Any = attention_figures._mean_attention(model, prompts, head["align_query"], "align")
     grid = align.pivot(index="query", columns="key", values="value").to_numpy()[::2]
     assert tuple(grid.argmax(1)) == task.aligned
 
@@ -119,12 +134,23 @@ def test_layers_apart_pairs_seeds():
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     course = pd.DataFrame(
         [
-            (seed, step, False, "accuracy", "first", -1, "model", None, None, 0.5 * seed + 0.1 * step)
+            (seed, step, False, "accuracy", "first", None, "model", None, None, 0.5 * seed + 0.1 * step)
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
         ]
         + [
-            (seed, step, False, "lookup", "all", -1, level, 0, head, 0.1 * (-1 if head is None else head) + 0.5 * seed)
+            (
+                seed,
+                step,
+                False,
+                "lookup",
+                "all",
+                None,
+                level,
+                0,
+                head,
+                0.1 * (-1 if head is None else head) + 0.5 * seed,
+            )
             for seed in (0, 1)
             for step in (0, 1, 2, 3)
             for head, level in ((None, "layer"), (0, "head"), (1, "head"))
@@ -132,7 +158,7 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
         columns=["seed", "step", "ood", "metric", "kind", "offset", "level", "layer", "head", "value"],
     ).assign(arm="a", low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
-    assert sorted(found["step"].unique()) == [0, 2, 3] and set(found["seed"]) == {ALL_SEEDS}
+    assert sorted(found["step"].unique()) == [0, 2, 3] and as_rows([found])["seed"].isna().all()
     model = found[found["of"] == "model"].set_index("step")["value"]
     assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
     best = found[found["of"] == "best head"]["value"]
@@ -144,11 +170,11 @@ def test_the_other_alignment_of_four_symbols_agrees_within_the_grammar_and_not_b
     inside = task.sample(8, char_tokenizer, seed=0)
     assert inside.correct is not None
     first = inside.column("offset") == 0
-    swapped = icatune_causal._swapped(inside)
+    swapped = causal_heads._swapped(inside)
     assert swapped.correct is not None and torch.equal(swapped.correct, inside.correct)
     outside = replace(task, ood=True).sample(64, char_tokenizer, seed=0)
-    outside = outside[~icatune_causal.in_support(outside.latent["order"][:, -1])]
-    swapped = icatune_causal._swapped(outside)
+    outside = outside[~causal_heads.in_support(outside.latent["order"][:, -1])]
+    swapped = causal_heads._swapped(outside)
     assert swapped.correct is not None and outside.correct is not None
     first = outside.column("offset") == 0
     assert (swapped.correct != outside.correct)[first].any(1).float().mean() > 0.9
@@ -169,21 +195,21 @@ def test_other_heads_are_others_and_of_the_same_layers():
             n_layers, n_heads = 3, 4
 
     chosen = [(0, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
-    others = icatune_causal._others(Model, chosen, np.random.default_rng(0))
+    others = causal_heads._others(Model, chosen, np.random.default_rng(0))
     assert len(set(others)) == 5 and not {*others} & {*chosen}
     assert others[0][0] == 0
-    below = icatune_causal._others(Model, chosen, np.random.default_rng(0), below=2)
+    below = causal_heads._others(Model, chosen, np.random.default_rng(0), below=2)
     assert len(set(below)) == 5 and max(below) < (2, 0) and not {*below} & {*chosen}
-    assert icatune_causal._others(Model, chosen, np.random.default_rng(0), below=0) == []
+    assert causal_heads._others(Model, chosen, np.random.default_rng(0), below=0) == []
 
 
 def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
     rows = [
         {"arm": f"λ = {decay}", "part": part, "step": step, "value": value}
         for decay, late in ((1, 0.5), (16, 1.0), (4, 0.6))
-        for part, step, value in (("mean", -1, late), ("course", 0, 0.3), ("course", 9, late))
+        for part, step, value in (("mean", None, late), ("course", 0, 0.3), ("course", 9, late))
     ]
-    about = {"seed": ALL_SEEDS, "condition": "in distribution", "metric": "accuracy", "kind": "first", "n": 3}
+    about = {"seed": None, "condition": "in distribution", "metric": "accuracy", "kind": "first", "n": 3}
     frame = pd.DataFrame(rows).assign(**about)
     faster, learned = EXPERIMENTS["icatune/fig7"].check(
         Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("test"))
@@ -212,7 +238,8 @@ def test_standard_tuning_reads_no_more_examples_than_there_are():
 @pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10])
 def test_scales_for_the_paper_are_valid(experiment):
     config: Any = experiment.scales["paper"]
-    arms: Any = config.arms(32) if callable(config.arms) else config.arms
+    inputs = Inputs({"llama": {"n_layers": 32}}, "")
+    arms: Any = config.arms(inputs) if callable(config.arms) else config.arms
     for arm in arms:
         TuneConfig(**arm.config)
         tuned.task_of(arm.task, 1)
@@ -227,7 +254,7 @@ def test_figure_4_tells_success_from_failure(folder, tmp_path):
     assert not any(holds for claim, holds in failed.items() if claim.startswith(("After", "A head", "The gain")))
     frame = table.frame.copy()
     good = (frame["part"] == "after") & (frame["condition"] != "labels corrupted")
-    ahead = frame["metric"].isin(["accuracy", "align_query"]) & ((frame["kind"] != "later") | (frame["seed"] < -1))
+    ahead = frame["metric"].isin(["accuracy", "align_query"]) & (frame["kind"] != "later")
     frame.loc[good & ahead, ["value", "low", "high"]] = 1.0
     frame.loc[(frame["part"] == "before") & (frame["metric"] == "align_query"), ["value", "low", "high"]] = 0.2
     frame.loc[(frame["part"] == "emergence") & (frame["metric"] == "align_query"), "value"] = 1.0
@@ -259,5 +286,5 @@ def test_reproduce_shares_tuned_models_unless_told_otherwise(folder, tmp_path, m
     assert main(["reproduce", "icatune/fig1", "--scale", "smoke", "--model", folder]) == 0
     assert (Path("runs") / "icatune" / "fig1" / "smoke" / "table.csv").is_file()
     assert main(["reproduce", "icatune/appF", "--scale", "smoke"]) == 0
-    assert (Path("runs") / "cells").is_dir()
+    assert (Path("runs") / "jobs").is_dir()
     assert "claim" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from align_circuits.papers.recall import tasks as recall_tasks
+from align_circuits.papers.recall.task import sequences as recall_tasks
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld, distances

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from align_circuits.papers.abrupt.exemplar_task import KINDS, ExemplarTask, Worlds
+from align_circuits.papers.abrupt.task import KINDS, ExemplarTask, Worlds
 from align_circuits.prompts.prompts import Prompts
 
 SMALL = ExemplarTask(n_classes=24, n_labels=6, n_pairs=4, d_content=8, n_positions=12, noise=0.0)
@@ -115,7 +115,7 @@ def test_a_member_draws_the_same_alone_and_among_others(kind):
     worlds = Worlds(tasks, [4, 4, 9])
     together = worlds.batch(7, 20, kind)
     for member in range(3):
-        alone = worlds.of(member).batch(7, 20, kind)
+        alone = worlds.member(member).batch(7, 20, kind)
         for name in ("inputs", "label", "context", "right", "rank"):
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[member]), name
     assert not torch.equal(worlds.batch(8, 20, kind).inputs, together.inputs)

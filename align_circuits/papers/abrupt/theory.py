@@ -1,4 +1,4 @@
-"""The loss of an induction head and its classifier in three numbers, or four: nested logits, their gradient flow."""
+"""The theory: the loss of an induction head and its classifier in three numbers, or four, and its gradient flow."""
 
 import math
 from collections.abc import Callable
@@ -49,11 +49,11 @@ class NestedLogits:
     def __call__(self, parameters: Float[ndarray, "... 3"]) -> Numbers:
         """Returns the loss at (ξ, α, β_1)."""
         xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        return self.at(xi, alpha * self.looks_back(beta_1))
+        return self.at(xi, alpha * self.attention(beta_1))
 
     def at(self, xi: Numbers, y: Numbers) -> Numbers:
         """Returns the loss at (ξ, y), the only two numbers through which it depends on the three."""
-        near, far, _, _ = self._margins(y)
+        near, far, *_ = self._margins(y)
         with np.errstate(divide="ignore"):  # at L = N there are no other labels: log 0
             counts = np.log([self.n_pairs - 1.0, float(self.n_labels - self.n_pairs)])
         return np.logaddexp(np.logaddexp(0.0, counts[0] - xi * near), counts[1] - xi * far)
@@ -61,9 +61,9 @@ class NestedLogits:
     def gradient(self, parameters: Float[ndarray, "... 3"]) -> Float[ndarray, "... 3"]:
         """Returns the derivatives of the loss by (ξ, α, β_1), in closed form."""
         xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        back = self.looks_back(beta_1)
-        by_xi, by_y = self.slopes(xi, alpha * back)
-        return np.stack([by_xi, by_y * back, by_y * alpha * back * (1 - back)], -1)
+        previous = self.attention(beta_1)
+        by_xi, by_y = self.slopes(xi, alpha * previous)
+        return np.stack([by_xi, by_y * previous, by_y * alpha * previous * (1 - previous)], -1)
 
     def slopes(self, xi: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
         """Returns the derivatives of the loss by ξ and by y."""
@@ -86,12 +86,15 @@ class NestedLogits:
 
         Raises:
             ValueError: Times that do not ascend from 0.
-            RuntimeError: The integrator gave up.
+            RuntimeError: The integrator failed.
         """
         return descent(self.gradient, times, np.zeros(3) if start is None else start)
 
-    def looks_back(self, beta_1: Numbers) -> Numbers:
-        """Returns the attention of a label to the item before it, e^β_1 / (e^β_1 + N)."""
+    def attention(self, beta_1: Numbers) -> Numbers:
+        """Returns the attention that a logit gives to the right one, such as a label's to the item before it.
+
+        It is e^β_1 / (e^β_1 + N).
+        """
         return expit(beta_1 - math.log(self.n_pairs))
 
     def _margins(self, y: Numbers) -> tuple[Numbers, ...]:
@@ -108,13 +111,13 @@ class AlignedLogits:
     """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.
 
     What the target brings to the match is no longer given: it is fetched from the input by an aligner, whose attention
-    to the right one of N symbols is e^κ / (e^κ + N), in the form of Eq. 10's look back:
+    to the right one of N symbols is e^κ / (e^κ + N), in the form of Eq. 10's attention to the item before:
 
         y = α · e^β_1 / (e^β_1 + N) · e^κ / (e^κ + N),   the loss as in `NestedLogits`.
 
     For κ → ∞ it is Eq. 10. Beside what that leaves out, it takes a tuning for plain gradient flow with one rate for all
     four. Where it would mislead: with another optimiser, or heads that share the work. The control is a forecast from
-    the other seeds alone (`onset.forecast`).
+    the other seeds alone (`onset_forecast.forecast`).
 
     Source: ours, after Reddy (2024), Eq. 10.
     """
@@ -137,13 +140,13 @@ class AlignedLogits:
         """Returns the derivatives of the loss by (ξ, α, β_1, κ), in closed form."""
         xi, alpha, beta_1, kappa = np.moveaxis(parameters, -1, 0)
         loss = self.unaligned
-        back, found = loss.looks_back(beta_1), loss.looks_back(kappa)
-        by_xi, by_y = loss.slopes(xi, alpha * back * found)
-        by_alpha = by_y * back * found
-        return np.stack([by_xi, by_alpha, by_alpha * alpha * (1 - back), by_alpha * alpha * (1 - found)], -1)
+        previous, aligned = loss.attention(beta_1), loss.attention(kappa)
+        by_xi, by_y = loss.slopes(xi, alpha * previous * aligned)
+        by_alpha = by_y * previous * aligned
+        return np.stack([by_xi, by_alpha, by_alpha * alpha * (1 - previous), by_alpha * alpha * (1 - aligned)], -1)
 
     def measures(self, parameters: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
-        """Returns what probes of a tuning see there, each from 0 to 1.
+        """Returns what probes of a tuning measure there, each from 0 to 1.
 
         `align_query`, `align_key` and `lookup`: the share of the attention on N candidates that is on the right one,
         e^s / (e^s + N - 1) with s = κ, β_1, y. `accuracy`: the probability p of the right label, from 1/L to 1,
@@ -165,8 +168,8 @@ class AlignedLogits:
 
     def _score(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
         """The score y of the right label in the second layer."""
-        looks_back = self.unaligned.looks_back
-        return parameters[..., 1] * looks_back(parameters[..., 2]) * looks_back(parameters[..., 3])
+        attention = self.unaligned.attention
+        return parameters[..., 1] * attention(parameters[..., 2]) * attention(parameters[..., 3])
 
 
 def descent(
@@ -185,16 +188,15 @@ def descent(
 
     Raises:
         ValueError: Times that do not ascend from 0.
-        RuntimeError: The integrator gave up.
+        RuntimeError: The integrator failed.
     """
     if not len(times) or times[0] != 0 or (np.diff(times) <= 0).any():
         raise ValueError(f"times from {times[:1].tolist()}: give ascending times that start at 0")
-    origin = np.asarray(start, dtype=float)
     if len(times) == 1:
-        return origin[None]
-    path, about = odeint(
-        lambda _, at: -gradient(at),
-        origin,
+        return np.asarray(start, dtype=float)[None]
+    path, info = odeint(
+        lambda _, parameters: -gradient(parameters),
+        np.asarray(start, dtype=float),
         times,
         tfirst=True,
         rtol=precision,
@@ -202,6 +204,6 @@ def descent(
         mxstep=100_000,
         full_output=True,
     )
-    if about["message"] != "Integration successful.":
-        raise RuntimeError(f"the flow could not be followed: {about['message']}")
+    if info["message"] != "Integration successful.":
+        raise RuntimeError(f"the gradient flow could not be integrated: {info['message']}")
     return path

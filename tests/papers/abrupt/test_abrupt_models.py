@@ -8,10 +8,9 @@ import torch
 
 from align_circuits.hooks.edits import Ablate, Clamp, Patch
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.nested_logits import NestedLogits
-from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
+from align_circuits.papers.abrupt.theory import NestedLogits
 
 TASK = ExemplarTask(n_classes=24, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
 PLAIN = ExemplarTask(n_classes=24, n_labels=6, n_pairs=3, d_content=8, n_positions=0)

@@ -1,4 +1,4 @@
-"""What is held while a network trains, beside the attention and logits that it leaves."""
+"""Interventions beside the attention and logits that they leave."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.abrupt.ensemble_runs import CLAMPS
-from align_circuits.papers.abrupt.ensembles import train_ensemble
-from align_circuits.papers.abrupt.exemplar_network import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.exemplar_task import ExemplarTask, Worlds
-from align_circuits.papers.abrupt.overrides import (
+from align_circuits.papers.abrupt.grid import train_on_exemplars
+from align_circuits.papers.abrupt.interventions import (
+    INTERVENTIONS,
     OPERATIONS,
-    Hold,
-    clamped_to_label,
-    clamped_to_previous,
-    within_context,
-    without,
-    without_labels,
+    Intervention,
+    attend_to_label,
+    attend_to_previous,
+    fix_attention_to_labels,
+    remove_operation,
+    restrict_to_context,
 )
-from align_circuits.papers.abrupt.reduced_model import InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.training.loop import TrainConfig
 
 TASK = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
@@ -33,45 +32,45 @@ def network() -> ExemplarNet:
     return ExemplarNet(ExemplarNetConfig(6, TASK.d_in, d_head=5, d_hidden=7, init=0.5), [0, 1])
 
 
-def patterns(net: ExemplarNet, hold: Hold | None = None) -> list[torch.Tensor]:
+def patterns(net: ExemplarNet, intervention: Intervention | None = None) -> list[torch.Tensor]:
     """Both layers' attention `[prompt query key]`, of the second the target's alone; then the logits."""
     seen: list[torch.Tensor] = []
-    looks = [(name_of("pattern", layer), lambda pattern, hook: seen.append(pattern[:, 0])) for layer in range(2)]  # noqa: ARG005
-    with net.hooks(fwd_hooks=[*(hold(BATCH) if hold else ()), *looks]):
+    probes = [(name_of("pattern", layer), lambda pattern, hook: seen.append(pattern[:, 0])) for layer in range(2)]  # noqa: ARG005
+    with net.hooks(fwd_hooks=[*(intervention(BATCH) if intervention else ()), *probes]):
         logits = net.logits(BATCH.inputs)
     return [seen[0].detach(), seen[1].detach(), logits.detach()]
 
 
-def test_the_first_layer_is_clamped_to_the_previous_token():
+def test_the_first_layer_attends_to_the_previous_token():
     for tokens, rows in (("all", range(1, 7)), ("labels", LABELS), ("items", ITEMS[1:])):
         net = network()
-        first = patterns(net, clamped_to_previous(net, tokens))[0]
+        first = patterns(net, attend_to_previous(net, tokens))[0]
         before = first.diagonal(-1, 1, 2)
         assert (before[:, [row - 1 for row in rows]] == 1).all()
         assert (before[:, [row - 1 for row in range(1, 7) if row not in rows]] < 0.999).all()
         torch.testing.assert_close(first.sum(-1), torch.ones(8, 7))
-    with pytest.raises(ValueError, match="tokens='some': choose 'all', 'labels' or 'items'"):
-        clamped_to_previous(network(), "some")
+    with pytest.raises(ValueError, match="tokens='even': choose 'all', 'labels' or 'items'"):
+        attend_to_previous(network(), "even")
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_target_is_clamped_to_its_label(right):
+def test_the_target_attends_to_its_label(right):
     net = network()
-    second = patterns(net, clamped_to_label(net, right))[1][:, 0]
-    for row, wanted in zip(second, (BATCH.right == right).flatten(0, 1), strict=True):
-        if wanted.any():
+    second = patterns(net, attend_to_label(net, right))[1][:, 0]
+    for row, chosen in zip(second, (BATCH.right == right).flatten(0, 1), strict=True):
+        if chosen.any():
             expected = torch.zeros(7)
-            expected[1::2] = wanted.float() / wanted.sum()
+            expected[1::2] = chosen.float() / chosen.sum()
             torch.testing.assert_close(row, expected)
     own = patterns(net)[1][:, 0]
-    nobody = ~(BATCH.right == right).flatten(0, 1).any(-1)
-    assert nobody.any() == (not right)  # where B = N there is no wrong label
-    torch.testing.assert_close(second[nobody], own[nobody])
+    none = ~(BATCH.right == right).flatten(0, 1).any(-1)
+    assert none.any() == (not right)  # where B = N there is no wrong label
+    torch.testing.assert_close(second[none], own[none])
 
 
 def test_labels_get_no_more_than_their_share():
     net = network()
-    second, own = (patterns(net, hold)[1][:, 0] for hold in (without_labels(net), None))
+    second, own = (patterns(net, intervention)[1][:, 0] for intervention in (fix_attention_to_labels(net), None))
     torch.testing.assert_close(second[:, LABELS].sum(-1), torch.full((8,), 3 / 7))
     torch.testing.assert_close(second.sum(-1), torch.ones(8))
     torch.testing.assert_close(second[:, 1] / second[:, 3], own[:, 1] / own[:, 3])
@@ -79,22 +78,22 @@ def test_labels_get_no_more_than_their_share():
 
 def test_labels_outside_the_context_are_ruled_out():
     net = network()
-    logits, own = (patterns(net, hold)[2] for hold in (within_context(net), None))
+    logits, own = (patterns(net, intervention)[2] for intervention in (restrict_to_context(net), None))
     for member in range(2):
         for prompt in range(4):
             for label in range(6):
-                there = label in BATCH.context[member, prompt].tolist()
-                expected = own[member, prompt, label] if there else torch.tensor(-torch.inf)
+                present = label in BATCH.context[member, prompt].tolist()
+                expected = own[member, prompt, label] if present else torch.tensor(-torch.inf)
                 torch.testing.assert_close(logits[member, prompt, label], expected)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_is_taken_away_and_nothing_else(operation, elsewhere):
+def test_an_operation_is_removed_and_nothing_else(operation, control):
     net = network()
-    own, left = patterns(net), patterns(net, without(net, operation, elsewhere))
+    own, left = patterns(net), patterns(net, remove_operation(net, operation, control))
     layer = 0 if operation in ("look back", "write") else 1
-    ones, others = (ITEMS, LABELS) if elsewhere else (LABELS, ITEMS)
+    ones, others = (ITEMS, LABELS) if control else (LABELS, ITEMS)
     expected = [pattern.clone() for pattern in own[:2]]
     for prompt in range(8):
         if operation == "look back":
@@ -113,7 +112,7 @@ def test_an_operation_is_taken_away_and_nothing_else(operation, elsewhere):
     if layer:
         torch.testing.assert_close(left[0], own[0])
     with pytest.raises(ValueError, match="operation='guess': choose one of look back, write, match, read"):
-        without(net, "guess")
+        remove_operation(net, "guess")
 
 
 def test_to_read_nothing_is_to_read_zero_values():
@@ -125,12 +124,12 @@ def test_to_read_nothing_is_to_read_zero_values():
             values[:, positions] = 0
             return values
 
-        hold = without(net, operation)
+        intervention = remove_operation(net, operation)
         if operation == "write":  # zero values of items reach items too: compare where these read nothing either
-            both: Any = [*hold(BATCH), *_items_read_no_items()]
+            both: Any = [*intervention(BATCH), *_items_read_no_items()]
             values: Any = [(name_of("v", layer), zero)]
         else:
-            both, values = [*hold(BATCH)], [(name_of("v", layer), zero)]
+            both, values = [*intervention(BATCH)], [(name_of("v", layer), zero)]
         torch.testing.assert_close(
             net.run_with_hooks(BATCH.inputs, fwd_hooks=both), net.run_with_hooks(BATCH.inputs, fwd_hooks=values)
         )
@@ -146,23 +145,28 @@ def _items_read_no_items():
     return [(name_of("pattern", 0), cut)]
 
 
-@pytest.mark.parametrize("clamp", CLAMPS)
-def test_a_network_trains_under_every_clamp(clamp):
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_a_network_trains_under_every_intervention(name):
     net = network()
     config = TrainConfig(3, lr=0.1, optimizer="sgd", clip=None, log_every=3)
-    table = train_ensemble(net, WORLDS, config, batch_size=8, probe=20, hold=CLAMPS[clamp](net), progress=False).table
-    held = {"previous": ("ila1", 1), "labels": ("tla2", 3 / 7), "context": ("cla", 1), "target's label": ("tila2", 1)}
-    if clamp in held:
-        measure, value = held[clamp]
-        found = table.where(measure=measure).frame["value"].to_numpy()
-        assert found == pytest.approx([value] * len(found), abs=1e-5)
+    how: Any = {"batch_size": 8, "probe": 20, "intervention": INTERVENTIONS[name](net), "progress": False}
+    table = train_on_exemplars(net, WORLDS, config, **how)
+    fixed = {
+        "previous": ("ila1", 1),
+        "TLA2 fixed": ("tla2", 3 / 7),
+        "CLA fixed": ("cla", 1),
+        "target's label": ("tila2", 1),
+    }
+    if name in fixed:
+        measure, value = fixed[name]
+        values = table.where(measure=measure).frame["value"].to_numpy()
+        assert values == pytest.approx([value] * len(values), abs=1e-5)
 
 
-def test_a_reduced_head_is_held_alike():
+def test_a_reduced_head_is_overridden_alike():
     worlds = Worlds([replace(TASK, n_positions=0)] * 2, [0, 1])
     net = InductionHead(InductionHeadConfig(6, 8, d_hidden=7), [0, 1])
     config = TrainConfig(3, lr=0.1, optimizer="sgd", clip=None, log_every=3)
-    table = train_ensemble(
-        net, worlds, config, batch_size=8, probe=20, hold=clamped_to_label(net), progress=False
-    ).table
+    how: Any = {"batch_size": 8, "probe": 20, "intervention": attend_to_label(net), "progress": False}
+    table = train_on_exemplars(net, worlds, config, **how)
     assert table.where(measure="tila2").frame["value"].to_numpy() == pytest.approx([1] * 4)

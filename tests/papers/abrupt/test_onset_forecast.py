@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.papers.abrupt.nested_logits import AlignedLogits, NestedLogits
-from align_circuits.papers.abrupt.onset_of_alignment import ONSET, as_table, errors, simulated, untold
-from align_circuits.papers.abrupt.onset_theory import MEASURES, Onset, clock, course, fit, forecast
+from align_circuits.papers.abrupt.onset_forecast import MEASURES, Onset, clock, fit, forecast, tuning_curves
+from align_circuits.papers.abrupt.onset_of_alignment import ONSET, as_table, errors, simulated, uninformative
+from align_circuits.papers.abrupt.theory import AlignedLogits, NestedLogits
 from align_circuits.tables.emergence import emergence_step
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
@@ -49,25 +49,25 @@ def test_the_clock_sums_the_learning_rates():
 
 def test_known_parameters_are_recovered():
     known = [Onset(LOSS, 0.4, (1.0, 1.5, beta, kappa)) for beta, kappa in ((0.4, 0.8), (0.0, 0.5))]
-    went = [one.course(STEPS, SCHEDULE) for one in known]
+    courses = [one.curves(STEPS, SCHEDULE) for one in known]
     generator = np.random.default_rng(0)
-    noisy: list[Any] = [one + generator.normal(0, 0.01, one.shape) for one in went]
-    found = fit(noisy, LOSS, SCHEDULE)
-    for one, other in zip(found, known, strict=True):
-        assert one.shared == found[0].shared
+    noisy: list[Any] = [one + generator.normal(0, 0.01, one.shape) for one in courses]
+    fitted = fit(noisy, LOSS, SCHEDULE)
+    for one, other in zip(fitted, known, strict=True):
+        assert one.shared == fitted[0].shared
         assert one.rate == pytest.approx(0.4, rel=0.1)
         assert one.start == pytest.approx(other.start, abs=0.3)
         assert one.error == pytest.approx(0.01, abs=0.002)
     begun = fit([noisy[1][noisy[1].index <= 60]], LOSS, SCHEDULE, known[1].shared)[0]
     assert begun.shared == known[1].shared
-    said, true = (one.course(STEPS, SCHEDULE)["align_query"].to_numpy() for one in (begun, known[1]))
-    assert emergence_step(STEPS, said) == pytest.approx(emergence_step(STEPS, true), abs=20)
+    predicted, true = (one.curves(STEPS, SCHEDULE)["align_query"].to_numpy() for one in (begun, known[1]))
+    assert emergence_step(STEPS, predicted) == pytest.approx(emergence_step(STEPS, true), abs=20)
     assert 60 < emergence_step(STEPS, true) < 400
 
 
-def error_saved(found: Any) -> float:
-    others, theory = ((found[name] - found["observed"]).abs().mean() for name in ("others", "theory"))
-    return (others - theory) / found["observed"].mean()
+def error_saved(forecasts: Any) -> float:
+    others, theory = ((forecasts[name] - forecasts["observed"]).abs().mean() for name in ("others", "theory"))
+    return (others - theory) / forecasts["observed"].mean()
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -76,21 +76,21 @@ def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
     assert (possible["until"] < possible["observed"]).all()
     assert possible["emerged"].tolist() == (possible["observed"] < SCHEDULE.steps).tolist() == [True, True, False]
     assert error_saved(possible) > 0.1
-    impossible = forecast([untold(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
+    impossible = forecast([uninformative(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)
     assert error_saved(impossible) < 0.1
 
 
 def test_a_beginning_follows_the_head_that_is_best_there():
-    went = pd.DataFrame(
+    curves = pd.DataFrame(
         dict.fromkeys(MEASURES, np.linspace(0.2, 0.4, 5)), index=pd.Index(range(0, 50, 10), name="step")
     )
-    table = as_table(went)
+    table = as_table(curves)
     late = table.frame[table.frame["metric"] == "align_query"].assign(head=1)
     late["value"] = np.where(late["step"] < 30, 0.1, 0.9)
     frame = pd.concat([table.frame, late], ignore_index=True)
     both = Table(frame, table.provenance)
-    assert course(both)["align_query"].iloc[-1] == pytest.approx(0.9)
-    assert course(both, until=20.0)["align_query"].iloc[-1] == pytest.approx(0.3)
+    assert tuning_curves(both)["align_query"].iloc[-1] == pytest.approx(0.9)
+    assert tuning_curves(both, until=20.0)["align_query"].iloc[-1] == pytest.approx(0.3)
 
 
 def test_what_cannot_be_forecast_is_refused():
@@ -98,16 +98,16 @@ def test_what_cannot_be_forecast_is_refused():
     with pytest.raises(ValueError, match=r"2 runs, share=0\.5: give at least 3"):
         forecast([table, table], LOSS, SCHEDULE)
     with pytest.raises(ValueError, match="1 probes up to step 5: give 3 at the least"):
-        course(table, 5.0)
+        tuning_curves(table, 5.0)
     with pytest.raises(ValueError, match="first probes at"):
-        fit([course(table).iloc[1:]], LOSS, SCHEDULE)
+        fit([tuning_curves(table).iloc[1:]], LOSS, SCHEDULE)
 
 
 def steps_table(**changes: float) -> Table:
     """Three seeds of each source, with what `forecast` said; the theory is off by 5 steps, where it can know."""
     rows = [
-        {"source": source, "seed": seed, "step": -1, "of": of, "value": value, "metric": "align_query"}
-        for source, error in (("tuned", 5.0), ("simulated", 5.0), ("untold", 60.0))
+        {"source": source, "seed": seed, "of": of, "value": value, "metric": "align_query"}
+        for source, error in (("tuned", 5.0), ("simulated", 5.0), ("uninformative", 60.0))
         for seed, observed in enumerate((100.0, 200.0, 300.0))
         for of, value in (
             {"observed": observed, "emerged": 1.0, "theory": observed + error, "others": 200.0, "until": 50.0} | changes
@@ -132,7 +132,7 @@ def test_a_beginning_is_three_probes_long_and_a_run_may_not_emerge():
         as_table(pd.DataFrame({measure: [0.2, *[level] * 5] for measure in MEASURES}, index=steps))
         for level in (0.9, 0.2)
     )
-    found = forecast([early, early, never], LOSS, TrainConfig(50))
-    assert found["emerged"].tolist() == [True, True, False]
-    assert found["observed"].tolist() == [10.0, 10.0, 50.0]
-    assert found["until"].tolist() == [20.0] * 3
+    forecasts = forecast([early, early, never], LOSS, TrainConfig(50))
+    assert forecasts["emerged"].tolist() == [True, True, False]
+    assert forecasts["observed"].tolist() == [10.0, 10.0, 50.0]
+    assert forecasts["until"].tolist() == [20.0] * 3

@@ -1,41 +1,52 @@
-"""Two attention layers and a classifier for exemplars, many members at once, with TransformerLens's hooks."""
+"""The networks that learn the task: two attention layers and a classifier, and an induction head of three numbers.
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+Many members at once (`ensembles.Ensemble`), with TransformerLens's hooks.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
+from align_circuits.papers.abrupt.ensembles import Ensemble
+
 HIDDEN_LAYERS = 3
+STRENGTHS = ("alpha", "beta_1", "beta_2")
 
 
 @dataclass(frozen=True)
-class ExemplarNetConfig:
-    """The shape of an `ExemplarNet`, in the field names of TransformerLens where it has them."""
+class NetworkConfig:
+    """What the two networks have in common, in the field names of TransformerLens where it has them."""
 
     n_labels: int
     """L, the number of logits."""
     d_in: int
-    """The dimensions of a token, P + D, which are those of the residual stream."""
-    d_head: int = 128
-    """The dimensions of queries and keys."""
+    """The dimensions of a token: P + D, or D for an `InductionHead`, whose tokens carry no position."""
+    _: KW_ONLY
     d_hidden: int = 128
     """The width of each of the classifier's three hidden layers."""
-    init: float = 63**-0.5
-    """The standard deviation of the attention weights at the start."""
     n_layers: int = 2
     n_heads: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExemplarNetConfig(NetworkConfig):
+    """The shape of an `ExemplarNet`."""
+
+    d_head: int = 128
+    """The dimensions of queries and keys."""
+    init: float = 63**-0.5
+    """The standard deviation of the attention weights at the start."""
     model_name: str = "exemplar-net"
     normalization_type: None = None
     attn_only: bool = True
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    dtype: torch.dtype = torch.float32
 
     @property
     def d_model(self) -> int:
@@ -43,62 +54,36 @@ class ExemplarNetConfig:
         return self.d_in
 
 
-class Ensemble(HookedRootModule):
-    """Networks of one shape with weights of their own, each made from its own seed, that run as one.
+@dataclass(frozen=True, kw_only=True)
+class InductionHeadConfig(NetworkConfig):
+    """The shape of an `InductionHead`."""
 
-    Every parameter has the dimension `member` in front. Inputs are `[member prompt pos d_in]`, or `[prompt pos d_in]`
-    for an ensemble of one; hook points see members and prompts as one first dimension, members outside.
+    model_name: str = "induction-head"
+
+    @property
+    def d_model(self) -> int:
+        """Content and buffer."""
+        return 2 * self.d_in
+
+
+def by_member(net: Ensemble, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
+    """Returns the inputs with the dimension of members, which an ensemble of one may be given without.
+
+    Raises:
+        ValueError: Inputs for another number of members, or tokens of another size.
     """
-
-    def __init__(self, cfg: Any, seeds: Sequence[int]):
-        super().__init__()
-        if not len(seeds):
-            raise ValueError("no seeds: give one for each member")
-        self.cfg, self.seeds = cfg, tuple(seeds)
-        self._generators = [_generator(seed) for seed in seeds]
-
-    def drawn(self, *shape: int, std: float) -> nn.Parameter:
-        """Returns a new parameter; each member's entries come from its own generator."""
-        return nn.Parameter(
-            torch.stack([std * torch.randn(*shape, generator=generator) for generator in self._generators])
+    inputs = inputs if inputs.ndim == 4 else inputs[None]
+    if len(inputs) != len(net) or inputs.shape[-1] != net.cfg.d_in:
+        raise ValueError(
+            f"inputs of shape {tuple(inputs.shape)} for {len(net)} members that read {net.cfg.d_in} dimensions: "
+            "give [member prompt pos d_in], or [prompt pos d_in] to one member"
         )
+    return inputs
 
-    def filled(self, *shape: int, value: float = 0.0) -> nn.Parameter:
-        """Returns a new parameter that is the same for all members."""
-        return nn.Parameter(torch.full((len(self.seeds), *shape), value))
 
-    def no_weight_decay(self) -> set[str]:
-        """Returns the names of the biases: with the dimension of members they look like matrices to `train`."""
-        return {name for name, _ in self.named_parameters() if "biases" in name.split(".")}
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def member(self, index: int) -> "Ensemble":
-        """Returns one member, with weights of its own, as an ensemble of one."""
-        alone = type(self)(self.cfg, [self.seeds[index]]).to(next(self.parameters()))
-        alone.load_state_dict({name: tensor[index : index + 1] for name, tensor in self.state_dict().items()})
-        return alone
-
-    def by_member(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
-        """Returns the inputs with the dimension of members.
-
-        Raises:
-            ValueError: Inputs for another number of members, or tokens of another size.
-        """
-        inputs = inputs if inputs.ndim == 4 else inputs[None]
-        if len(inputs) != len(self) or inputs.shape[-1] != self.cfg.d_in:
-            raise ValueError(
-                f"inputs of shape {tuple(inputs.shape)} for {len(self)} members that read {self.cfg.d_in} dimensions: "
-                "give [member prompt pos d_in], or [prompt pos d_in] to one member"
-            )
-        return inputs
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Ensemble":
-        super()._apply(fn, recurse)
-        first = next(self.parameters())
-        self.cfg = replace(self.cfg, device=first.device, dtype=first.dtype)
-        return self
+def previous_token(length: int, like: Tensor) -> Float[Tensor, "query key"]:
+    """Returns the attention pattern that is 1 at the token before; the first row is empty."""
+    return torch.eye(length, device=like.device, dtype=like.dtype).roll(-1, 1).tril()
 
 
 class ExemplarNet(Ensemble):
@@ -119,14 +104,14 @@ class ExemplarNet(Ensemble):
     classifier: "Classifier"
 
     def __init__(self, cfg: ExemplarNetConfig, seeds: Sequence[int]):
-        super().__init__(cfg, seeds)
+        super().__init__(cfg, seeds, "exemplar net")
         self.blocks = nn.ModuleList(Block(self) for _ in range(2))
         self.classifier = Classifier(self, cfg.d_in, cfg.d_hidden, cfg.n_labels)
         self.setup()
 
     def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """Returns the logits of the last token, with every hook point fired."""
-        tokens = self.by_member(inputs)
+        tokens = by_member(self, inputs)
         residual = tokens.flatten(0, 1)
         for block in self.blocks:
             residual = block(residual)
@@ -134,7 +119,7 @@ class ExemplarNet(Ensemble):
         return self.classifier(last).view(*inputs.shape[:-2], -1)
 
     def logits(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
-        """Returns the same logits several times sooner, by products in another order.
+        """Returns the same logits several times faster, by products in another order.
 
         Nothing but the last token's second layer reaches the classifier, so of that layer one query suffices, and every
         other weight matrix meets a single vector a sequence instead of 2N + 1:
@@ -144,13 +129,13 @@ class ExemplarNet(Ensemble):
         and the first layer's scores are u_j^T (K_1^T Q_1) u_i. Of the hook points those of the classifier fire, and
         the two `hook_pattern`: the first whole, the second for the last query alone, `[prompt head 1 key]`.
         """
-        tokens = self.by_member(inputs)
+        tokens = by_member(self, inputs)
         members, n, length, width = tokens.shape
         flat = tokens.reshape(members * n, length, width)
         first, second = (block.attn for block in self.blocks)
         w_q, w_k, w_v = ([getattr(layer, name)[:, 0] for layer in (first, second)] for name in ("W_Q", "W_K", "W_V"))
-        asked = torch.bmm(tokens.reshape(members, n * length, width), w_q[0] @ w_k[0].mT)
-        scores = torch.bmm(asked.view_as(flat), flat.mT)
+        query = torch.bmm(tokens.reshape(members, n * length, width), w_q[0] @ w_k[0].mT)
+        scores = torch.bmm(query.view_as(flat), flat.mT)
         pattern = first.hook_pattern(causal(scores)[:, None])[:, 0]
         mixed = torch.bmm(pattern[:, -1:], flat).view(members, n, width)
         v_last = tokens[:, :, -1] + mixed @ w_v[0]
@@ -158,10 +143,82 @@ class ExemplarNet(Ensemble):
         both = torch.stack([g, g @ w_v[0].mT], 2).view(members * n, 2, width)
         direct, through = torch.bmm(both, flat.mT).split(1, dim=1)
         scores = direct + torch.bmm(through, pattern.mT)
-        looked = second.hook_pattern(scores.softmax(-1)[:, None])[:, 0]
-        read = torch.bmm(torch.cat([looked, torch.bmm(looked, pattern)], 1), flat).view(members, n, 2, width)
+        target = second.hook_pattern(scores.softmax(-1)[:, None])[:, 0]
+        read = torch.bmm(torch.cat([target, torch.bmm(target, pattern)], 1), flat).view(members, n, 2, width)
         w_last = v_last + (read[:, :, 0] + read[:, :, 1] @ w_v[0]) @ w_v[1]
         return self.classifier(w_last).view(*inputs.shape[:-2], -1)
+
+
+class InductionHead(Ensemble):
+    """Two attention layers whose only weights are α, β_1 and β_2 (Eqs. 4 to 6), and the classifier of `ExemplarNet`.
+
+        q1_ij ∝ exp(β_1 δ_{i-1,j}),   b_i = Σ_{j<=i} q1_ij c_j,
+        q2_nj ∝ exp(α b_j·c_n + β_2 Δ_nj),   out = c_n ⊕ Σ_j q2_nj c_j,
+
+    where c is a token's content and Δ_nj is 1 where n - j is odd, at the labels. All three start at 0. With
+    `fixed=("beta_2",)` it is the two-parameter model. Both layers' `hook_pattern` fire, the second for the last query
+    alone, `[prompt head 1 key]`.
+
+    Source: Reddy (2024), §3; initial values are not given there.
+    """
+
+    alpha: nn.Parameter
+    """`[member]`: how much the target's content attends to what matches it in a buffer."""
+    beta_1: nn.Parameter
+    """`[member]`: how much a token attends to the one before it."""
+    beta_2: nn.Parameter
+    """`[member]`: how much the target attends to labels."""
+    blocks: Any
+
+    def __init__(self, cfg: InductionHeadConfig, seeds: Sequence[int], fixed: Collection[str] = ()):
+        """Makes the members.
+
+        Args:
+            cfg: The shape.
+            seeds: Of the classifiers.
+            fixed: Which of alpha, beta_1, beta_2 stay 0.
+
+        Raises:
+            ValueError: An unknown name in `fixed`.
+        """
+        super().__init__(cfg, seeds, "exemplar net")
+        if unknown := set(fixed) - set(STRENGTHS):
+            raise ValueError(f"fixed={sorted(fixed)}: no {sorted(unknown)[0]!r}; choose among {', '.join(STRENGTHS)}")
+        for name in STRENGTHS:
+            setattr(self, name, self.filled().requires_grad_(name not in fixed))
+        self.blocks = nn.ModuleList(PatternHook() for _ in range(2))
+        self.classifier = Classifier(self, 2 * cfg.d_in, cfg.d_hidden, cfg.n_labels)
+        self.setup()
+
+    def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
+        """Returns the logits of the last token."""
+        tokens = by_member(self, inputs)
+        members, n, length, width = tokens.shape
+        flat, last = tokens.reshape(members * n, length, width), tokens[:, :, -1]
+        later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        scores = self.beta_1[:, None, None] * previous_token(length, tokens)
+        pattern = scores.masked_fill(later, -torch.inf).softmax(-1)
+        pattern = pattern[:, None].expand(-1, n, -1, -1).reshape(members * n, 1, length, length)
+        pattern = self.blocks[0].attn.hook_pattern(pattern)[:, 0]
+        match = torch.bmm(pattern, torch.bmm(flat, last.reshape(-1, width, 1))).view(members, n, length)
+        odd = torch.arange(length, device=tokens.device) % 2 == (length % 2)
+        scores = self.alpha[:, None, None] * match + self.beta_2[:, None, None] * odd
+        target = self.blocks[1].attn.hook_pattern(scores.softmax(-1).view(members * n, 1, 1, length))[:, 0]
+        read = torch.bmm(target, flat).view(members, n, width)
+        return self.classifier(torch.cat([last, read], -1)).view(*inputs.shape[:-2], -1)
+
+    def logits(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
+        """The same as calling the model: there is nothing to leave out."""
+        return self(inputs)
+
+
+class PatternHook(nn.Module):
+    """A layer of nothing but the hook point of its pattern."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.hook_pattern = HookPoint()
 
 
 def causal(scores: Float[Tensor, "prompt query key"]) -> Float[Tensor, "prompt query key"]:
@@ -226,8 +283,3 @@ class Classifier(nn.Module):
             hidden = torch.baddbmm(bias, hidden, weight)
             hidden = hidden.relu() if place < HIDDEN_LAYERS else hidden
         return self.hook_out(hidden.flatten(0, 1)).view_as(hidden)
-
-
-def _generator(seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"exemplar net/{seed}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,9 +1,9 @@
-"""Items and labels in alternation: a classification that can be learned in the weights or read from the context."""
+"""The task: items and labels in alternation, a classification that can be learned in weights or in context."""
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class ExemplarTask:
-    """N items, each followed by its label, then a target item whose label is asked for.
+    """N items, each followed by its label, then a target item whose label is to be predicted.
 
     Items come from a mixture of Gaussians: class k has a mean μ_k, an item is (μ_k + ε η) / sqrt(1 + ε²) (Eq. 1), and
     μ, η and the labels' vectors have components from N(0, 1/D). A token is a one-hot position, in a window that lies
@@ -74,15 +74,13 @@ class ExemplarTask:
         for name in ("p_burst", "p_context"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} is {value}: give a share from 0 to 1")
+        sizes = f"n_classes is {self.n_classes}, n_labels {self.n_labels}, n_pairs {self.n_pairs}, burst {self.burst}"
         if self.n_classes < self.n_labels or self.n_classes % self.n_labels:
-            raise ValueError(
-                f"n_classes is {self.n_classes}, n_labels {self.n_labels}: give a multiple, so that each label has as "
-                "many classes"
-            )
+            raise ValueError(f"{sizes}: give a multiple, so that each label has as many classes")
         if self.n_pairs % self.copies or (self.burst and self.n_pairs // self.burst > self.n_labels):
             raise ValueError(
-                f"n_pairs is {self.n_pairs}, burst {self.burst}, n_labels {self.n_labels}: a sequence holds n_pairs / "
-                "burst classes of different labels; give a multiple of burst, and enough labels"
+                f"{sizes}: a sequence holds n_pairs / burst classes of different labels; give a multiple of burst, and "
+                "enough labels"
             )
         if self.n_positions and self.n_positions < self.length:
             raise ValueError(
@@ -106,66 +104,55 @@ class ExemplarTask:
         return self.n_positions + self.d_content
 
     def sample(self, n: int, seed: int = 0, *, kind: Kind = "train", world: int = 0) -> Prompts:
-        """Draws sequences with their gold, for one world.
+        """Draws sequences of one world, with their relations.
 
-        Relations, all in the terms of the one target: `item_of_label` (from each label to the item before it, among all
+        The relations, all of the one target: `item_of_label` (from each label to the item before it, among all
         earlier tokens), `correct_label` (from the target to the labels of its class, among all tokens; only where there
         are any), `labels` (from the target to all labels, among all tokens).
 
         Args:
             n: How many.
             seed: Which sequences.
-            kind: Which sort of sequences.
+            kind: Which kind of sequences.
             world: The seed of the class means, of the labels' vectors and of which class has which label and rank.
         """
         if n < 1:
-            raise ValueError(f"{n} prompts: ask for at least 1")
+            raise ValueError(f"{n} prompts: give at least 1")
         batch = Worlds([self], [world]).batch(seed, n, kind)
-        pos, last = torch.arange(self.length), self.length - 1
+        pos = torch.arange(self.length)
         is_label = pos % 2 == 1
         everywhere = torch.zeros(n, self.length, dtype=torch.long)
-        roles = torch.where(is_label, Role.OUTPUT.value, Role.INPUT.value).expand(n, -1)
-        each = torch.arange(n)
-        at_end: dict[str, Any] = {
-            "target": each,
-            "prompt": each,
-            "query": torch.full((n,), last),
-            "candidate_value": torch.zeros(n).long(),
-        }
-        label_pos = pos[is_label]
-        of_labels: dict[str, Any] = {
-            "target": each.repeat_interleave(self.n_pairs),
-            "prompt": each.repeat_interleave(self.n_pairs),
-            "query": label_pos.repeat(n),
-            "key_value": label_pos.repeat(n) - 1,
-            "candidate_value": torch.zeros(n * self.n_pairs).long(),
-        }
+        prompt, last = torch.arange(n), self.length - 1
+
+        def relation(name: str, queries: Tensor, key_value: Tensor, key_label: Tensor) -> Relation:
+            """Each prompt's target, traced from some positions to keys with a label among all tokens."""
+            repeated = prompt.repeat_interleave(len(queries))
+            return Relation(
+                name,
+                target=repeated,
+                prompt=repeated,
+                query=queries.repeat(n),
+                key_value=key_value.repeat(n),
+                candidate_value=torch.zeros_like(repeated),
+                key_label=key_label,
+                candidate_label=everywhere,
+            )
+
+        target, zero = torch.tensor([last]), torch.tensor([0])
         right = torch.full_like(everywhere, IGNORE)
         right[:, is_label] = torch.where(batch.right[0], 0, IGNORE)
         labels = torch.where(is_label, 0, IGNORE).expand(n, -1)
-        correct = Relation(
-            "correct_label", key_value=torch.zeros(n).long(), key_label=right, candidate_label=everywhere, **at_end
-        )
         relations = [
-            Relation("item_of_label", key_label=pos.expand(n, -1), candidate_label=everywhere, **of_labels),
-            correct.select(batch.right[0].any(1)),
-            Relation("labels", key_value=torch.zeros(n).long(), key_label=labels, candidate_label=everywhere, **at_end),
+            relation("item_of_label", pos[is_label], pos[is_label] - 1, pos.expand(n, -1)),
+            relation("correct_label", target, zero, right).select(batch.right[0].any(1)),
+            relation("labels", target, zero, labels),
         ]
-        targets = pd.DataFrame(
-            {
-                "prompt": each,
-                "query_pos": last,
-                "target_pos": last + 1,
-                "token": batch.label[0],
-                "phrase": 0,
-                "offset": 0,
-                "kind": "first",
-            }
-        )
+        at_end = {"prompt": prompt, "query_pos": last, "target_pos": last + 1}
+        targets = pd.DataFrame({**at_end, "token": batch.label[0], "phrase": 0, "offset": 0, "kind": "first"})
         return Prompts(
             inputs=batch.inputs[0],
             mask=torch.ones_like(everywhere, dtype=torch.bool),
-            roles=roles,
+            roles=torch.where(is_label, Role.OUTPUT.value, Role.INPUT.value).expand(n, -1),
             example=(pos // 2).expand(n, -1),
             targets=targets,
             relations={relation.name: relation for relation in relations},
@@ -191,7 +178,7 @@ class Exemplars:
 
 
 class Worlds:
-    """Class means, labels and ranks of several members: worlds of seeds, of cells of a sweep, or of both.
+    """Class means, labels and ranks of several members: of seeds, of conditions of a grid, or of both.
 
     Every member draws from its own generator, so its batches are the same alone and among others. All other work is
     done for all members at once.
@@ -255,9 +242,9 @@ class Worlds:
         """A task with the shape that all members share."""
         return self.tasks[0]
 
-    def of(self, member: int) -> "Worlds":
+    def member(self, index: int) -> "Worlds":
         """Returns one member alone."""
-        return Worlds([self.tasks[member]], [self.seeds[member]], self._device, self._dtype)
+        return Worlds([self.tasks[index]], [self.seeds[index]], self._device, self._dtype)
 
     def batch(self, step: int, n: int, kind: str = "train") -> Exemplars:
         """Draws `n` sequences for each member.
@@ -265,7 +252,7 @@ class Worlds:
         Args:
             step: Which batch; a function of it, the member's seed and the kind alone.
             n: How many sequences a member.
-            kind: Which sort, a `Kind`.
+            kind: Which kind, a `Kind`.
 
         Raises:
             ValueError: An unknown kind.
@@ -338,9 +325,8 @@ class Worlds:
         shape, scale = self.shape, self.shape.d_content**-0.5
         pairs, width = shape.n_pairs, shape.d_content
         noisy, made = any(task.noise for task in tasks), any(task.p_context for task in tasks)
-        uniform = torch.empty(
-            len(self), n, 3 + shape.n_labels + 2 * pairs + 1, dtype=torch.float64, device=self._device
-        )
+        numbers = 3 + shape.n_labels + 2 * pairs + 1
+        uniform = torch.empty(len(self), n, numbers, dtype=torch.float64, device=self._device)
         noise = torch.zeros(len(self), n, pairs + 1, width, device=self._device) if noisy else None
         novel = torch.zeros(len(self), n, pairs, width, device=self._device) if made else None
         for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
@@ -350,11 +336,8 @@ class Worlds:
                 noise[member].normal_(0, scale, generator=generator)
             if novel is not None and task.p_context:
                 novel[member].normal_(0, scale, generator=generator)
-        return (
-            uniform,
-            None if noise is None else noise.to(self._dtype),
-            None if novel is None else novel.to(self._dtype),
-        )
+        noise, novel = (drawn if drawn is None else drawn.to(self._dtype) for drawn in (noise, novel))
+        return uniform, noise, novel
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:

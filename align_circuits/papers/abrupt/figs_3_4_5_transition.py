@@ -1,0 +1,322 @@
+"""Abrupt learning (Reddy, 2024): the plateau, the transition and the head's operations, Figs. 3, 4 and 5."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.hooks.names import name_of
+from align_circuits.papers.abrupt.curves import aligned_curves, at_start, by_seed, half_rises, mean_curves, transitions
+from align_circuits.papers.abrupt.grid import (
+    CPU,
+    NAMES,
+    PAPER,
+    SMOKE,
+    SOURCE,
+    Grid,
+    Size,
+    ensemble_configs,
+    network,
+    train_on_exemplars,
+    trained_ensemble,
+    training_jobs,
+)
+from align_circuits.papers.abrupt.interventions import (
+    OPERATION_SITES,
+    Hook,
+    attend_to_label,
+    attend_to_previous,
+    replace_activation,
+)
+from align_circuits.papers.abrupt.progress_measures import PROGRESS
+from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
+from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.report import plots
+from align_circuits.tables.tables import Table
+
+CHANGED = "icl_changed"
+"""The measure of Fig. 5: accuracy in context with one operation changed."""
+
+UNCHANGED = "nothing"
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A grid of one condition, and at which shares of the way to the first seed's transition its attention is kept."""
+
+    grid: Grid
+    shares: tuple[float, ...] = (0.0, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+
+
+def trained_networks(*, ensemble: Mapping[str, Any], shares: Sequence[float], trained: str) -> list[dict[str, Any]]:
+    """Measures attention on the way to the transition, and each member with its operations changed: the study's job."""
+    net, worlds, table = trained_ensemble(ensemble, trained)
+    size = Size.from_json(ensemble["size"])
+    return [*attention_on_the_way(size, worlds.shape, transitions(table)[0], shares), *operations(net, worlds, size)]
+
+
+def attention_on_the_way(
+    size: Size, task: ExemplarTask, transition: float, shares: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Returns both layers' attention on one sequence of novel classes; of the second, the target's."""
+    transition = size.steps if np.isnan(transition) else transition
+    worlds = Worlds([task], [0], torch.get_default_device())
+    rows = []
+    for stop in sorted({min(size.steps, round(share * transition)) for share in shares}):
+        net: Any = network(size, task, "network", [0])  # the first seed alone is the first member of the ensemble
+        if stop:
+            train = replace(size.train, steps=stop, log_every=stop, checkpoint_every=stop)
+            train_on_exemplars(net, worlds, train, batch_size=size.batch_size, probe=size.probe, progress=False)
+        _, cache = net.run_with_cache(worlds.batch(0, 1, "icl").inputs)
+        for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):
+            pattern: Tensor = cache[name_of("pattern", layer)][0, 0]
+            about = {"measure": f"attention_{layer + 1}", "step": stop, "seed": 0, "n": 1}
+            rows += [
+                {"query": query, "key": key, "value": round(pattern[query, key].item(), 6), **about}
+                for query in queries
+                for key in range(query + 1)
+            ]
+    return rows
+
+
+def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
+    """Returns each seed's accuracy in context with each operation changed."""
+    rows = []
+    for seed in range(size.seeds):
+        member, batch = net.member(seed), worlds.member(seed).batch(0, size.probe, "icl")
+        for operation, how, at, hooks in _changes(member, batch):
+            with torch.no_grad():
+                logits = member.run_with_hooks(batch.inputs, fwd_hooks=list(hooks))
+            accuracy = (logits.argmax(-1) == batch.label).float().mean().item()
+            about = {"measure": CHANGED, "step": size.steps, "seed": seed, "n": size.probe}
+            rows.append({"operation": operation, "how": how, "at": at, "value": accuracy, **about})
+    return rows
+
+
+def _changes(net: Any, batch: Exemplars) -> Iterator[tuple[str, str, str, Sequence[Hook]]]:
+    """Each operation, how it is changed and where, and the hooks that do it; first, nothing.
+
+    Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
+    """
+    yield UNCHANGED, UNCHANGED, UNCHANGED, ()
+    for operation, site in OPERATION_SITES.items():
+        for at, tokens in (("operation", site.tokens), ("elsewhere", site.control_tokens)):
+            for how in ("patched", "ablated"):
+                yield operation, how, at, replace_activation(net, batch.inputs, site, tokens, how).fwd_hooks(net)
+    yield "look back", "clamped", "operation", attend_to_previous(net, "labels")(batch)
+    yield "look back", "clamped", "elsewhere", attend_to_previous(net, "items")(batch)
+    yield "match", "clamped", "operation", attend_to_label(net)(batch)
+    yield "match", "clamped", "elsewhere", attend_to_label(net, right=False)(batch)
+
+
+def _train(config: Transition, inputs: Inputs) -> list[Measurement]:
+    return training_jobs(config.grid, inputs)
+
+
+def _measure(config: Transition, inputs: Inputs) -> list[Measurement]:
+    (ensemble,) = ensemble_configs(config.grid)
+    job = {"ensemble": ensemble, "shares": list(config.shares), "trained": inputs.trained}
+    return [Measurement(trained_networks, job, seed=None, keys=ensemble["keys"][0])]
+
+
+def _summarize(_: Transition, rows: Rows) -> pd.DataFrame:
+    return pd.concat(rows.values(), ignore_index=True)
+
+
+def transition_grid(size: Size, n_classes: int) -> Grid:
+    """Returns the condition of Figs. 3 and 4: a plateau, then a transition."""
+    condition = {"p_context": 0.8, "n_labels": size.task.n_labels, "n_pairs": size.task.n_pairs}
+    return Grid(size.with_task(n_classes=n_classes, burst=1, noise=0.0), (condition,))
+
+
+STUDY = Study(
+    "abrupt/transition",
+    {
+        "smoke": Transition(transition_grid(SMOKE, 16)),
+        "cpu": Transition(transition_grid(CPU, 64)),
+        "paper": Transition(transition_grid(PAPER, 256)),
+    },
+    train=_train,
+    jobs=_measure,
+    summarize=_summarize,
+)
+
+
+# Figure 3
+
+
+def _draw_fig3(table: Table) -> dict[str, go.Figure]:
+    accuracy = mean_curves(table, {"icl": "IC accuracy"})
+    attention = {
+        name: table.where(measure=measure).frame.astype({"query": int, "key": int})
+        for measure, name in (("attention_1", "layer 1"), ("attention_2", "layer 2, the target"))
+    }
+    return {
+        "a": plots.curves({"": accuracy}, x="step", by="measure", label="step"),
+        "b": plots.attention_course(attention),
+    }
+
+
+def _check_fig3(table: Table) -> list[Check]:
+    n_labels, n_pairs = int(table.frame["n_labels"].iloc[0]), int(table.frame["n_pairs"].iloc[0])
+    icl, at = by_seed(table, "icl"), transitions(table)
+    steps = icl.index.to_numpy(float)
+
+    def reached(share: float) -> Float[ndarray, " seed"]:
+        """IC accuracy at a share of the way to the transition, in units of 1/N; the end where there was none."""
+        stops = np.where(np.isnan(at), steps[-1], at) * share
+        return n_pairs * np.array([np.interp(stop, steps, icl[seed]) for stop, seed in zip(stops, icl, strict=True)])
+
+    def width(measure: str, floor: float) -> Float[ndarray, " seed"]:
+        """Steps from 20% to 80% of the way from a floor to 1, over the step of the transition; 1 without one."""
+        first, last = (transitions(table, measure, floor + share * (1 - floor)) for share in (0.2, 0.8))
+        return np.nan_to_num((last - first) / at, nan=1.0)
+
+    return [
+        Claim(
+            f"Before the transition the accuracy has gone from 1/L to 1/N (three quarters of the way, times N; 1/L is "
+            f"{n_pairs / n_labels:.2f})"
+        ).at_least(0.7, reached(0.75), reached(0.0), "before training"),
+        Claim("It waits there: three quarters of the way to the transition, times N").at_most(
+            1.5, reached(0.75), reached(1.25), "a quarter after the transition"
+        ),
+        Claim("The transition is abrupt (steps from 20% to 80% of it, over the step where it is)").at_most(
+            0.4, width("icl", 1 / n_pairs), width("cla", n_pairs / n_labels), "CLA, which rises from N/L all along"
+        ),
+    ]
+
+
+FIG3 = Experiment(
+    name="abrupt/fig3",
+    title="The plateau, the transition, and attention before and after",
+    source=f"{SOURCE}, Fig. 3",
+    study=STUDY,
+    draw=_draw_fig3,
+    check=_check_fig3,
+    published="A slow phase, then an abrupt transition; attention is patternless before, an induction head's after.",
+)
+
+
+# Figure 4
+
+
+def check_alignment(table: Table, **where: Any) -> list[Check]:
+    """Returns the claims about the order of the progress measures."""
+    at = transitions(table, **where)
+    lead = {measure: (at - half_rises(table, measure, **where)) / at for measure in PROGRESS}
+    early = {measure: np.nan_to_num(lead[measure]) for measure in PROGRESS}
+    distance = {measure: np.nan_to_num(np.abs(lead[measure]), nan=1.0) for measure in PROGRESS}  # 1 if either lacks
+    together = "{} makes half of its rise at the transition (distance, over its step)"
+    return [
+        *(
+            Claim(together.format(NAMES[measure])).at_most(0.1, distance[measure], distance[other], NAMES[other])
+            for measure, other in (("ila1", "tla2"), ("tila2", "cla"))
+        ),
+        *(
+            Claim(f"{NAMES[measure]} rises before it (lead, over its step)").at_least(
+                0.1, early[measure], early["tila2"], NAMES["tila2"]
+            )
+            for measure in ("cla", "tla2")
+        ),
+    ]
+
+
+def _check_fig4(table: Table) -> list[Check]:
+    learned = (~np.isnan(transitions(table))).astype(float)
+    untrained = (at_start(table, "icl") >= 0.5).astype(float)
+    every = Claim("Every seed makes the transition (share of seeds)")
+    return [every.at_least(1.0, learned, untrained, "before training"), *check_alignment(table)]
+
+
+def draw_measures(table: Table, **where: Any) -> go.Figure:
+    """Returns the progress measures aligned at the transition."""
+    frame = aligned_curves(table, {name: NAMES[name] for name in (*PROGRESS, "icl")}, **where)
+    return plots.curves({"": frame}, x="step", by="measure", label="steps from 50% IC accuracy", value="measure")
+
+
+def _draw_fig4(table: Table) -> dict[str, go.Figure]:
+    return {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)}
+
+
+FIG4 = Experiment(
+    name="abrupt/fig4",
+    title="Four progress measures, aligned where accuracy in context crosses one half",
+    source=f"{SOURCE}, Fig. 4",
+    study=STUDY,
+    draw=_draw_fig4,
+    check=_check_fig4,
+    published="ILA1 and TILA2 rise at the transition, CLA and TLA2 before it, alike in all six seeds.",
+)
+
+
+# Figure 5
+
+
+def _lost(table: Table, operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
+    """How much accuracy each seed loses."""
+    unchanged, changed = (
+        table.where(measure=CHANGED, operation=name, how=change, at=where).frame.sort_values("seed")["value"].to_numpy()
+        for name, change, where in ((UNCHANGED,) * 3, (operation, how, at))
+    )
+    return unchanged - changed
+
+
+def _draw_fig5(table: Table) -> dict[str, go.Figure]:
+    panels = {}
+    for at, title in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere")):
+        changed: Any = table.where(at=at).frame
+        rows = [
+            {"operation": list(OPERATION_SITES).index(name) + 1, "how": how, **vars(over_seeds(values.to_numpy()))}
+            for (name, how), values in changed.groupby(["operation", "how"], sort=False)["value"]
+        ]
+        panels[title] = pd.DataFrame(rows).sort_values(["how", "operation"])
+    figure = plots.curves(panels, x="operation", by="how", label="operation (i) to (iv)")
+    return {"accuracy in context with one operation changed": figure}
+
+
+def _check_fig5(table: Table) -> list[Check]:
+    even = _lost(table, "look back", "ablated")
+    return [
+        *(
+            Claim(f"Without it the answer is lost: {site.description} ({how}; accuracy lost)").at_least(
+                0.4,
+                _lost(table, operation, how),
+                _lost(table, operation, how, "elsewhere"),
+                f"the same activation at {site.control_tokens}",
+            )
+            for operation, site in OPERATION_SITES.items()
+            for how in ("patched", "ablated")
+            if (operation, how) != ("look back", "patched")
+        ),
+        Claim("(i) goes by position: the attention of another sequence does as well (accuracy lost)").at_most(
+            0.1, _lost(table, "look back", "patched"), even, "even attention"
+        ),
+        Claim("(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)").at_most(
+            0.05, _lost(table, "look back", "clamped"), even, "even attention"
+        ),
+        Claim("(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)").at_most(
+            0.05,
+            _lost(table, "match", "clamped"),
+            _lost(table, "match", "clamped", "elsewhere"),
+            "clamped to the other labels",
+        ),
+    ]
+
+
+FIG5 = Experiment(
+    name="abrupt/fig5",
+    title="The four operations of an induction head, each patched, ablated and clamped",
+    source=f"{SOURCE}, Fig. 5",
+    study=STUDY,
+    draw=_draw_fig5,
+    check=_check_fig5,
+    published="A drawing; here each operation is tested on trained networks.",
+)

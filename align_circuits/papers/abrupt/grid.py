@@ -1,0 +1,281 @@
+"""Networks trained on a grid of conditions: conditions and seeds of one shape as one ensemble."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from align_circuits.papers.abrupt.ensembles import Ensemble, train_ensemble
+from align_circuits.papers.abrupt.interventions import INTERVENTIONS, Intervention
+from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
+from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
+from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
+from align_circuits.papers.study import Inputs, Measurement, Study, on_one_thread, training_folder
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.training.loop import TrainConfig
+
+Model = Literal["network", "three", "two", "none"]
+"""The full network; the induction head with three parameters, with two (β_2 = 0), and with none of them, which attends
+evenly whatever it is taught: the control."""
+
+FIXED = {"three": (), "two": ("beta_2",), "none": ("alpha", "beta_1", "beta_2")}
+
+NETWORK = {"model": "network", "intervention": "nothing"}
+"""What a condition may change beside the task, with its default."""
+
+
+SOURCE = "Reddy (2024)"
+LEARNED = 0.9
+"""The accuracy from which on something counts as learned."""
+
+BOTH = {"icl": "in context", "iwl": "in weights"}
+ACCURACIES = BOTH | {"swap": "swapped labels"}
+NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
+"""What figures call the measures."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the networks and their training are."""
+
+    task: ExemplarTask
+    """The base, of which a figure varies some numbers."""
+    steps: int
+    seeds: int = 6
+    """How many."""
+    first_seed: int = 0
+    """The others follow it."""
+    batch_size: int = 128
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    """Times the learning rate a step; the paper's text has none."""
+    d_head: int = 128
+    d_hidden: int = 128
+    log_every: int = 1000
+    """Steps between probes: at least ten before a transition, for less than 5% of the time."""
+    probe: int = 1000
+    """Sequences of each kind in a probe."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """Plain SGD, as in the paper."""
+        plain: Any = {"lr": self.lr, "weight_decay": self.weight_decay, "optimizer": "sgd", "clip": None}
+        return TrainConfig(self.steps, **plain, log_every=self.log_every, checkpoint_every=max(1, self.log_every // 2))
+
+    def with_task(self, **changes: Any) -> "Size":
+        """Returns a size whose base task differs."""
+        return replace(self, task=replace(self.task, **changes))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Size":
+        """Reads what `asdict` wrote."""
+        return cls(**{**values, "task": ExemplarTask(**values["task"])})
+
+
+PAPER = Size(ExemplarTask(), steps=150_000)
+"""Reddy (2024), §2."""
+
+CPU = Size(
+    ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16),
+    steps=3000,
+    batch_size=64,
+    lr=0.1,
+    d_head=32,
+    d_hidden=64,
+    log_every=100,
+    probe=300,
+)
+"""The smallest tried: the induction head is born abruptly after a plateau at 1/N, within a minute on one core."""
+
+SMOKE = Size(
+    ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=6),
+    steps=8,
+    seeds=2,
+    batch_size=8,
+    lr=0.1,
+    d_head=8,
+    d_hidden=8,
+    log_every=2,
+    probe=40,
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which conditions are trained, at which size."""
+
+    size: Size
+    conditions: tuple[Mapping[str, Any], ...]
+    """What each changes of the base task; `model` in it chooses the model, `intervention` that (`INTERVENTIONS`)."""
+    columns: tuple[str, ...] = field(init=False)
+    """The key columns of the table: whatever any condition changes."""
+
+    def __post_init__(self):
+        names = dict.fromkeys(name for condition in self.conditions for name in condition)
+        object.__setattr__(self, "columns", tuple(names))
+
+    def task(self, condition: Mapping[str, Any]) -> ExemplarTask:
+        """The task of a condition; without positions for the reduced models."""
+        changes = {name: value for name, value in condition.items() if name not in NETWORK}
+        if condition.get("model", "network") != "network":
+            changes["n_positions"] = 0
+        return replace(self.size.task, **changes)
+
+    def ensembles(self) -> list[list[Mapping[str, Any]]]:
+        """The conditions in groups of one shape."""
+        groups: dict[tuple, list[Mapping[str, Any]]] = {}
+        for condition in self.conditions:
+            task = self.task(condition)
+            kind = [condition.get(name, value) for name, value in NETWORK.items()]
+            groups.setdefault((task.n_labels, task.n_pairs, *kind), []).append(condition)
+        return list(groups.values())
+
+    def keys(self, condition: Mapping[str, Any]) -> dict[str, Any]:
+        """A condition's values in the key columns."""
+        base = asdict(self.size.task) | NETWORK | dict(condition)
+        return {column: base[column] for column in self.columns}
+
+
+def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid) -> Study:
+    """Returns the study that trains a grid and keeps its curves."""
+    return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, train=training_jobs)
+
+
+def training_jobs(grid: Grid, inputs: Inputs) -> list[Measurement]:
+    """Returns one job for each ensemble of a grid: the `train` stage of a study."""
+    return [
+        Measurement(training_curves, {"ensemble": config, "trained": inputs.trained}, seed=None)
+        for config in ensemble_configs(grid)
+    ]
+
+
+def ensemble_configs(grid: Grid) -> list[dict[str, Any]]:
+    """Returns what `trained_ensemble` takes for each ensemble of a grid, as JSON."""
+    return [
+        {
+            "size": asdict(grid.size),
+            "tasks": [asdict(grid.task(condition)) for condition in conditions],
+            "keys": [grid.keys(condition) for condition in conditions],
+            **{name: conditions[0].get(name, value) for name, value in NETWORK.items()},
+        }
+        for conditions in grid.ensembles()
+    ]
+
+
+def training_curves(*, ensemble: Mapping[str, Any], trained: str) -> pd.DataFrame:
+    """Returns the curves of an ensemble, trained if it is not yet: the job of a study.
+
+    Keyed by the grid's columns, seed, step and measure, one row a seed: low and high are NaN.
+
+    Args:
+        ensemble: Of `ensemble_configs`.
+        trained: The folder of all trainings.
+    """
+    _, _, table = trained_ensemble(ensemble, trained)
+    condition = table.frame.pop("member") // ensemble["size"]["seeds"]
+    keys = pd.DataFrame(ensemble["keys"]).iloc[condition]
+    return pd.concat([keys.reset_index(drop=True), table.frame], axis=1)
+
+
+def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensemble, Worlds, Table]:
+    """Returns an ensemble, its worlds and its curves; conditions outside, seeds inside; goes on where it was killed."""
+    on_one_thread()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = Size.from_json(ensemble["size"])
+    tasks = [ExemplarTask(**task) for task in ensemble["tasks"] for _ in range(size.seeds)]
+    seeds = [*range(size.first_seed, size.first_seed + size.seeds)] * len(ensemble["tasks"])
+    worlds = Worlds(tasks, seeds, device)
+    net = network(size, worlds.shape, ensemble["model"], seeds).to(device)
+    kind = {name: ensemble[name] for name in NETWORK}
+    identity = [asdict(replace(size, task=worlds.shape)), ensemble["tasks"], kind]
+    table = train_on_exemplars(
+        net,
+        worlds,
+        size.train,
+        batch_size=size.batch_size,
+        probe=size.probe,
+        intervention=INTERVENTIONS[ensemble["intervention"]](net),
+        out=training_folder(trained, "abrupt", *identity),
+        recipe=kind,
+    )
+    return net, worlds, table
+
+
+def network(size: Size, task: ExemplarTask, model: str, seeds: Sequence[int]) -> Ensemble:
+    """Makes an ensemble for a task."""
+    if model == "network":
+        init = task.d_content**-0.5
+        config = ExemplarNetConfig(task.n_labels, task.d_in, d_head=size.d_head, d_hidden=size.d_hidden, init=init)
+        return ExemplarNet(config, seeds)
+    return InductionHead(InductionHeadConfig(task.n_labels, task.d_in, d_hidden=size.d_hidden), seeds, FIXED[model])
+
+
+def train_on_exemplars(
+    net: Any,
+    worlds: Worlds,
+    config: TrainConfig,
+    *,
+    batch_size: int = 128,
+    probe: int = 1000,
+    intervention: Intervention | None = None,
+    out: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Table:
+    """Trains the members of an ensemble, each on the sequences of its world.
+
+    The loss is the sum of the members' mean cross-entropies.
+
+    Args:
+        net: An `ExemplarNet` or `InductionHead`; trained in place.
+        worlds: One for each member.
+        config: As for `train_ensemble`.
+        batch_size: Sequences a step for each member.
+        probe: Sequences of each kind on which every row of the log rests, the same at all steps (`Evaluation`).
+        intervention: Under what the network trains and is measured.
+        out: The folder for checkpoints and log; a killed run goes on.
+        recipe: Whatever else defines the run, such as the name of the intervention.
+        progress: Whether to draw a progress bar.
+
+    Returns:
+        The curves by member, seed, step and measure (`progress_measures.MEASURES`), n the sequences. Low and high
+        are NaN: an interval is over seeds, and these are single ones.
+
+    Raises:
+        ValueError: Another number of worlds than of members, or a config that ties them together.
+    """
+    if len(net) != len(worlds):
+        raise ValueError(f"{len(net)} members, {len(worlds)} worlds: give one for each")
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+        with net.hooks(fwd_hooks=list(intervention(Exemplars(**batch)))) if intervention else nullcontext():
+            logits = model.logits(batch["inputs"])
+        summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
+        return summed / batch_size
+
+    settings = {
+        "tasks": [asdict(task) for task in worlds.tasks],
+        "seeds": list(worlds.seeds),
+        "batch_size": batch_size,
+        "probe": probe,
+    }
+    frame = train_ensemble(
+        net,
+        lambda step: vars(worlds.batch(step, batch_size)),
+        loss,
+        partial(measure, evaluation=Evaluation.of(worlds, probe), intervention=intervention),
+        config,
+        out=out,
+        recipe=settings | dict(recipe or {}),
+        progress=progress,
+    )
+    frame = frame.assign(low=np.nan, high=np.nan, n=probe)
+    return Table(frame, Provenance("train_on_exemplars", settings | {"train": asdict(config)}))

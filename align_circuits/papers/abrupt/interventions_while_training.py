@@ -1,0 +1,207 @@
+"""Beyond abrupt learning: operations of the head given, removed, or their suspected causes fixed, from the start."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float
+from numpy import ndarray
+
+from align_circuits.papers.abrupt.curves import at_end, at_start, has_formed, mean_curves, transitions
+from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES, OPERATIONS
+from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
+from align_circuits.papers.study import Experiment, Study
+from align_circuits.report import plots
+from align_circuits.tables.tables import Table
+
+NOTHING = "nothing"
+
+HYPOTHESES = {
+    "H1: CLA → TLA2 → ILA1 and TILA2": ("TLA2", "CLA"),
+    "H2: TLA2 → ILA1 and TILA2": ("TLA2",),
+    "H3: CLA → ILA1 and TILA2": ("CLA",),
+}
+"""What the paper considers as the cause of the transition: the measures that, fixed, cannot cause it."""
+
+
+def brought_forward(table: Table, intervention: str) -> Float[ndarray, " seed"]:
+    """Returns how much earlier the transition comes, as a share of its step; without one it counts at the end."""
+    last = float(table.frame["step"].to_numpy().max())
+    free, changed = (np.nan_to_num(transitions(table, intervention=name), nan=last) for name in (NOTHING, intervention))
+    return (free - changed) / free
+
+
+def hypotheses(table: Table) -> pd.DataFrame:
+    """Returns which of H1 to H3 the interventions exclude.
+
+    A hypothesis is excluded if a cause that it names was fixed from the start and the head formed in every seed all the
+    same (`curves.has_formed`). The bound on TILA2 was set after the kept results of `abrupt/clamped` were seen; the
+    first, one half, cannot be reached while TLA2 is fixed. `abrupt/confirmed` repeats the test on fresh seeds.
+
+    Args:
+        table: Of `abrupt/clamped` or `abrupt/confirmed`.
+    """
+    rows = []
+    for hypothesis, causes in HYPOTHESES.items():
+        for cause in causes:
+            fixed: dict[str, Any] = {"intervention": f"{cause} fixed"}
+            formed = has_formed(table, **fixed)
+            rows.append(
+                {
+                    "hypothesis": hypothesis,
+                    "fixed": cause,
+                    "seeds in which the head forms": str(over_seeds(formed.astype(float))),
+                    "step": f"{over_seeds(transitions(table, **fixed)):.0f}",
+                    "step, nothing fixed": f"{over_seeds(transitions(table, intervention=NOTHING)):.0f}",
+                    "excluded": "yes" if formed.all() else "no",
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _study(name: str, interventions: tuple[str, ...], cpu: Size, **seeds: int) -> Study:
+    def grid(size: Size, n_classes: int) -> Grid:
+        task = {"n_classes": n_classes, "burst": 1, "noise": 0.0, "p_context": 0.8}
+        return Grid(size.with_task(**task), tuple({"intervention": each} for each in interventions))
+
+    smoke = replace(SMOKE, first_seed=SMOKE.seeds if seeds else 0)
+    return grid_study(name, grid(smoke, 16), grid(replace(cpu, **seeds), 64), grid(replace(PAPER, **seeds), 256))
+
+
+def _draw(table: Table, shown: tuple[str, ...], families: dict[str, tuple[str, ...]]) -> dict[str, go.Figure]:
+    """One figure for each family of interventions, a panel for each of them."""
+    names = {measure: NAMES[measure] for measure in shown}
+    panels = {
+        each: mean_curves(table, names, intervention=each)
+        for each in dict.fromkeys((NOTHING, *(name for family in families.values() for name in family)))
+    }
+    return {
+        title: plots.curves(
+            {each: panels[each] for each in (NOTHING, *family)}, x="step", by="measure", label="step", value="measure"
+        )
+        for title, family in families.items()
+    }
+
+
+STUDY = _study("abrupt/interventions", tuple(INTERVENTIONS), replace(CPU, seeds=4, steps=2000))
+
+# Operations given, causes fixed
+
+
+def _draw_given(table: Table) -> dict[str, go.Figure]:
+    families = {
+        "given while training": ("previous", "previous, labels", "previous, items", "target's label"),
+        "fixed while training": ("TLA2 fixed", "CLA fixed"),
+    }
+    return _draw(table, ("icl", "tila2", "tla2"), families)
+
+
+def _check_given(table: Table) -> list[Check]:
+    items = brought_forward(table, "previous, items"), "only items clamped"
+    tla2, cla = {"intervention": "TLA2 fixed"}, {"intervention": "CLA fixed"}
+    return [
+        Claim(
+            "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)"
+        ).at_least(0.2, brought_forward(table, "previous"), *items),
+        Claim("It is the labels' attention that matters (only labels clamped; share of its step)").at_least(
+            0.2, brought_forward(table, "previous, labels"), *items
+        ),
+        Claim(
+            "TLA2 is not needed (accuracy at the end while the target cannot prefer labels): H1 and H2 are excluded"
+        ).at_least(0.9, at_end(table, "icl", **tla2), at_end(table, "tla2", **tla2), "TLA2 there, which must stay low"),
+        Claim(
+            "CLA need not be learned (accuracy at the end while labels outside the context are ruled out): H1 and H3 "
+            "are excluded"
+        ).at_least(0.9, at_end(table, "icl", **cla), at_start(table, "icl", **cla), "there before training"),
+    ]
+
+
+CLAMPED = Experiment(
+    name="abrupt/clamped",
+    title="Operations given, and their suspected causes fixed, while the network trains",
+    source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
+    study=STUDY,
+    draw=_draw_given,
+    check=_check_given,
+    published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
+)
+
+
+# Operations removed
+
+
+def _draw_removed(table: Table) -> dict[str, go.Figure]:
+    families = {
+        "removed while training": tuple(f"no {operation}" for operation in OPERATIONS),
+        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATIONS),
+    }
+    return _draw(table, ("icl", "tila2", "tla2"), families)
+
+
+def _check_removed(table: Table) -> list[Check]:
+    ends: dict[Any, Float[ndarray, " seed"]] = {
+        intervention: at_end(table, "icl", intervention=intervention)
+        for intervention in table.frame["intervention"].unique()
+    }
+    return [
+        Claim(
+            f"Taken away from the start, nothing takes its place: {site.description} (accuracy lost at the end)"
+        ).at_least(
+            0.4,
+            ends[NOTHING] - ends[f"no {operation}"],
+            ends[NOTHING] - ends[f"no {operation}, elsewhere"],
+            "the same where the operation is not",
+        )
+        for operation, site in OPERATION_SITES.items()
+    ]
+
+
+WITHOUT = Experiment(
+    name="abrupt/without",
+    title="Each operation removed while the network trains",
+    source=f"beyond {SOURCE}: Fig. 5 by intervention",
+    study=STUDY,
+    draw=_draw_removed,
+    check=_check_removed,
+    published="Not in the paper.",
+)
+
+
+# Causes fixed once more, by a criterion that was fixed before the seeds were seen
+
+_CONFIRMED = ("TLA2 fixed", "CLA fixed", "no match")
+"""Last, the control of the criterion: a network that cannot have the third operation."""
+
+
+def _check_confirmed(table: Table) -> list[Check]:
+    shares = {each: share_of(has_formed(table, intervention=each)) for each in (NOTHING, *_CONFIRMED)}
+    cannot_match = shares["no match"], "the target cannot match"
+    return [
+        Claim("With nothing held the head forms in every seed (share of seeds)").at_least(
+            1.0, shares[NOTHING], *cannot_match
+        ),
+        Claim("With TLA2 held the head forms in every seed: H1 and H2 are excluded (share of seeds)").at_least(
+            1.0, shares["TLA2 fixed"], *cannot_match
+        ),
+        Claim("With CLA held the head forms in no seed: H3 is not excluded (share of seeds)").at_most(
+            0.0, shares["CLA fixed"], shares[NOTHING], "nothing held"
+        ),
+    ]
+
+
+def _draw_confirmed(table: Table) -> dict[str, go.Figure]:
+    return _draw(table, ("icl", "ila1", "tila2", "tla2", "cla"), {"fixed from the start": _CONFIRMED})
+
+
+CONFIRMED = Experiment(
+    name="abrupt/confirmed",
+    title="TLA2 and CLA fixed, on fresh seeds and by a criterion set beforehand",
+    source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
+    study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), CPU, first_seed=6),
+    draw=_draw_confirmed,
+    check=_check_confirmed,
+    published="Not in the paper. What abrupt/clamped found, stated as claims before these seeds were trained.",
+)

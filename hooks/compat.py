@@ -1,0 +1,182 @@
+"""All that relies on the insides of transformers, TransformerLens and PyTorch; no other module does.
+
+Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a name used here disappears, and
+`pyproject.toml` excludes the next major versions until that test has run with them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+TESTED = {"transformers": "5.23.0", "transformer-lens": "4.3.0", "torch": "2.13.0"}
+"""The versions that the whole suite ran with; `make test-tl3` also runs a `HookedTransformer` of TransformerLens 3."""
+
+
+def wrapped(model: Any) -> Any:
+    """Returns the Hugging Face model inside a bridge, and any other model itself.
+
+    A bridge keeps it in `original_model`, which is none of its submodules: `modules()` of a bridge does not reach it.
+    """
+    return getattr(model, "original_model", model)
+
+
+def is_bridge(model: Any) -> bool:
+    """Whether a model is a bridge over a Hugging Face model: those take its keywords, such as `logits_to_keep`."""
+    return isinstance(getattr(model, "original_model", None), PreTrainedModel)
+
+
+def has_changed_weights(bridge: Any) -> bool:
+    """Whether a bridge computes with folded weights of its own (compatibility mode) and not with Hugging Face's."""
+    return bool(bridge.compatibility_mode)
+
+
+def component(part: Any) -> Any:
+    """Returns the Hugging Face module inside a part of a bridge, and any other module itself.
+
+    Called directly it runs without the hooks around it: replay and residual edges compute parts of a model on
+    activations that no hook should receive.
+    """
+    return getattr(part, "original_component", part)
+
+
+def without_bridge(module: nn.Module) -> nn.Module:
+    """Returns the module that remains when all parts of a bridge around it are removed: one may wrap another."""
+    from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+    while isinstance(module, GeneralizedComponent):
+        module = module.original_component  # pyright: ignore[reportAssignmentType]
+    return module
+
+
+def parameter_name(name: str) -> str:
+    """Returns a parameter's name as Hugging Face spells it: a bridge inserts the module that holds a component."""
+    return name.replace("._original_component", "")
+
+
+def head_weight(attention: Any, name: str) -> Tensor | None:
+    """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
+
+    A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`.
+    """
+    weight = getattr(attention, f"_{name}", getattr(attention, name, None))
+    return None if weight is None else weight.detach()
+
+
+def sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Returns z `[prompt pos head d_head]` as transformers computes it by default.
+
+    Queries and keys come after rotation, `[prompt head pos d_head]`. The function is looked up by name, so that the
+    numbers are those of the installed version to the bit.
+    """
+    return AttentionInterface()["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+def layer_of(attention: nn.Module) -> int:
+    """Returns the layer of a Hugging Face attention module, which transformers sets for its key-value cache."""
+    return int(attention.layer_idx)  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
+
+    The function is registered under `name`, with the masks of "sdpa", and selected on the configurations themselves:
+    there is no public way to read the selection that has to be restored. The instance attribute `forward` of each
+    attention part comes before the method of its class, so calls go to the wrapped layer; removing it gives the
+    bridge's own attention back. One `with` may stand in another.
+    """
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    layers = [block.attn for block in bridge.blocks]
+    models = [module for module in wrapped(bridge).modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(owner.config): owner.config for owner in (*models, *(component(layer) for layer in layers))}
+    implementations = {key: config._attn_implementation for key, config in configs.items()}
+    forwards = [vars(layer).get("forward") for layer in layers]
+    try:
+        for config in configs.values():
+            config._attn_implementation = name
+        for layer in layers:
+            vars(layer)["forward"] = component(layer).forward
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                vars(layer)["forward"] = forward
+        for key, config in configs.items():
+            config._attn_implementation = implementations[key]
+
+
+def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Returns the residual stream before the first layer, without hooks; GPT-2 adds an embedding of positions."""
+    residual = component(bridge.embed)(tokens)
+    if (of_positions := getattr(bridge, "pos_embed", None)) is not None:
+        residual = residual + component(of_positions)(positions)
+    return residual
+
+
+def rotation(bridge: Any, residual: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns cosines and sines of rotary embeddings, which a bridge's layers share; None where a model has none."""
+    rotary = getattr(bridge, "rotary_emb", None)
+    return None if rotary is None else component(rotary)(residual, positions)
+
+
+def unembed(bridge: Any, residual: Tensor) -> Tensor:
+    """Returns logits from the last residual stream, without hooks."""
+    return component(bridge.unembed)(component(bridge.ln_final)(residual))
+
+
+def attend(block: Any, residual: Tensor, **options: Any) -> Tensor:
+    """Returns what the attention layer of a block makes of a normed residual stream `[prompt pos d_model]`.
+
+    Hooks fire inside only if they are attached. `options` reach the attention function.
+    """
+    return component(block.attn).forward(residual, attention_mask=None, **options)[0]
+
+
+def is_parallel(block: Any) -> bool:
+    """Whether the MLP of a block reads what its attention reads: GPT-NeoX decides it in the configuration."""
+    return bool(getattr(component(block), "use_parallel_residual", False))
+
+
+def norm(part: Any, residual: Tensor) -> Tensor:
+    """Returns what a norm makes of the residual stream, without hooks.
+
+    transformers' RMSNorm (the one with `variance_epsilon`) is written out with fewer passes over memory. In float32
+    alone: for narrower types transformers rounds in between.
+    """
+    module = component(part)
+    if residual.dtype != torch.float32 or not hasattr(module, "variance_epsilon"):
+        return module(residual)
+    mean_square = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).square_().div_(residual.shape[-1])
+    return torch.mul(residual, mean_square.add_(module.variance_epsilon).rsqrt_()).mul_(module.weight)
+
+
+def mlp(part: Any, residual: Tensor) -> Tensor:
+    """Returns the output of an MLP, without hooks.
+
+    A SwiGLU runs transformers' own operations in its order, but writes over tensors that are not needed again.
+    """
+    module = component(part)
+    if not hasattr(module, "gate_proj") or module.config.hidden_act != "silu":
+        return module(residual)
+    gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
+    return module.down_proj(gate.mul_(module.up_proj(residual)))
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention and the logarithm of its softmax's denominator, on CPUs.
+
+    The public function computes both and returns the first.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attention(query, key, value, attn_mask=mask, scale=scaling)

@@ -1,0 +1,29 @@
+"""The interface of a model: TransformerLens's hooks, and nothing more."""
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """A model with TransformerLens's hooks: a `TransformerBridge`, a `HookedTransformer`, a module of one's own.
+
+    A module of one's own derives from `transformer_lens.HookedRootModule` and names its hook points as TransformerLens
+    does, `blocks.{layer}.attn.hook_pattern` `[prompt head query key]` at the least.
+    """
+
+    cfg: Any
+    """`n_layers`, `n_heads`, `d_model`, `d_head`, `d_vocab`, `n_ctx`."""
+    hook_dict: Any
+    """The hook points by name."""
+
+    def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns logits `[prompt pos d_vocab]`; `attention_mask=` where prompts are padded on the left."""
+        ...
+
+    def hooks(self, fwd_hooks: Any = ..., *args: Any, **kwargs: Any) -> Any:
+        """A context manager that adds hooks, pairs of a name and a function."""
+        ...
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model with hooks and returns its logits."""
+        ...

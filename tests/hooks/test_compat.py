@@ -1,0 +1,99 @@
+"""What the package relies on inside of transformers, TransformerLens and PyTorch is still there, and means the same."""
+
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+import align_circuits as ac
+from align_circuits.hooks import compat
+
+PACKAGE = Path(ac.__file__).parent
+INSIDES = re.compile(
+    r"\b(original_(component|model)|_original_component|_attn_implementation|_global_mapping|compatibility_mode|layer_idx"
+    r"|variance_epsilon|use_parallel_residual|_buffers|GeneralizedComponent|aten\._\w+)\b"
+)
+
+
+@pytest.fixture(scope="module")
+def bridge(random_hf_model):
+    return ac.load(random_hf_model("llama"))
+
+
+def test_the_tested_versions_are_installed_and_allowed():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    allowed = {entry.name: entry.specifier for entry in map(Requirement, project["dependencies"])}
+    for package, tested in compat.TESTED.items():
+        assert Version(version(package)).release == Version(tested).release, f"run the suite, then update {package}"
+        assert Version(tested).release in allowed[package]
+    for package in ("transformers", "transformer-lens"):
+        assert f"{Version(compat.TESTED[package]).major + 1}.0" not in allowed[package]
+
+
+def test_a_bridge_has_the_parts_that_replay_calls(bridge, random_hf_model):
+    block = bridge.blocks[0]
+    for part in (bridge.embed, bridge.unembed, bridge.ln_final, bridge.rotary_emb, block.attn.o):
+        assert compat.component(part) is part.original_component
+    assert isinstance(compat.component(block.ln1), LlamaRMSNorm) and isinstance(
+        compat.component(block.ln2), LlamaRMSNorm
+    )
+    assert isinstance(compat.component(block.mlp), LlamaMLP)
+    assert compat.layer_of(compat.component(bridge.blocks[1].attn)) == 1
+    assert compat.wrapped(bridge).config._attn_implementation == "eager"
+    assert compat.component(block.attn).config is compat.wrapped(bridge).config
+    assert bridge.compatibility_mode is False and not compat.has_changed_weights(bridge)
+    assert hasattr(ac.load(random_hf_model("gpt2")), "pos_embed")
+    neox = ac.load(random_hf_model("gpt_neox")), ac.load(random_hf_model("gpt_neox", use_parallel_residual=False))
+    assert [compat.is_parallel(model.blocks[0]) for model in neox] == [True, False]
+
+
+def test_names_of_parameters_are_hugging_faces(bridge, random_hf_model):
+    inserted = dict(compat.wrapped(bridge).named_parameters())
+    assert {compat.parameter_name(name) for name in inserted} == set(dict(random_hf_model("llama").named_parameters()))
+    assert any("._original_component" in name for name in inserted)
+
+
+def test_without_bridge_is_a_module_of_hugging_face(bridge):
+    for name, module in compat.wrapped(bridge).named_modules():
+        assert "transformer_lens" not in type(compat.without_bridge(module)).__module__, name
+
+
+def test_weights_have_a_row_for_each_key_head(bridge):
+    attention = bridge.blocks[0].attn
+    assert [compat.head_weight(attention, name).shape[0] for name in ("W_Q", "W_K", "W_V", "W_O")] == [4, 2, 2, 4]
+    attention = torch.nn.Module()
+    attention.W_K, attention._W_K = torch.ones(4, 3, 2), torch.ones(2, 3, 2)
+    assert compat.head_weight(attention, "W_K") is not None and compat.head_weight(attention, "b_K") is None
+    assert compat.head_weight(attention, "W_K").shape == (2, 3, 2)
+
+
+def test_norms_and_mlps_are_hugging_faces(bridge):
+    residual = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0))
+    block = bridge.blocks[0]
+    with torch.no_grad():
+        torch.testing.assert_close(compat.norm(block.ln1, residual), block.ln1.original_component(residual))
+        torch.testing.assert_close(compat.mlp(block.mlp, residual), block.mlp.original_component(residual))
+
+
+def test_attention_functions_are_registered_where_transformers_looks():
+    assert callable(AttentionInterface()["sdpa"]) and callable(AttentionMaskInterface()["sdpa"])
+    query, key, value = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+    z, total = compat.fused_attention(query, key, value, 0.3, None)
+    scores = query @ key.mT * 0.3
+    torch.testing.assert_close(z, scores.softmax(-1) @ value)
+    torch.testing.assert_close(total, scores.logsumexp(-1))
+
+
+def test_no_other_module_names_these_insides():
+    for file in PACKAGE.rglob("*.py"):
+        code = re.sub(r'("""|")(?s:.*?)\1', "", file.read_text())
+        if file.name != "compat.py":
+            assert not (name := INSIDES.search(code)), f"{file} names {name and name[0]}: let compat.py do it"
