@@ -37,7 +37,7 @@ class Job:
     config: Mapping[str, Any]
     """Its keyword arguments, as JSON."""
     seed: int | None = 0
-    """Fixes what the function draws at random; None if it draws nothing: it is called without, and its rows have none."""
+    """Fixes what the function draws at random; None if it draws nothing, and is called without."""
 
     def __post_init__(self):
         module, _, name = self.function.partition(":")
@@ -266,8 +266,7 @@ def _attempt(path: Path, job: Job) -> str | None:
     try:
         frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
         rows = frame.to_dict("records")
-        _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "
-")
+        _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n")
     except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
     path.with_suffix(".error").unlink(missing_ok=True)

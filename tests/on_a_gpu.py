@@ -31,6 +31,7 @@ from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
+from align_circuits.report import save_localization
 from align_circuits.run.forward_pass import capture
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.tuning import TuneConfig, tune
@@ -264,7 +265,7 @@ def test_localization(tmp_path):
     assert here.heads_by_role == there.heads_by_role and here.named_heads
     alike(here.table, there.table)
     alike(here.group_ablations, there.group_ablations)
-    assert ac.report.save_localization(there, tmp_path).is_file()
+    assert save_localization(there, tmp_path).is_file()
 
 
 def test_localization_from_the_command_line(folder, tmp_path):

@@ -1,5 +1,7 @@
 """Checks that a model is the sum of its parts: a residual stream that heads and MLPs read and add to."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,8 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     Raises:
         ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
     """
-    if adapted := [name for name, part in model.named_modules() if hasattr(part, "base_layer")]:
+    module: Any = model
+    if adapted := [name for name, part in module.named_modules() if hasattr(part, "base_layer")]:
         raise ValueError(
             f"{adapted[0]} carries an adapter, which the weights of heads do not show: merge it first "
             "(merge_and_unload), then load the merged model"

@@ -153,7 +153,11 @@ def completeness(
     runs = _CircuitRuns(model, pair, options)
     sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
     sets = list(dict.fromkeys(sets))
-    every = [(sender.layer, sender.head) for sender in runs.graph.senders if sender.head is not None]
+    every: list[Head] = [
+        (sender.layer, sender.head)
+        for sender in runs.graph.senders
+        if sender.layer is not None and sender.head is not None
+    ]
     remaining = [[head for head in of if head not in removed] for of in (heads, every) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
     circuit, model_values = values[: len(sets)], values[len(sets) :]

@@ -73,7 +73,7 @@ def patch_heads(
                     place = {"layers": [layer]}
                 for name, mask in masks.items():
                     everywhere = name == EVERYWHERE and bool((mask == pair.clean.mask).all())
-                    keys += [(site, layer, head, name) for head in together]
+                    keys.extend((site, layer, head, name) for head in together)
                     edit_set_of += [len(edit_sets)] * len(together)
                     edit_sets.append([Patch(**place, site=site, positions=None if everywhere else mask)])
     metrics = BOTH if pair.metric is None else (pair.metric,)

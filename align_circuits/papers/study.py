@@ -141,9 +141,9 @@ class Study:
         rows: dict[str, list[dict[str, Any]]] = {}
         for stage in (self.train, self.jobs):
             measurements = stage(config, inputs)
-            sweep = run_jobs([each.job for each in measurements], folder / "jobs", jobs=jobs)
-            sweep.whole()  # raises where one failed
-            for each, returned in zip(measurements, sweep.rows, strict=True):
+            results = run_jobs([each.job for each in measurements], folder / "jobs", processes=jobs)
+            results.all_rows()  # raises where one failed
+            for each, returned in zip(measurements, results.rows, strict=True):
                 plain = [{**each.keys, **each.job.seeded, **row} for row in returned]
                 rows.setdefault(each.function.__name__, []).extend(plain)
         frame = self.summarize(config, {name: pd.DataFrame(parts) for name, parts in rows.items()})

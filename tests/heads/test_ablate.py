@@ -119,7 +119,7 @@ def test_intervals_and_provenance(llama, prompts):
     assert frame.set_index("kind")["n"].to_dict() == {"all": 12, "first": 6, "later": 6}
     assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
     told = table.provenance
-    assert (told.verb, told.engine) == ("ablate_heads", "cone")
+    assert (told.verb, told.engine) == ("ablate_heads", "replay")
     assert told.settings == {"how": "mean", "baseline": prompts.digest}
     assert told.data["digest"] == prompts.digest
     assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty

@@ -65,7 +65,7 @@ def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tens
         for head in [None] if site in LAYER_SITES else range(4):
             name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
-            def patch(x: Tensor, hook: Any, name: str = name, head: int = head) -> Tensor:  # noqa: ARG001
+            def patch(x: Tensor, hook: Any, name: str = name, head: Any = head) -> Tensor:  # noqa: ARG001
                 x = x.clone()
                 here = (positions,) if site in LAYER_SITES else (positions, head // shared)
                 new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cache[name]))
@@ -199,7 +199,7 @@ def test_intervals_and_engines(models, clean, corrupted):
     assert ((frame["low"] <= frame["value"]) & (frame["value"] <= frame["high"])).all()
     assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
     assert frame.set_index("kind")["n"].to_dict() == {"all": 24, "first": 12, "later": 12}
-    assert table.provenance.engine == "cone" and table.provenance.data["digest"] == clean.digest
+    assert table.provenance.engine == "replay" and table.provenance.data["digest"] == clean.digest
     assert table.provenance.settings["corrupted_digest"] == corrupted.digest != clean.digest
     for options in (ac.RunOptions("reference"), ac.RunOptions(batch_size=1)):
         other = patch_heads(models["llama"], ac.Pair(clean, corrupted), heads=[(1, 0), (0, 3)], options=options)
@@ -211,10 +211,10 @@ def test_intervals_and_engines(models, clean, corrupted):
         for site in ("z", "q", "pattern")
     }
     assert ran == {
-        ("llama", "z"): "cone",
-        ("llama", "q"): "cone",
+        ("llama", "z"): "replay",
+        ("llama", "q"): "replay",
         ("llama", "pattern"): "fast",
-        ("gpt2", "z"): "cone",
+        ("gpt2", "z"): "replay",
         ("gpt2", "q"): "reference",
         ("gpt2", "pattern"): "fast",
     }

@@ -160,7 +160,8 @@ def attending(monkeypatch):
 
         monkeypatch.setattr(nulls, "forward", forward)
         heads = len(attention(0, 1))
-        return SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=heads))
+        unused: dict[str, Any] = dict.fromkeys(("hook_dict", "hooks", "run_with_hooks", "__call__"), print)
+        return type("Attending", (), unused | {"cfg": SimpleNamespace(n_layers=1, n_heads=heads)})()
 
     return make
 
@@ -247,7 +248,7 @@ class TestMeaning:
         relation = prompts.relations["induction"]
         rows = torch.arange(len(relation))
         pattern = torch.rand(len(rows), 2, prompts.mask.shape[1], generator=torch.Generator().manual_seed(0))
-        once, again = (nulls._Places(relation, prompts, 1, 2) for _ in range(2))
+        once, again = (nulls._Positions(relation, prompts, 1, 2) for _ in range(2))
         once.add(rows, 0, pattern)
         for some in (rows[:7], rows):
             again.add(some, 0, pattern[some])

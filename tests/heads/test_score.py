@@ -117,7 +117,7 @@ def frame_of(table: Table, **keys) -> Any:  # pandas' own annotations take every
     return table.where(**keys).frame
 
 
-def values(table: Table, metric: str) -> dict[tuple[int, int], float]:
+def values(table: Table, metric: str) -> dict[Any, float]:
     frame = frame_of(table, metric=metric)
     heads = [None if pd.isna(head) else head for head in frame["head"]]
     return dict(zip(zip(frame["layer"], heads, strict=True), frame["value"], strict=True))

@@ -517,16 +517,13 @@ class TestRefusals:
             (ac.Clamp([(0, 4)], "induction"), "no head L0H4"),
             (ac.Ablate([(0, 2)], site="k"), "share a key head cannot change their k apart: name all of L0H2 L0H3"),
             (ac.Ablate([(1, 1), (1, 2)], site="v"), "name all of L1H0 L1H1 L1H2 L1H3"),
-            (ac.Ablate([(0, 0)], how="mean"), r"needs a reference that holds 'blocks.0.attn.hook_z'"),
+            (ac.Ablate([(0, 0)], how="mean"), r"needs a reference that has 'blocks.0.attn.hook_z'"),
             (
                 ac.Ablate([(0, 0)], how="resample"),
                 r"needs a reference .* ablation_baseline\(model, prompts, how='resample'",
             ),
-            (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch holds none"),
-            (
-                ac.Patch([(1, 0)], values={"blocks.0.attn.hook_z": torch.zeros(3, 9, 4, 8)}),
-                "holds blocks.0.attn.hook_z",
-            ),
+            (ac.Patch([(1, 0)]), "no values for 'blocks.1.attn.hook_z': this patch has none"),
+            (ac.Patch([(1, 0)], values={"blocks.0.attn.hook_z": torch.zeros(3, 9, 4, 8)}), "has blocks.0.attn.hook_z"),
             (ac.Steer([(0, 0)]), "a vector of shape None cannot be added .* give 8 numbers"),
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
             (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
@@ -558,7 +555,7 @@ class TestRefusals:
 
     def test_a_position_that_asks_twice(self, models):
         previous = PADDED.relations["previous"]
-        columns = ("target", "prompt", "query", "wants", "among")
+        columns = ("target", "prompt", "query", "key_value", "candidate_value")
         twice = replace(previous, **{name: torch.cat([getattr(previous, name)] * 2) for name in columns})
         prompts = replace(PADDED, relations={"twice": twice})
         with pytest.raises(ValueError, match="relation 'twice' has two rows at one query"):

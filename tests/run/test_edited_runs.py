@@ -17,7 +17,7 @@ from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.run import batching as module
+from align_circuits.run import batching
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
@@ -171,7 +171,7 @@ def test_replay_equals_the_reference_engine(models, case):
     expected, ran = logits_of(model, prompts, cells, rows, source=source, engine="reference")
     assert ran == "reference"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CPU_TOKENS", case.tokens)
+        patch.setattr(batching, "CPU_TOKENS", case.tokens)
         options = {"source": source, "batch_size": case.batch_size}
         found, ran = logits_of(model, prompts, cells, rows, engine=case.engine, **options)
     assert ran == "replay"

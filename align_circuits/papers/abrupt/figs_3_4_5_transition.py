@@ -73,7 +73,7 @@ def attention_on_the_way(
     for stop in sorted({min(size.steps, round(share * transition)) for share in shares}):
         net: Any = network(size, task, "network", [0])  # the first seed alone is the first member of the ensemble
         if stop:
-            train = replace(size.train, steps=stop, log_every=stop, checkpoint_every=stop)
+            train = replace(size.train, steps=stop, log_every=stop)
             train_on_exemplars(net, worlds, train, batch_size=size.batch_size, probe=size.probe, progress=False)
         _, cache = net.run_with_cache(worlds.batch(0, 1, "icl").inputs)
         for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):

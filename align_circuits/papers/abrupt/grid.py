@@ -68,7 +68,7 @@ class Size:
     def train(self) -> TrainConfig:
         """Plain SGD, as in the paper."""
         plain: Any = {"lr": self.lr, "weight_decay": self.weight_decay, "optimizer": "sgd", "clip": None}
-        return TrainConfig(self.steps, **plain, log_every=self.log_every, checkpoint_every=max(1, self.log_every // 2))
+        return TrainConfig(self.steps, log_every=self.log_every, **plain)
 
     def with_task(self, **changes: Any) -> "Size":
         """Returns a size whose base task differs."""

@@ -224,7 +224,7 @@ def _jobs(config: Tunings, inputs: Inputs) -> list[Measurement]:
 def _summarize(_: Tunings, rows: Rows) -> pd.DataFrame:
     two = rows["twofold"]
     two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
-    return pd.concat([rows["causes"], two])[["arm", "seed", "done", "metric", "heads", *VALUES]]
+    return pd.concat([rows["causes"], two]).loc[:, ["arm", "seed", "done", "metric", "heads", *VALUES]]
 
 
 def _check(table: Table) -> list[Check]:

@@ -242,7 +242,7 @@ def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key place"]:
 def _maps(arm: Arm, frame: pd.DataFrame) -> pd.DataFrame:
     """The scores of all seeds, and the maps of the first."""
     shown = frame[(frame["metric"] == "score") | (frame["seed"] == arm.seeds[0])]
-    return shown[["arm", "part", "seed", "what", "of", "metric", "query", "key", *VALUES]]
+    return shown.loc[:, ["arm", "part", "seed", "what", "of", "metric", "query", "key", *VALUES]]
 
 
 def _check_maps(table: Table) -> list[Check]:
@@ -263,7 +263,7 @@ def _check_maps(table: Table) -> list[Check]:
 
 def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
     maps = table.where(metric="attention")
-    size, m = (int(maps.where(what="align").frame[name].max()) + 1 for name in ("query", "key"))
+    size, m = (int(maps.where(what="align").frame[name].to_numpy().max()) + 1 for name in ("query", "key"))
     c, figures = size // m, {}
     for what in ("align", "lookup"):
         rows: Any = maps.where(what=what).frame
@@ -376,7 +376,7 @@ def circuit_scores(*, task: Mapping[str, Any], strength: float, n: int, seed: in
         right: Any = evaluate(model, prompts, edits=edits).where(metric="accuracy", offset=None).frame
         kept = right[right["predictor"].isin(["model", "history", "oracle"] if not edits else ["model"])]
         frames.append(kept.assign(metric=kept["predictor"].where(kept["predictor"] != "model", name)))
-    return pd.concat(frames, ignore_index=True)[["metric", "kind", *VALUES]]
+    return pd.concat(frames, ignore_index=True).loc[:, ["metric", "kind", *VALUES]]
 
 
 def _circuit_jobs(config: Circuit, _: Inputs) -> list[Measurement]:

@@ -177,7 +177,7 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
-    return pd.concat(frames, ignore_index=True)[columns]
+    return pd.concat(frames, ignore_index=True).loc[:, columns]
 
 
 KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")

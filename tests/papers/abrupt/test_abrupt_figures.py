@@ -194,7 +194,7 @@ def test_a_course_of_attention_has_a_frame_a_step():
     assert [frame.name for frame in figure.frames] == ["0", "7"]
     assert [trace.z.shape for trace in figure.frames[0].data] == [(2, 2), (1, 2)]
     assert len(figure.layout.sliders[0].steps) == 2
-    with pytest.raises(ValueError, match="maps read at different steps"):
+    with pytest.raises(ValueError, match="maps measured at different steps"):
         plots.attention_course({"one": first, "two": second[second["step"] == 0]})
     still: Any = plots.attention_course({"one": first[first["step"] == first["step"].min()]})
     assert figure.layout.sliders and not still.layout.sliders, "one step needs no slider"
