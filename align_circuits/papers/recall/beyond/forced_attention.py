@@ -21,18 +21,8 @@ from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetuned,
-    pretrained,
-    pretrainings,
-)
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts
@@ -45,7 +35,7 @@ DISTANCES = {"itself": 0, "separator": 1, "subject before": 3}
 """The tokens that the last token of an ICL prompt is made to attend to, by their distance."""
 
 Kind = Literal["pt"] | Finetuned
-"""A pretrained model, or one finetuned on a kind of sequences."""
+"""A gpt2.pretrained model, or one gpt2.finetuned on a kind of sequences."""
 
 INTACT = "as it is"
 """The place of rows without an edit."""
@@ -53,7 +43,7 @@ INTACT = "as it is"
 
 @dataclass(frozen=True)
 class ForcedAttention:
-    """The finetuned models that are measured beside the pretrained one."""
+    """The gpt2.finetuned models that are measured beside the gpt2.pretrained one."""
 
     setup: GPT2Setup
     kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
@@ -76,7 +66,7 @@ def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> l
     """
     on_one_thread()
     made = GPT2Setup.from_config(setup)
-    run = pretrained(made, seed, trained) if kind == "pt" else finetuned(made, seed, kind, trained)
+    run = gpt2.pretrained(made, seed, trained) if kind == "pt" else gpt2.finetuned(made, seed, kind, trained)
     model = load(copy.deepcopy(run.model))
     tasks = {
         "ICL": made.demonstrations(seed, "icl", held_out=True),
@@ -168,7 +158,7 @@ def _check(table: Table) -> list[Check]:
             0.5, measured, gain("icl+grm", 1, "itself"), "layer 2 made to read it"
         ),
         Claim("Finetuning has learned the rest (gain of exact match)").at_least(
-            0.5, measured, gain("pt", 0, "itself"), "the pretrained model so made"
+            0.5, measured, gain("pt", 0, "itself"), "the gpt2.pretrained model so made"
         ),
     ]
 
@@ -192,10 +182,10 @@ BRIDGE = Experiment(
     f"Beyond {SOURCE}",
     Study(
         "recall/bridge",
-        {"smoke": ForcedAttention(SMOKE), "cpu": ForcedAttention(CPU), "paper": ForcedAttention(PAPER)},
+        {"smoke": ForcedAttention(gpt2.SMOKE), "cpu": ForcedAttention(gpt2.CPU), "paper": ForcedAttention(gpt2.PAPER)},
         _jobs,
         lambda _, rows: rows["force"].assign(layer=rows["force"]["layer"].astype("Int64"), low=np.nan, high=np.nan),
-        pretrainings,
+        gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -37,11 +37,12 @@ class Finetunings:
     """The key columns of each cell of the grid: numbers of the setup, `positions` (relative by default), and `values`,
     the number of unique values that seen subjects have."""
 
-    def cells(self) -> Iterator[tuple[AttentionOnlySetup, Positions, Mapping[str, Any]]]:
-        """Yields the setup of each cell, its positions, and its keys."""
+    def cells(self, inputs: Inputs) -> Iterator[tuple[AttentionOnlySetup, dict[str, Any], Mapping[str, Any]]]:
+        """Yields the setup of each cell, the other arguments of its jobs, and its keys."""
         for keys in self.changes:
             numbers = {name: value for name, value in keys.items() if name not in ("positions", "values")}
-            yield replace(self.setup, **numbers), keys.get("positions", "relative"), keys
+            settings = {"positions": keys.get("positions", "relative"), "trained": inputs.trained}
+            yield replace(self.setup, **numbers), settings, keys
 
 
 def pretrain_attention_only(
@@ -72,26 +73,18 @@ def finetune_attention_only(
 
 def _pretrainings(config: Finetunings, inputs: Inputs) -> list[Measurement]:
     return [
-        Measurement(
-            pretrain_attention_only,
-            {"setup": asdict(replace(setup, n_seen=1, finetuning=1)), "positions": at, "trained": inputs.trained},
-            seed,
-            keys,
-        )
-        for setup, at, keys in config.cells()
+        Measurement(pretrain_attention_only, {"setup": asdict(setup), **settings}, seed, keys)
+        for full, settings, keys in config.cells(inputs)
+        for setup in [replace(full, n_seen=1, finetuning=1)]  # so that cells with the same pretraining share its job
         for seed in range(config.seeds)
     ]
 
 
 def _finetunings(config: Finetunings, inputs: Inputs) -> list[Measurement]:
     return [
-        Measurement(
-            finetune_attention_only,
-            {"setup": asdict(setup), "positions": at, "n_values": keys.get("values"), "trained": inputs.trained},
-            seed,
-            keys,
-        )
-        for setup, at, keys in config.cells()
+        Measurement(finetune_attention_only, {"setup": asdict(setup), "n_values": n_values, **settings}, seed, keys)
+        for setup, settings, keys in config.cells(inputs)
+        for n_values in [keys.get("values")]
         for seed in range(config.seeds)
     ]
 
@@ -217,37 +210,30 @@ def _check_subjects(table: Table) -> list[Check]:
     ]
 
 
-SMOKE = AttentionOnlySetup(
-    n_subjects=8,
-    n_values=2,
-    n_types=2,
-    n_grammar=4,
-    n_slots=3,
-    n_facts=2,
-    n_demos=2,
-    n_seen=4,
-    d_head=8,
-    pretraining=4,
-    finetuning=4,
-    batch_size=4,
-    lr=1e-2,
-    n=8,
-)
-CPU = AttentionOnlySetup(
-    n_subjects=64,
-    n_values=8,
-    n_types=4,
-    n_grammar=10,
-    n_slots=6,
-    n_facts=4,
-    n_demos=5,
-    n_seen=32,
-    d_head=64,
-    pretraining=2000,
-    finetuning=500,
-    batch_size=32,
-    lr=3e-3,
-)
+_SMOKE_SEQUENCES = {
+    "n_subjects": 8,
+    "n_values": 2,
+    "n_types": 2,
+    "n_grammar": 4,
+    "n_slots": 3,
+    "n_facts": 2,
+    "n_demos": 2,
+    "n_seen": 4,
+}
+_SMOKE_TRAINING = {"d_head": 8, "pretraining": 4, "finetuning": 4, "batch_size": 4, "lr": 1e-2, "n": 8}
+SMOKE = AttentionOnlySetup(**_SMOKE_SEQUENCES, **_SMOKE_TRAINING)
+_CPU_SEQUENCES = {
+    "n_subjects": 64,
+    "n_values": 8,
+    "n_types": 4,
+    "n_grammar": 10,
+    "n_slots": 6,
+    "n_facts": 4,
+    "n_demos": 5,
+    "n_seen": 32,
+}
+_CPU_TRAINING = {"d_head": 64, "pretraining": 2000, "finetuning": 500, "batch_size": 32, "lr": 3e-3}
+CPU = AttentionOnlySetup(**_CPU_SEQUENCES, **_CPU_TRAINING)
 _LONGER = replace(PAPER, pretraining=5000, finetuning=2000)
 
 

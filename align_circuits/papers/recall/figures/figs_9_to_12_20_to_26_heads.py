@@ -225,69 +225,23 @@ def _of(table: Table, role: Role, positions: str, **where: Any) -> Measured:
     return over_seeds(_by_head(table, positions=positions, **where)[np.arange(len(heads)), heads])
 
 
-_BEFORE, _AFTER, _UNTRAINED = ({"stage": stage} for stage in ("pretrained", "finetuned", "untrained"))
-_FACTS, _IN_CONTEXT = ({"sequences": sequences} for sequences in ("pretraining", "in context"))
-_ATTENTION, _COSINE = ({"metric": metric} for metric in ("attention", "cosine"))
-
-_OF_HEADS: list[tuple[str, Role, dict[str, str], dict[str, str], dict[str, str], str]] = [
-    (
-        "after pretraining a head attends to the subject",
-        "subject",
-        {**_FACTS, **_ATTENTION, "what": "subject"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "another attends to the latest relation token",
-        "relation",
-        {**_FACTS, **_ATTENTION, "what": "relation"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "the subject head's output is f_subj (cosine)",
-        "subject",
-        {**_FACTS, **_COSINE, "what": "f_subj"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "the relation head's output is f_rel (cosine)",
-        "relation",
-        {**_FACTS, **_COSINE, **_BEFORE},
-        {"what": "f_rel"},
-        {"what": "f_rel of another"},
-        "another type's",
-    ),
+_OF_HEADS: list[tuple[str, Role, str, str, str]] = [
+    ("after pretraining a head attends to the subject", "subject", "attention", "subject", "pretrained"),
+    ("another attends to the latest relation token", "relation", "attention", "relation", "pretrained"),
+    ("the subject head's output is f_subj (cosine)", "subject", "cosine", "f_subj", "pretrained"),
+    ("the relation head's output is f_rel (cosine)", "relation", "cosine", "f_rel", "pretrained"),
     (
         "after finetuning the subject head attends to the query subject",
-        "subject",
-        {**_IN_CONTEXT, **_ATTENTION, "what": "query_subject"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
+        *("subject", "attention", "query_subject", "finetuned"),
     ),
-    (
-        "and the relation head to attributes",
-        "relation",
-        {**_IN_CONTEXT, **_ATTENTION, "what": "same_type"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
-    ),
-    (
-        "whose output is then f_rel (cosine)",
-        "relation",
-        {**_IN_CONTEXT, **_COSINE, "what": "f_rel"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
-    ),
+    ("and the relation head to attributes", "relation", "attention", "same_type", "finetuned"),
+    ("whose output is then f_rel (cosine)", "relation", "cosine", "f_rel", "finetuned"),
 ]
-"""Claims about the head of a role: which, the keys of both numbers, of the measured one, and of the control."""
+"""Claims about the head of a role: the role, the metric, of what, and the stage."""
+
+_STAGES = {"pretrained": ("pretraining", "untrained", "before training")}
+_STAGES["finetuned"] = ("in context", "pretrained", "before finetuning")
+"""The sequences of each stage, the stage before it, and its caption."""
 
 
 def _checks(table: Table, positions: str) -> Iterator[Check]:
@@ -302,8 +256,17 @@ def _checks(table: Table, positions: str) -> Iterator[Check]:
         where = {"stage": stage, "sequences": "in context", "metric": "exact"}
         return table.where(positions=positions, **where).frame["value"].to_numpy(float)
 
-    for claim, role, where, own_keys, control_keys, control_is in _OF_HEADS:
-        measured, control = (_of(table, role, positions, **where, **keys) for keys in (own_keys, control_keys))
+    for claim, role, metric, what, stage in _OF_HEADS:
+        sequences, before, control_is = _STAGES[stage]
+        where = {"metric": metric, "sequences": sequences}
+        measured = _of(table, role, positions, stage=stage, what=what, **where)
+        if (what, stage) == ("f_rel", "pretrained"):
+            control, control_is = (
+                _of(table, role, positions, stage=stage, what=f"{what} of another", **where),
+                "another type's",
+            )
+        else:
+            control = _of(table, role, positions, stage=before, what=what, **where)
         yield Claim(f"{name}: {claim}").at_least(0.8, measured, control, control_is)
     for stage, sequences, role in (
         ("pretrained", "pretraining", "subject"),
@@ -376,37 +339,32 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return figures
 
 
-CPU = AttentionOnlySetup(
-    n_subjects=32,
-    n_values=4,
-    n_types=3,
-    n_grammar=6,
-    n_slots=4,
-    n_facts=3,
-    n_demos=5,
-    n_seen=16,
-    d_head=64,
-    pretraining=1200,
-    finetuning=400,
-    lr=5e-3,
-)
+_CPU_SEQUENCES = {
+    "n_subjects": 32,
+    "n_values": 4,
+    "n_types": 3,
+    "n_grammar": 6,
+    "n_slots": 4,
+    "n_facts": 3,
+    "n_demos": 5,
+    "n_seen": 16,
+}
+_CPU_TRAINING = {"d_head": 64, "pretraining": 1200, "finetuning": 400, "lr": 5e-3}
+CPU = AttentionOnlySetup(**_CPU_SEQUENCES, **_CPU_TRAINING)
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
-SMOKE = AttentionOnlySetup(
-    n_subjects=8,
-    n_values=4,
-    n_types=2,
-    n_grammar=4,
-    n_slots=2,
-    n_facts=2,
-    n_demos=2,
-    n_seen=4,
-    d_head=8,
-    pretraining=6,
-    finetuning=3,
-    batch_size=4,
-    n=12,
-)
+_SMOKE_SEQUENCES = {
+    "n_subjects": 8,
+    "n_values": 4,
+    "n_types": 2,
+    "n_grammar": 4,
+    "n_slots": 2,
+    "n_facts": 2,
+    "n_demos": 2,
+    "n_seen": 4,
+}
+_SMOKE_TRAINING = {"d_head": 8, "pretraining": 6, "finetuning": 3, "batch_size": 4, "n": 12}
+SMOKE = AttentionOnlySetup(**_SMOKE_SEQUENCES, **_SMOKE_TRAINING)
 
 HEADS = Experiment(
     "recall/heads",
