@@ -210,30 +210,37 @@ def _check_subjects(table: Table) -> list[Check]:
     ]
 
 
-_SMOKE_SEQUENCES = {
-    "n_subjects": 8,
-    "n_values": 2,
-    "n_types": 2,
-    "n_grammar": 4,
-    "n_slots": 3,
-    "n_facts": 2,
-    "n_demos": 2,
-    "n_seen": 4,
-}
-_SMOKE_TRAINING = {"d_head": 8, "pretraining": 4, "finetuning": 4, "batch_size": 4, "lr": 1e-2, "n": 8}
-SMOKE = AttentionOnlySetup(**_SMOKE_SEQUENCES, **_SMOKE_TRAINING)
-_CPU_SEQUENCES = {
-    "n_subjects": 64,
-    "n_values": 8,
-    "n_types": 4,
-    "n_grammar": 10,
-    "n_slots": 6,
-    "n_facts": 4,
-    "n_demos": 5,
-    "n_seen": 32,
-}
-_CPU_TRAINING = {"d_head": 64, "pretraining": 2000, "finetuning": 500, "batch_size": 32, "lr": 3e-3}
-CPU = AttentionOnlySetup(**_CPU_SEQUENCES, **_CPU_TRAINING)
+SMOKE = AttentionOnlySetup(
+    n_subjects=8,
+    n_values=2,
+    n_types=2,
+    n_grammar=4,
+    n_slots=3,
+    n_facts=2,
+    n_demos=2,
+    n_seen=4,
+    d_head=8,
+    pretraining=4,
+    finetuning=4,
+    batch_size=4,
+    lr=1e-2,
+    n=8,
+)
+CPU = AttentionOnlySetup(
+    n_subjects=64,
+    n_values=8,
+    n_types=4,
+    n_grammar=10,
+    n_slots=6,
+    n_facts=4,
+    n_demos=5,
+    n_seen=32,
+    d_head=64,
+    pretraining=2000,
+    finetuning=500,
+    batch_size=32,
+    lr=3e-3,
+)
 _LONGER = replace(PAPER, pretraining=5000, finetuning=2000)
 
 
