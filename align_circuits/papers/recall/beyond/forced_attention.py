@@ -35,7 +35,7 @@ DISTANCES = {"itself": 0, "separator": 1, "subject before": 3}
 """The tokens that the last token of an ICL prompt is made to attend to, by their distance."""
 
 Kind = Literal["pt"] | Finetuned
-"""A gpt2.pretrained model, or one gpt2.finetuned on a kind of sequences."""
+"""A pretrained model, or one finetuned on a kind of sequences."""
 
 INTACT = "as it is"
 """The place of rows without an edit."""
@@ -43,7 +43,7 @@ INTACT = "as it is"
 
 @dataclass(frozen=True)
 class ForcedAttention:
-    """The gpt2.finetuned models that are measured beside the gpt2.pretrained one."""
+    """The finetuned models that are measured beside the pretrained one."""
 
     setup: GPT2Setup
     kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
@@ -158,7 +158,7 @@ def _check(table: Table) -> list[Check]:
             0.5, measured, gain("icl+grm", 1, "itself"), "layer 2 made to read it"
         ),
         Claim("Finetuning has learned the rest (gain of exact match)").at_least(
-            0.5, measured, gain("pt", 0, "itself"), "the gpt2.pretrained model so made"
+            0.5, measured, gain("pt", 0, "itself"), "the pretrained model so made"
         ),
     ]
 

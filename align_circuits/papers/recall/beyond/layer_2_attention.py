@@ -32,7 +32,7 @@ from align_circuits.tables.tables import Table
 
 @dataclass(frozen=True)
 class Patching:
-    """The gpt2.finetuned models that are patched."""
+    """The finetuned models that are patched."""
 
     setup: GPT2Setup
     kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
@@ -47,7 +47,7 @@ def _jobs(config: Patching, inputs: Inputs) -> list[Measurement]:
 
 
 def patch_types(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> pd.DataFrame:
-    """Patches and ablates one gpt2.finetuned model on ICL about held-out subjects; the function of a job.
+    """Patches and ablates one finetuned model on ICL about held-out subjects; the function of a job.
 
     Returns:
         The rows of `measure`; in the corrupted prompts the demonstrations are of another type.

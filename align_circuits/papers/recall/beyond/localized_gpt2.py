@@ -40,7 +40,7 @@ def _jobs(config: Localized, inputs: Inputs) -> list[Measurement]:
 def localize_gpt2(
     *, setup: Mapping[str, Any], kind: Finetuned, trained: str, n: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Runs `localize` on the model before training, gpt2.pretrained and gpt2.finetuned; the function of a job.
+    """Runs `localize` on the model before training, pretrained and finetuned; the function of a job.
 
     Returns:
         Rows keyed by stage (`"untrained"`, `"pt"`, `"ft"`), sequences (`"pretraining"`; `"in context"`, about held-out

@@ -76,7 +76,7 @@ def measure_task_vectors(
     cosines_at: Sequence[int],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Measures one gpt2.pretrained and one gpt2.finetuned model; the function of a job.
+    """Measures one pretrained and one finetuned model; the function of a job.
 
     Returns:
         Rows keyed by stage (`"pt"`, `"ft"`) and metric: by demos `"exact"` (held-out query subjects); by demos, layer
