@@ -117,7 +117,7 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, part in [("", value)] if isinstance(value, Tensor) else sorted(value.items()):
         sha.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
-        sha.update(part.detach().cpu().flatten().view(torch.uint8).numpy())
+        sha.update(part.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 

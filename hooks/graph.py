@@ -77,6 +77,11 @@ class Graph:
             parallel=bool(getattr(cfg, "parallel_attn_mlp", False)),
         )
 
+    @property
+    def heads(self) -> list[tuple[int, int]]:
+        """All heads, as pairs of layer and head."""
+        return [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
+
     @cached_property
     def senders(self) -> tuple[Sender, ...]:
         """All senders, in the order in which they write."""
@@ -151,8 +156,8 @@ class Graph:
         Raises:
             ValueError: A head that the graph does not have.
         """
-        chosen, known = set(heads), {(sender.layer, sender.head) for sender in self.senders if sender.head is not None}
-        if unknown := [head for head in heads if head not in known]:
+        chosen = set(heads)
+        if unknown := [head for head in heads if head not in self.heads]:
             raise ValueError(
                 f"no head L{unknown[0][0]}H{unknown[0][1]}: there are layers 0 to {self.n_layers - 1} with heads 0 to "
                 f"{self.n_heads - 1}"

@@ -70,7 +70,7 @@ class Probes:
         return fire
 
 
-def dry_run(model: HookedModel, names: Collection[str]) -> Probes:
+def dry_run(model: Any, names: Collection[str]) -> Probes:
     """Returns probes after one run of two tokens, so that `silent` lists the hook points that do not fire.
 
     A model that reads vectors in place of tokens gives their length as `cfg.d_in`.

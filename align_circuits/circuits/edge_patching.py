@@ -148,5 +148,4 @@ def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit
         edits = [Patch(site="mlp_out", layers=[sender.layer], values=cached.source)]
     else:
         edits = [Patch(site="resid_pre", layers=[0], values={EMBEDDED: cached.source[EMBEDDED]})]
-    heads = [(layer, head) for layer in range(graph.n_layers) for head in range(graph.n_heads)]
-    return [*edits, Patch(heads=heads, site="z", values=outputs)]
+    return [*edits, Patch(heads=graph.heads, site="z", values=outputs)]

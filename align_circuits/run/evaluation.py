@@ -64,11 +64,11 @@ def evaluate(
         data=prompts.provenance,
         engine=engine,
     )
-    keys, means, weights = evaluation(prompts, values[:, 0])
+    keys, means, weights = summarize_targets(prompts, values[:, 0])
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
 
 
-def evaluation(
+def summarize_targets(
     prompts: Prompts, values: Float[ndarray, "metric target"]
 ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns the keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there.

@@ -20,7 +20,7 @@ from align_circuits.files import replacing
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.evaluation import ALL_OFFSETS, evaluation
+from align_circuits.run.evaluation import ALL_OFFSETS, summarize_targets
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
@@ -112,7 +112,7 @@ def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[s
     )
     heads, value, weight, count = scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
-    model_keys, means, counts = evaluation(prompts, values)
+    model_keys, means, counts = summarize_targets(prompts, values)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
     model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
     numbers = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}

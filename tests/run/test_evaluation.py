@@ -1,6 +1,5 @@
 """Accuracy beside loops over logits, and beside the references of the task."""
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import REFERENCES, Prompts
+from align_circuits.run import target_metrics
 from align_circuits.run.evaluation import ALL_OFFSETS, evaluate
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Table
@@ -137,8 +137,7 @@ def test_a_model_that_is_always_right_has_an_interval(char_tokenizer):
 
 def test_batches_chunks_and_repeats_change_nothing(llama, prompts, monkeypatch):
     whole = evaluate(llama, prompts, options=RunOptions(batch_size=12))
-    module = sys.modules["align_circuits.run.evaluation"]  # as an attribute of the package it is the function
-    real = module.forward
+    real = target_metrics.forward
 
     def twice(*args, on_logits, **kwargs):
         def stutter(rows, logits):
@@ -147,8 +146,8 @@ def test_batches_chunks_and_repeats_change_nothing(llama, prompts, monkeypatch):
 
         return real(*args, on_logits=stutter, **kwargs)
 
-    monkeypatch.setattr(module, "forward", twice)
-    monkeypatch.setattr(module, "_CELLS_AT_ONCE", 130)
+    monkeypatch.setattr(target_metrics, "forward", twice)
+    monkeypatch.setattr(target_metrics, "_LOGITS_AT_ONCE", 130)
     columns = ["value", "low", "high", "n"]
     np.testing.assert_allclose(
         evaluate(llama, prompts, options=RunOptions(batch_size=5)).frame[columns], whole.frame[columns], atol=1e-5
