@@ -291,7 +291,7 @@ def test_prompts_survive_a_file(tmp_path):
         (lambda: DemonstrationsTask(PLAIN, grammar_lens=(3, 1)), "grammar_lens is"),
         (lambda: DemonstrationsTask(PLAIN, subjects=()), "subjects is"),
         (lambda: DemonstrationsTask(PLAIN, query_subjects=(16,)), "give subjects from 0 to 15"),
-        (lambda: DemonstrationsTask(PLAIN).sample(0), "ask for at least 1"),
+        (lambda: DemonstrationsTask(PLAIN).sample(0), "n is 0: give at least 1 prompt"),
     ],
 )
 def test_impossible_tasks_are_refused(make, message):

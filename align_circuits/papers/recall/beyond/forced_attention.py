@@ -21,18 +21,8 @@ from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetuned,
-    pretrained,
-    pretrainings,
-)
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts
@@ -76,7 +66,7 @@ def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> l
     """
     on_one_thread()
     made = GPT2Setup.from_config(setup)
-    run = pretrained(made, seed, trained) if kind == "pt" else finetuned(made, seed, kind, trained)
+    run = gpt2.pretrained(made, seed, trained) if kind == "pt" else gpt2.finetuned(made, seed, kind, trained)
     model = load(copy.deepcopy(run.model))
     tasks = {
         "ICL": made.demonstrations(seed, "icl", held_out=True),
@@ -192,10 +182,10 @@ BRIDGE = Experiment(
     f"Beyond {SOURCE}",
     Study(
         "recall/bridge",
-        {"smoke": ForcedAttention(SMOKE), "cpu": ForcedAttention(CPU), "paper": ForcedAttention(PAPER)},
+        {"smoke": ForcedAttention(gpt2.SMOKE), "cpu": ForcedAttention(gpt2.CPU), "paper": ForcedAttention(gpt2.PAPER)},
         _jobs,
         lambda _, rows: rows["force"].assign(layer=rows["force"]["layer"].astype("Int64"), low=np.nan, high=np.nan),
-        pretrainings,
+        gpt2.pretrainings,
     ),
     _draw,
     _check,

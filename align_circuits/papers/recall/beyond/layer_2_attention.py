@@ -19,18 +19,9 @@ from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import CAPTIONS
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetuned,
-    pretrainings,
-)
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
@@ -63,7 +54,7 @@ def patch_types(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed
     """
     on_one_thread()
     made = GPT2Setup.from_config(setup)
-    model = load(copy.deepcopy(finetuned(made, seed, kind, trained).model))
+    model = load(copy.deepcopy(gpt2.finetuned(made, seed, kind, trained).model))
     task = made.demonstrations(seed, "icl", held_out=True)
     clean = task.sample(made.n_prompts, seed=seed)
     return measure(model, clean, task.corrupt(clean, "type", seed=seed))
@@ -203,12 +194,12 @@ CARRIER = Experiment(
     f"Beyond {SOURCE}",
     Study(
         "recall/carrier",
-        {"smoke": Patching(SMOKE), "cpu": Patching(CPU, ("icl",)), "paper": Patching(PAPER)},
+        {"smoke": Patching(gpt2.SMOKE), "cpu": Patching(gpt2.CPU, ("icl",)), "paper": Patching(gpt2.PAPER)},
         _jobs,
         lambda _, rows: rows["patch_types"].assign(
             layer=rows["patch_types"]["layer"].astype("Int64"), low=np.nan, high=np.nan
         ),
-        pretrainings,
+        gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -14,19 +14,8 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, share_of
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetuned,
-    initial_gpt2,
-    pretrained,
-    pretrainings,
-)
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -60,9 +49,9 @@ def localize_gpt2(
     on_one_thread()
     made = GPT2Setup.from_config(setup)
     nets = {
-        "untrained": initial_gpt2(made, seed),
-        "pt": pretrained(made, seed, trained).model,
-        "ft": finetuned(made, seed, kind, trained).model,
+        "untrained": gpt2.initial_gpt2(made, seed),
+        "pt": gpt2.pretrained(made, seed, trained).model,
+        "ft": gpt2.finetuned(made, seed, kind, trained).model,
     }
     tasks: dict[str, Any] = {
         "pretraining": made.facts(seed),
@@ -118,10 +107,10 @@ LOCALIZED = Experiment(
     f"Beyond {SOURCE}",
     Study(
         "recall/localized",
-        {"smoke": Localized(SMOKE, n=16), "cpu": Localized(CPU), "paper": Localized(PAPER)},
+        {"smoke": Localized(gpt2.SMOKE, n=16), "cpu": Localized(gpt2.CPU), "paper": Localized(gpt2.PAPER)},
         _jobs,
         lambda _, rows: rows["localize_gpt2"].assign(low=np.nan, high=np.nan),
-        pretrainings,
+        gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -10,19 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetune,
-    initial_gpt2,
-    log_rows,
-    pretrainings,
-)
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.recall.figures.training_curves import at_end, at_start, mean_curves
 from align_circuits.papers.recall.models.training import MixedTask, Stage, train_stage
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread, training_folder
@@ -41,7 +30,7 @@ class Mixing:
 
 
 def _jobs(config: Mixing, inputs: Inputs) -> list[Measurement]:
-    functions = {"mixed": train_on_both, "staged": finetune}
+    functions = {"mixed": train_on_both, "staged": gpt2.finetune}
     return [
         job
         for stage, function in functions.items()
@@ -54,7 +43,7 @@ def _jobs(config: Mixing, inputs: Inputs) -> list[Measurement]:
 def train_on_both(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> pd.DataFrame:
     """Trains one model in one stage and returns its log; the function of a job."""
     on_one_thread()
-    return log_rows(mixed(GPT2Setup.from_config(setup), seed, kind, trained))
+    return gpt2.log_rows(mixed(GPT2Setup.from_config(setup), seed, kind, trained))
 
 
 def mixed(setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path) -> TrainRun:
@@ -66,7 +55,7 @@ def mixed(setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path) -> 
     share = setup.finetuning.steps / steps
     task = MixedTask(setup.facts(seed), setup.demonstrations(seed, kind), share)
     return train_stage(
-        initial_gpt2(setup, seed),
+        gpt2.initial_gpt2(setup, seed),
         Stage(task, replace(setup.pretraining, steps=steps), setup.batch_size),
         probes=setup.probes(seed),
         seed=seed,
@@ -118,10 +107,10 @@ MIXING = Experiment(
     f"Beyond {SOURCE}",
     Study(
         "recall/mixing",
-        {"smoke": Mixing(SMOKE), "cpu": Mixing(CPU), "paper": Mixing(PAPER)},
+        {"smoke": Mixing(gpt2.SMOKE), "cpu": Mixing(gpt2.CPU), "paper": Mixing(gpt2.PAPER)},
         _jobs,
         _table,
-        pretrainings,
+        gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -37,11 +37,12 @@ class Finetunings:
     """The key columns of each cell of the grid: numbers of the setup, `positions` (relative by default), and `values`,
     the number of unique values that seen subjects have."""
 
-    def cells(self) -> Iterator[tuple[AttentionOnlySetup, Positions, Mapping[str, Any]]]:
-        """Yields the setup of each cell, its positions, and its keys."""
+    def cells(self, inputs: Inputs) -> Iterator[tuple[AttentionOnlySetup, dict[str, Any], Mapping[str, Any]]]:
+        """Yields the setup of each cell, the other arguments of its jobs, and its keys."""
         for keys in self.changes:
             numbers = {name: value for name, value in keys.items() if name not in ("positions", "values")}
-            yield replace(self.setup, **numbers), keys.get("positions", "relative"), keys
+            settings = {"positions": keys.get("positions", "relative"), "trained": inputs.trained}
+            yield replace(self.setup, **numbers), settings, keys
 
 
 def pretrain_attention_only(
@@ -72,26 +73,18 @@ def finetune_attention_only(
 
 def _pretrainings(config: Finetunings, inputs: Inputs) -> list[Measurement]:
     return [
-        Measurement(
-            pretrain_attention_only,
-            {"setup": asdict(replace(setup, n_seen=1, finetuning=1)), "positions": at, "trained": inputs.trained},
-            seed,
-            keys,
-        )
-        for setup, at, keys in config.cells()
+        Measurement(pretrain_attention_only, {"setup": asdict(setup), **settings}, seed, keys)
+        for full, settings, keys in config.cells(inputs)
+        for setup in [replace(full, n_seen=1, finetuning=1)]  # so that cells with the same pretraining share its job
         for seed in range(config.seeds)
     ]
 
 
 def _finetunings(config: Finetunings, inputs: Inputs) -> list[Measurement]:
     return [
-        Measurement(
-            finetune_attention_only,
-            {"setup": asdict(setup), "positions": at, "n_values": keys.get("values"), "trained": inputs.trained},
-            seed,
-            keys,
-        )
-        for setup, at, keys in config.cells()
+        Measurement(finetune_attention_only, {"setup": asdict(setup), "n_values": n_values, **settings}, seed, keys)
+        for setup, settings, keys in config.cells(inputs)
+        for n_values in [keys.get("values")]
         for seed in range(config.seeds)
     ]
 

@@ -16,18 +16,8 @@ from align_circuits.heads.metrics import group_cosines, silhouette
 from align_circuits.heads.task_vectors import UNSTEERED, representations, steer, task_vectors
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.recall.figures.gpt2_models import (
-    CPU,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Finetuned,
-    GPT2Setup,
-    each_seed,
-    finetuned,
-    pretrain,
-    pretrained,
-)
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts
@@ -63,7 +53,7 @@ class TaskVectors:
 
 
 def _pretrainings(config: TaskVectors, inputs: Inputs) -> list[Measurement]:
-    return [job for _, setup in config.setups() for job in each_seed(pretrain, setup, inputs)]
+    return [job for _, setup in config.setups() for job in each_seed(gpt2.pretrain, setup, inputs)]
 
 
 def _jobs(config: TaskVectors, inputs: Inputs) -> list[Measurement]:
@@ -96,8 +86,8 @@ def measure_task_vectors(
     on_one_thread()
     made = GPT2Setup.from_config(setup)
     models = {
-        "pt": load(copy.deepcopy(pretrained(made, seed, trained).model)),
-        "ft": load(copy.deepcopy(finetuned(made, seed, kind, trained).model)),
+        "pt": load(copy.deepcopy(gpt2.pretrained(made, seed, trained).model)),
+        "ft": load(copy.deepcopy(gpt2.finetuned(made, seed, kind, trained).model)),
     }
     rows = [
         {"stage": stage, **row}
@@ -349,9 +339,9 @@ def _check_steering(table: Table) -> list[Check]:
 STUDY = Study(
     "recall/task-vectors",
     {
-        "smoke": TaskVectors(SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), cosines_at=(0, 3)),
-        "cpu": TaskVectors(CPU, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
-        "paper": TaskVectors(PAPER, (0.2, 0.5), tuple(range(16)), cosines_at=(0, 2, 10, 15)),
+        "smoke": TaskVectors(gpt2.SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), cosines_at=(0, 3)),
+        "cpu": TaskVectors(gpt2.CPU, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
+        "paper": TaskVectors(gpt2.PAPER, (0.2, 0.5), tuple(range(16)), cosines_at=(0, 2, 10, 15)),
     },
     _jobs,
     lambda _, rows: rows["measure_task_vectors"].assign(low=np.nan, high=np.nan),

@@ -225,69 +225,23 @@ def _of(table: Table, role: Role, positions: str, **where: Any) -> Measured:
     return over_seeds(_by_head(table, positions=positions, **where)[np.arange(len(heads)), heads])
 
 
-_BEFORE, _AFTER, _UNTRAINED = ({"stage": stage} for stage in ("pretrained", "finetuned", "untrained"))
-_FACTS, _IN_CONTEXT = ({"sequences": sequences} for sequences in ("pretraining", "in context"))
-_ATTENTION, _COSINE = ({"metric": metric} for metric in ("attention", "cosine"))
-
-_OF_HEADS: list[tuple[str, Role, dict[str, str], dict[str, str], dict[str, str], str]] = [
-    (
-        "after pretraining a head attends to the subject",
-        "subject",
-        {**_FACTS, **_ATTENTION, "what": "subject"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "another attends to the latest relation token",
-        "relation",
-        {**_FACTS, **_ATTENTION, "what": "relation"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "the subject head's output is f_subj (cosine)",
-        "subject",
-        {**_FACTS, **_COSINE, "what": "f_subj"},
-        _BEFORE,
-        _UNTRAINED,
-        "before training",
-    ),
-    (
-        "the relation head's output is f_rel (cosine)",
-        "relation",
-        {**_FACTS, **_COSINE, **_BEFORE},
-        {"what": "f_rel"},
-        {"what": "f_rel of another"},
-        "another type's",
-    ),
+_OF_HEADS: list[tuple[str, Role, str, str, str]] = [
+    ("after pretraining a head attends to the subject", "subject", "attention", "subject", "pretrained"),
+    ("another attends to the latest relation token", "relation", "attention", "relation", "pretrained"),
+    ("the subject head's output is f_subj (cosine)", "subject", "cosine", "f_subj", "pretrained"),
+    ("the relation head's output is f_rel (cosine)", "relation", "cosine", "f_rel", "pretrained"),
     (
         "after finetuning the subject head attends to the query subject",
-        "subject",
-        {**_IN_CONTEXT, **_ATTENTION, "what": "query_subject"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
+        *("subject", "attention", "query_subject", "finetuned"),
     ),
-    (
-        "and the relation head to attributes",
-        "relation",
-        {**_IN_CONTEXT, **_ATTENTION, "what": "same_type"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
-    ),
-    (
-        "whose output is then f_rel (cosine)",
-        "relation",
-        {**_IN_CONTEXT, **_COSINE, "what": "f_rel"},
-        _AFTER,
-        _BEFORE,
-        "before finetuning",
-    ),
+    ("and the relation head to attributes", "relation", "attention", "same_type", "finetuned"),
+    ("whose output is then f_rel (cosine)", "relation", "cosine", "f_rel", "finetuned"),
 ]
-"""Claims about the head of a role: which, the keys of both numbers, of the measured one, and of the control."""
+"""Claims about the head of a role: the role, the metric, of what, and the stage."""
+
+_STAGES = {"pretrained": ("pretraining", "untrained", "before training")}
+_STAGES["finetuned"] = ("in context", "pretrained", "before finetuning")
+"""The sequences of each stage, the stage before it, and its caption."""
 
 
 def _checks(table: Table, positions: str) -> Iterator[Check]:
@@ -302,9 +256,14 @@ def _checks(table: Table, positions: str) -> Iterator[Check]:
         where = {"stage": stage, "sequences": "in context", "metric": "exact"}
         return table.where(positions=positions, **where).frame["value"].to_numpy(float)
 
-    for claim, role, where, own_keys, control_keys, control_is in _OF_HEADS:
-        measured, control = (_of(table, role, positions, **where, **keys) for keys in (own_keys, control_keys))
-        yield Claim(f"{name}: {claim}").at_least(0.8, measured, control, control_is)
+    for claim, role, metric, what, stage in _OF_HEADS:
+        sequences, before, control_is = _STAGES[stage]
+        keys = {"stage": stage, "metric": metric, "sequences": sequences, "what": what}
+        control = {"stage": before}
+        if (what, stage) == ("f_rel", "pretrained"):
+            control, control_is = {"what": "f_rel of another"}, "another type's"
+        value, of_control = (_of(table, role, positions, **where) for where in (keys, keys | control))
+        yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
     for stage, sequences, role in (
         ("pretrained", "pretraining", "subject"),
         ("pretrained", "pretraining", "relation"),

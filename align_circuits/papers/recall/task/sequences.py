@@ -151,7 +151,7 @@ class DemonstrationsTask(_FactSequences):
     """ICL and ICL+Grm: facts of one type about several subjects; the attribute of the last is the target.
 
     `s a [sep] s a [sep] ... s` (in a world with relation tokens `s [sep] a s [sep] a ... s [sep]`); with grammar,
-    S_ft tokens stand between a subject and its attribute, with S_ft drawn for each sequence. Subjects are uniform and
+    S_ft tokens are between a subject and its attribute, with S_ft drawn for each sequence. Subjects are uniform and
     may repeat; the last may come from a set of its own, such as those held out.
 
     Source: Vasudeva et al. (2026), §2 and Eq. 3.
@@ -427,5 +427,5 @@ def _below(rng: Rng, name: str, shape: tuple[int, ...], limit: int) -> Int[ndarr
 
 def _seed(n: int, seed: int) -> int:
     if n < 1:
-        raise ValueError(f"{n} prompts: ask for at least 1")
+        raise ValueError(f"n is {n}: give at least 1 prompt")
     return seed

@@ -25,7 +25,7 @@ MIN_CANDIDATES = 64
 class RecallWorld:
     """M subjects with one attribute of each of L types, and a Markov chain over G grammar tokens for each type.
 
-    Token ids stand in this order: the M subjects; the values of type 0, of type 1, ... (`n_values` each); the G grammar
+    Token ids are in this order: the M subjects; the values of type 0, of type 1, ... (`n_values` each); the G grammar
     tokens; with `relation_tokens` one relation token a type; the separator last. `subject_ids`, `value_ids`,
     `grammar_ids`, `relation_ids` and `separator` name them, and `facts[l, j]` is the id of the type-l value of
     subject j. The values of a type are dealt to the subjects in random order, as evenly as the numbers allow.
@@ -148,7 +148,7 @@ class RecallWorld:
 
     @cached_property
     def type_of(self) -> Int[ndarray, " token"]:
-        """The type of the value that each id stands for; -1 where it is no value."""
+        """The type of each id that is a value; -1 for other ids."""
         types = np.full(self.d_vocab, -1)
         for type_, ids in enumerate(self.value_ids):
             types[ids] = type_

@@ -25,7 +25,7 @@ CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 - `slots`: which slot of a subsequence comes next. As printed it depends on the last separator's distance, which the
   first subsequence lacks, and the window of the current relation also holds late ones of the subsequence before.
   Corrected, grammar and relation tokens attend to the nearest subject or relation token, and the subject head writes
-  the separator when a subject stands S tokens back; the relation head writes after separators only; and before the
+  the separator when a subject is S tokens back; the relation head writes after separators only; and before the
   relation token, relation tokens have higher logits than grammar tokens, so that the last slot gets one.
 """
 
@@ -169,7 +169,7 @@ def _printed_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> None
 
 
 def _corrected_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> None:
-    """The same by the nearest subject or relation token, and by whether a subject stands S tokens back."""
+    """The same by the nearest subject or relation token, and by whether a subject is S tokens back."""
     rel, subj, grm = range(3)
     slots = of.grammar + of.relations
     recency = torch.zeros(len(kq[grm]))
