@@ -294,4 +294,4 @@ def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor,
         raise ValueError(f"rows of prompts {int(prompt[0])} to {int(prompt[-1])}, but there are {len(prompts)}")
     length = prompts.mask.shape[1]
     if not ((query >= 0) & (query < length) & prompts.mask[prompt, query.clamp(0, length - 1)]).all():
-        raise ValueError("a query lies at padding: queries are positions of real tokens")
+        raise ValueError("a query lies at a position that holds no token: queries are positions of real tokens")

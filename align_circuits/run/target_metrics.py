@@ -33,7 +33,7 @@ def log_prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -
 
     Misleads attribution where the model is sure: its gradient then vanishes (Kramár et al., 2024, §3).
     """
-    return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
+    return logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(1)
 
 
 def logit(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
@@ -114,6 +114,9 @@ class TargetMetrics:
 
     def _number(self, metric: str, logits: Tensor, rows: Tensor) -> Tensor:
         token = self.token[rows].to(logits.device)
+        if metric == "log_prob" and "accuracy" in self.metrics:
+            # the same number by another formula: they differ in the last bits, and kept tables of evaluation have these
+            return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
         if metric != "accuracy":
             return LOGIT_METRICS[metric](logits, token)
         predicted = logits.argmax(1)
