@@ -263,7 +263,7 @@ def _check_maps(table: Table) -> list[Check]:
 
 def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
     maps = table.where(metric="attention")
-    size, m = (int(maps.where(what="align").frame[name].to_numpy().max()) + 1 for name in ("query", "key"))
+    size, m = (int(np.nanmax(maps.where(what="align").frame[name].to_numpy(dtype=float))) + 1 for name in ("query", "key"))
     c, figures = size // m, {}
     for what in ("align", "lookup"):
         rows: Any = maps.where(what=what).frame

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -72,7 +73,7 @@ SIZES = (20, 50, 100, 800)
 def _final(table: Table, method: str, n: int, condition: str = "in distribution", step: int | None = None) -> Table:
     """The row of accuracy on all tokens, at the last step by default."""
     rows = table.where(part="course", arm=_named(method, n), condition=condition, metric="accuracy", kind="all")
-    return rows.where(step=int(rows.frame["step"].to_numpy().max()) if step is None else step)
+    return rows.where(step=int(np.nanmax(rows.frame["step"].to_numpy(dtype=float))) if step is None else step)
 
 
 def _numbers(table: Table) -> list[int]:
@@ -83,7 +84,7 @@ def _best_aligner(table: Table, method: str) -> Measured:
     """The highest align_query of any head at the last step, at any N."""
     arms = [_named(method, n) for n in _numbers(table)]
     rows = table.where(part="course", arm=arms, metric="align_query", of="best head")
-    return extreme_of(rows.where(step=int(rows.frame["step"].to_numpy().max())), highest=True)
+    return extreme_of(rows.where(step=int(np.nanmax(rows.frame["step"].to_numpy(dtype=float)))), highest=True)
 
 
 def _check_methods(table: Table) -> list[Check]:
@@ -196,7 +197,7 @@ def _check_decays(table: Table) -> list[Check]:
     def at(arm: str, step: int) -> Table:
         return table.where(part="course", arm=arm, step=step, **first)
 
-    last = int(table.frame["step"].to_numpy().max())
+    last = int(np.nanmax(table.frame["step"].to_numpy(dtype=float)))
     return [
         Claim(
             f"{strong} is learned faster than {weak} (first tokens, mean over steps, difference)",
