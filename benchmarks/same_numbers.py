@@ -41,6 +41,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits import cli
+from align_circuits.papers.abrupt.task import ExemplarTask
+from align_circuits.papers.recall.task.next_token import SlotsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 
 FILE = Path(__file__).with_suffix(".json")
 KEPT_VALUES = 500
@@ -171,18 +175,18 @@ def samples() -> dict[str, Numbers]:
     """What the tasks draw: tokens, and positions and tokens of targets."""
     tokenizer = model_of("toy-llama").tokenizer
     options: dict[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 6}
-    world, other = (ac.RecallWorld(16, (4, 4, 4), 6, *more) for more in ((None, True), (0.5, False)))
+    world, other = (RecallWorld(16, (4, 4, 4), 6, *more) for more in ((None, True), (0.5, False)))
     drawn: dict[str, Any] = {
         "Seq2SeqTask": ac.Seq2SeqTask(**options),
         "Seq2SeqTask, pre-aligned": ac.Seq2SeqTask(**options, style="pre-aligned", alignment="permutation"),
         "Seq2SeqTask, marked": ac.Seq2SeqTask(**options, style="marked", ood=True),
         "Seq2SeqTask, prior": ac.Seq2SeqTask(**options, alignment="prior", decay=4.0, automata="task"),
         "RepeatedTokensTask": ac.RepeatedTokensTask(length=20),
-        "FactsTask, relation tokens": ac.FactsTask(world, 3, 4, 0.0),
-        "FactsTask": ac.FactsTask(other, 3, 4, 0.2),
-        "DemonstrationsTask": ac.DemonstrationsTask(other, 4),
-        "SlotsTask": ac.SlotsTask(world, n_facts=2, grammar_len=4),
-        "ExemplarTask": ac.ExemplarTask(n_classes=64, n_pairs=4),
+        "FactsTask, relation tokens": FactsTask(world, 3, 4, 0.0),
+        "FactsTask": FactsTask(other, 3, 4, 0.2),
+        "DemonstrationsTask": DemonstrationsTask(other, 4),
+        "SlotsTask": SlotsTask(world, n_facts=2, grammar_len=4),
+        "ExemplarTask": ExemplarTask(n_classes=64, n_pairs=4),
     }
     found = {}
     for name, task in drawn.items():

@@ -26,12 +26,14 @@ import torch
 import align_circuits as ac
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
-world = ac.RecallWorld(n_subjects=32, n_values=(4, 4, 4), n_grammar=6, div=None, relation_tokens=True)
+world = RecallWorld(n_subjects=32, n_values=(4, 4, 4), n_grammar=6, div=None, relation_tokens=True)
 seen, held_out = world.split(16)
-facts = ac.FactsTask(world, n_facts=3, grammar_len=4, p_grammar=0.0)
-shown = ac.DemonstrationsTask(world, n_demos=4, subjects=seen)
+facts = FactsTask(world, n_facts=3, grammar_len=4, p_grammar=0.0)
+shown = DemonstrationsTask(world, n_demos=4, subjects=seen)
 tested = replace(shown, query_subjects=held_out)
 
 for task in (facts, tested):

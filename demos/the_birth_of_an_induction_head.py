@@ -27,12 +27,12 @@ from align_circuits.papers.abrupt.curves import aligned_curves, mean_curves, tra
 from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig
-from align_circuits.papers.abrupt.task import Worlds
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.papers.claims import over_seeds
 from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
-task = ac.ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16, p_context=0.8, noise=0.0)
+task = ExemplarTask(n_classes=64, n_labels=16, n_pairs=4, d_content=32, n_positions=16, p_context=0.8, noise=0.0)
 prompts = task.sample(3, seed=0)
 for name, relation in prompts.relations.items():
     print(f"{name:14} position {int(relation.query[0])} should attend to {relation.keys_of(0)}")

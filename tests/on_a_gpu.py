@@ -19,7 +19,7 @@ from align_circuits.circuits.faithful import completeness, faithfulness
 from align_circuits.cli import main
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.heads.task_vectors import representations, steer, task_vectors
+from align_circuits.heads.task_vector_effects import representations, steer, task_vectors
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.models.protocol import device_of, parameters_of

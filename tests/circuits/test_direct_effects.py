@@ -11,6 +11,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logits, function_vectors, head_profile
+from align_circuits.models.planted.model import planted_competitors
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task")
 
@@ -100,7 +101,7 @@ def test_the_profile_of_planted_heads(char_tokenizer):
 
 def test_lookup_induction_and_function_vector_heads_are_told_apart():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, alphabet_range=(4, 8))
-    model = ac.planted_competitors(task, seed=0)
+    model = planted_competitors(task, seed=0)
     letters = task.sample(1, model.tokenizer, references=False).answer_tokens
     other_half = torch.arange(model.cfg.d_vocab)
     other_half[letters] = letters.roll(13)
@@ -127,7 +128,7 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
 def test_refusals(random_hf_model, char_tokenizer, prompts):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     with pytest.raises(ValueError, match="phrases of one letter leave nothing to induction"):
-        ac.planted_competitors(TASK)
+        planted_competitors(TASK)
     with pytest.raises(ValueError, match="no tasks"):
         function_vectors(model, [])
     with pytest.raises(ValueError, match="do not match"):

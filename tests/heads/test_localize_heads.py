@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.heads.localize_heads import Thresholds
 from align_circuits.papers.localize_ground_truth import GROUND_TRUTH, of_random
 from align_circuits.report import save_localization
 
@@ -96,7 +97,7 @@ def test_no_head_is_named_among_random_weights():
 
 def test_thresholds_decide(circuit):
     model, _ = circuit
-    strict = ac.localize(model, TASK, n=16, draws=0, thresholds=ac.Thresholds(effect=100.0))
+    strict = ac.localize(model, TASK, n=16, draws=0, thresholds=Thresholds(effect=100.0))
     assert strict.named_heads == []
     assert strict.summary == "No head passes every test."
     assert len(strict.example_attention) == 0

@@ -17,6 +17,7 @@ from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
+from align_circuits.tables.tables import Provenance
 
 HEADS = [(0, 2), (0, 3), (1, 0), (1, 1)]
 """Two in each layer, which share a key head where four heads have two."""
@@ -624,7 +625,7 @@ def test_provenance_tells_edits_apart(models):
     evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
     assert evaluated.provenance.settings == {"edits": told}
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
-    assert ac.Provenance.from_json(scored.provenance.to_json()) == scored.provenance
+    assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
     assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (
         "the pattern is clamped inside the attention function"

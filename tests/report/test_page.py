@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
+from align_circuits.heads.localize_heads import Thresholds
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads
@@ -71,7 +72,7 @@ def localized(model: Any, prompts: ac.Prompts) -> ac.Localization:
         prompts=prompts,
         example_attention=shown.rows,
         example_positions=list(shown.positions),
-        thresholds=ac.Thresholds(effect=0.1),
+        thresholds=Thresholds(effect=0.1),
         roles=ROLES,
         notes=("Heads <align> & look up.",),
     )

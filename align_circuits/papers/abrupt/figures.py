@@ -7,10 +7,9 @@ from align_circuits.papers.abrupt.figs_3_4_5_transition import FIG3, FIG4, FIG5
 from align_circuits.papers.abrupt.figs_6_a2_reduced_model import FIG6, FIGA2
 from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import FIG7, FIGA4
 from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT
-from align_circuits.papers.abrupt.onset_of_alignment import ONSET
 
 ABRUPT = (
     *(FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIGA1, FIGA2, FIGA3, FIGA4, FIGA5),
-    *(CLAMPED, CONFIRMED, WITHOUT, ONSET),
+    *(CLAMPED, CONFIRMED, WITHOUT),
 )
 """In the order of the paper; what goes beyond it last."""

@@ -13,7 +13,7 @@ from scipy.special import logit
 
 from align_circuits.papers.abrupt.theory import AlignedLogits, descent
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.tables.emergence import SUSTAINED, best_head, emergence_step
+from align_circuits.tables.emergence_times import SUSTAINED, best_head, emergence_step
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig, learning_rate
 

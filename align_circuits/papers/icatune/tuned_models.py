@@ -15,7 +15,7 @@ from align_circuits.models.loading import load
 from align_circuits.papers.claims import Scale
 from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
 from align_circuits.run.evaluation import evaluate
-from align_circuits.tables.emergence import emergence
+from align_circuits.tables.emergence_times import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.probe import PROBED

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.metrics import group_cosines, silhouette
-from align_circuits.heads.task_vectors import UNSTEERED, representations, steer, task_vectors
+from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2

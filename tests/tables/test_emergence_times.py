@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align_circuits.tables.emergence import emergence, emergence_step
+from align_circuits.tables.emergence_times import emergence, emergence_step
 from align_circuits.tables.tables import Provenance, Table
 
 
