@@ -59,15 +59,22 @@ Numbers = pd.DataFrame | torch.Tensor
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=4)
 VALUES = ["value", "low", "high", "n"]
 RUNS = {
-    name: f"docs/results/{name}/cpu"
-    for name in (
-        *("icatune-fig1", "icatune-fig2", "icatune-fig8", "icatune-prior", "icatune-table1"),
-        *("recall-fig1", "recall-lemmas", "recall-propositions", "recall-theorem"),
-        *("abrupt-fig4", "abrupt-fig5", "abrupt-figA4"),
-    )
+    "icatune-fig1": "icatune/fig1",
+    "icatune-fig2": "icatune/fig2",
+    "icatune-fig8": "icatune/fig8",
+    "icatune-prior": "icatune/prior",
+    "icatune-table1": "icatune/table1",
+    "recall-fig1": "recall/fig1",
+    "recall-lemmas": "recall/lemmas",
+    "recall-propositions": "recall/propositions",
+    "recall-theorem": "recall/theorem",
+    "abrupt-figA4": "abrupt/figA4",
 }
-"""Where kept runs lie that take at most two minutes each. abrupt-fig4 and -fig5 train networks; abrupt-fig5,
-icatune-fig8 and recall-theorem consist of several cells."""
+"""Experiments of all three papers that take at most two minutes each at the cpu scale, by their names in the file."""
+
+
+PARTS = {"effects": "patching_effects", "damage": "ablation_effects", "verdict": "group_ablations"}
+"""The tables of `localize`, by their names in the file of numbers."""
 
 
 def measured(table: ac.Table) -> pd.DataFrame:
@@ -94,28 +101,28 @@ def demo(name: str) -> dict[str, Numbers]:
     with tempfile.TemporaryDirectory() as folder:
         command("localize", "--model", name, out=folder)
         found: dict[str, Numbers] = {"table": saved(Path(folder))}
-        found |= {part: saved(Path(folder) / part) for part in ("effects", "damage", "verdict")}
+        found |= {part: saved(Path(folder) / now) for part, now in PARTS.items()}
     if name == "planted":  # of a network it takes minutes
         task = ac.Seq2SeqTask()
-        again = ac.localize(ac.planted(task, seed=0), task, n=64, seed=0, draws=20)
-        tables = {"table": again.table, "effects": again.effects, "damage": again.damage, "verdict": again.verdict}
+        again = ac.localize(ac.planted_circuit(task, seed=0), task, n=64, seed=0, draws=20)
+        tables = {"table": again.table} | {part: getattr(again, now) for part, now in PARTS.items()}
         found |= {f"{part}, in Python": measured(table) for part, table in tables.items()}
     return found
 
 
 def kept(name: str) -> dict[str, Numbers]:
-    """Runs a kept run again, in a folder of its own; the kept table comes along as "before"."""
-    before = Path(ac.__file__).parents[1] / RUNS[name]
+    """Runs an experiment again, in a folder of its own; the kept table comes along as "before"."""
     with tempfile.TemporaryDirectory() as folder:
-        command("rerun", str(before), out=folder)
-        return {"again": saved(Path(folder)), "before": saved(before)}
+        command("reproduce", RUNS[name], out=folder)
+        table = Path(ac.__file__).parents[1] / "docs" / "results" / name / "cpu"
+        return {"again": saved(Path(folder)), "before": measured(ac.Table.load(table)).astype(float)}
 
 
 @cache
 def model_of(name: str) -> Any:
     """Returns the planted circuit, a bundled Llama in float32, or a random Llama whose heads share keys and values."""
     if name == "planted":
-        return ac.planted(TASK, seed=0)
+        return ac.planted_circuit(TASK, seed=0)
     bundled = ac.load("toy-llama", dtype=torch.float32)
     if name == "toy-llama":
         return bundled
@@ -132,33 +139,35 @@ def verbs(name: str) -> dict[str, Numbers]:
     model = model_of(name)
     clean = TASK.sample(4, model.tokenizer, seed=0)
     corrupted, shuffled = (TASK.corrupt(clean, kind, seed=1) for kind in ("query", "labels"))
-    pair: Any = {"clean": clean, "corrupted": corrupted}
-    edges = ac.attribute_edges(model, **pair)
+    pair, noise = (ac.Pair(clean, corrupted, direction=direction) for direction in ("denoise", "noise"))
+    tasks = [ac.Pair(clean, shuffled)]
+    edges = ac.attribute_edges(model, noise)
     tables: dict[str, ac.Table] = {"attribute_edges, eap_ig_inputs": edges}
-    tables["attribute_edges, eap"] = ac.attribute_edges(model, **pair, method="eap")
-    for engine in ("auto", "reference"):
-        how: Any = {"engine": engine}
+    tables["attribute_edges, eap"] = ac.attribute_edges(model, noise, method="eap")
+    engines: Any = ("auto", "reference")
+    for engine in engines:
+        options = ac.RunOptions(engine=engine)
         tables |= {
-            f"score_heads, {engine}": ac.score_heads(model, clean, **how),
-            f"evaluate, {engine}": ac.evaluate(model, clean, **how),
-            f"ablate_heads, {engine}": ac.ablate_heads(model, clean, **how),
-            f"patch_heads, {engine}": ac.patch_heads(model, **pair, **how),
-            f"direct_logits, {engine}": ac.direct_logits(model, clean, **how),
-            f"function_vectors, {engine}": ac.function_vectors(model, [(clean, shuffled)], **how),
+            f"score_heads, {engine}": ac.score_heads(model, clean, options=options),
+            f"evaluate, {engine}": ac.evaluate(model, clean, options=options),
+            f"ablate_heads, {engine}": ac.ablate_heads(model, clean, options=options),
+            f"patch_heads, {engine}": ac.patch_heads(model, pair, options=options),
+            f"direct_logits, {engine}": ac.direct_logits(model, clean, options=options),
+            f"function_vectors, {engine}": ac.function_vectors(model, tasks, options=options),
         }
     tables |= {f"ablate_heads, {how}": ac.ablate_heads(model, clean, how) for how in ("zero", "resample")}
     sites: Any = ["q", "k", "v", "pattern", "mlp_out", "resid_post"]
-    tables["patch_heads, noise, groups"] = ac.patch_heads(model, **pair, direction="noise", positions="groups")
-    tables["patch_heads, other sites"] = ac.patch_heads(model, **pair, sites=sites)
+    tables["patch_heads, noise, groups"] = ac.patch_heads(model, noise, positions="groups")
+    tables["patch_heads, other sites"] = ac.patch_heads(model, pair, sites=sites)
     for method in ("atp", "ig_inputs"):
-        tables[f"attribute_heads, {method}"] = ac.attribute_heads(model, **pair, method=method)
-    tables["attribute_heads, atp_star"] = ac.attribute_heads(model, **pair, method="atp_star", sites=["q", "k", "z"])
-    tables["attribute_heads, other sites"] = ac.attribute_heads(model, **pair, sites=sites[:3], graddrop=True)
-    tables["patch_paths"] = ac.patch_paths(model, **pair)
+        tables[f"attribute_heads, {method}"] = ac.attribute_heads(model, noise, method=method)
+    tables["attribute_heads, atp_star"] = ac.attribute_heads(model, noise, method="atp_star", sites=["q", "k", "z"])
+    tables["attribute_heads, other sites"] = ac.attribute_heads(model, noise, sites=sites[:3], graddrop=True)
+    tables["patch_paths"] = ac.patch_paths(model, noise)
     if name == "random":
-        tables["patch_edges"] = ac.patch_edges(model, **pair)
-    tables["faithfulness"] = ac.faithfulness(model, edges, **pair, fractions=(0.01, 0.1, 0.5))
-    tables["head_profile"] = ac.head_profile(model, clean, [(clean, shuffled)])
+        tables["patch_edges"] = ac.patch_edges(model, noise)
+    tables["faithfulness"] = ac.faithfulness(model, edges, noise, fractions=(0.01, 0.1, 0.5))
+    tables["head_profile"] = ac.head_profile(model, clean, tasks)
     return {verb: measured(table) for verb, table in tables.items()}
 
 
@@ -190,7 +199,7 @@ def samples() -> dict[str, Numbers]:
     }
     found = {}
     for name, task in drawn.items():
-        words = (tokenizer,) if name.startswith(("Seq2Seq", "Repeated")) else ()
+        words = () if name == "ExemplarTask" else (tokenizer,)
         prompts = task.sample(16, *words, seed=3)
         found[name] = prompts.inputs
         found[f"{name}: targets"] = torch.tensor(prompts.targets[["prompt", "query_pos", "token"]].to_numpy(dtype=int))
@@ -226,9 +235,12 @@ def equalities() -> dict[str, Numbers]:
             logits = model.run_with_hooks(shuffled.tokens, fwd_hooks=[(hooks[layer], put)])
             said[1, layer, head] = chances(logits).exp().mean()
         said[1] -= chances(model(shuffled.tokens)).exp().mean()
-    patched = ac.patch_heads(model, clean=clean, corrupted=corrupted).where(kind="all").grid("log_prob")
-    vectors = ac.function_vectors(model, [(clean, shuffled)]).grid("function_vector")
-    one, two = (measured(ac.score_heads(model, clean, engine=engine))["value"] for engine in ("fast", "reference"))
+    patched = ac.patch_heads(model, ac.Pair(clean, corrupted)).where(kind="all").grid("log_prob")
+    vectors = ac.function_vectors(model, [ac.Pair(clean, shuffled)]).grid("function_vector")
+    one, two = (
+        measured(ac.score_heads(model, clean, options=ac.RunOptions(engine=engine)))["value"]
+        for engine in ("fast", "reference")
+    )
     apart = {
         "patch_heads and TransformerLens": patched - said[0].numpy(),
         "function_vectors and hooks": vectors - said[1].numpy(),

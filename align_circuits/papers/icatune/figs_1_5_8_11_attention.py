@@ -265,8 +265,6 @@ def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
     maps = table.where(metric="attention")
     aligner = maps.where(what="align").frame
     size, m = (int(np.nanmax(aligner[name].to_numpy(dtype=float))) + 1 for name in ("query", "key"))
-        int(np.nanmax(maps.where(what="align").frame[name].to_numpy(dtype=float))) + 1 for name in ("query", "key")
-    )
     c, figures = size // m, {}
     for what in ("align", "lookup"):
         rows: Any = maps.where(what=what).frame
