@@ -41,6 +41,7 @@ check: lint types test test-tl3 test-four-bit test-pythons demos docs wheel
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(READY)
 	$(BIN)/basedpyright
