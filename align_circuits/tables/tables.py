@@ -253,12 +253,11 @@ def with_level(keys: pd.DataFrame) -> pd.DataFrame:
 
 def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
     """Makes `INTEGER_KEYS` whole numbers, which pandas turns into floats or objects where some are missing."""
-    types = {
-        name: "Int64" if frame[name].isna().any() else "int64"
-        for name in INTEGER_KEYS
-        if name in frame and pd.api.types.infer_dtype(frame[name], skipna=True) in _NUMBERS
-        if (frame[name].dropna() % 1 == 0).all()
-    }
+    types = {}
+    for name in (name for name in INTEGER_KEYS if name in frame):
+        column: Any = frame[name]
+        if pd.api.types.infer_dtype(column, skipna=True) in _NUMBERS and (column.dropna() % 1 == 0).all():
+            types[name] = "Int64" if column.isna().any() else "int64"
     return frame.astype(types)
 
 

@@ -183,7 +183,7 @@ def test_a_study_trains_first_labels_rows_and_measures_nothing_twice(tmp_path):
     assert table.provenance.settings == {"study": "test/powers", "config": config}
     again = STUDY.run(Numbers((2, 3)), folder=tmp_path)
     assert CALLS[5:] == [(3, 0), (3, 1)], "what another run measured is not measured again"
-    pd.testing.assert_frame_equal(again.frame[:4], table.frame[4:].reset_index(drop=True))
+    pd.testing.assert_frame_equal(again.frame.iloc[:4], table.frame.iloc[4:].reset_index(drop=True))
     assert {path.name for path in tmp_path.iterdir()} == {"jobs"}
 
 
@@ -192,7 +192,7 @@ def test_missing_keys_stay_missing_and_whole(tmp_path):
     with pytest.raises(ValueError, match="columns value, low, high, n"):
         study.run(Numbers(), folder=tmp_path)
     one = Study("test/missing", {}, study.jobs, lambda _, rows: rows["missing"].assign(low=0.0, high=1.0, n=1))
-    layers = one.run(Numbers(), folder=tmp_path).frame["layer"]
+    layers: Any = one.run(Numbers(), folder=tmp_path).frame["layer"]
     assert layers.dtype == "Int64" and layers.dropna().tolist() == [1, 2] and layers.isna().sum() == 2
 
 

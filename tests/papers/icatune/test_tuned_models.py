@@ -158,7 +158,8 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
         columns=["seed", "step", "ood", "metric", "kind", "offset", "level", "layer", "head", "value"],
     ).assign(arm="a", low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
-    assert sorted(found["step"].unique()) == [0, 2, 3] and as_rows([found])["seed"].isna().all()
+    rows: Any = as_rows([found])
+    assert sorted(found["step"].unique()) == [0, 2, 3] and rows["seed"].isna().all()
     model = found[found["of"] == "model"].set_index("step")["value"]
     assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
     best = found[found["of"] == "best head"]["value"]
