@@ -228,7 +228,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
     assert "induction    nobody" in printed
     written = {path.name for path in (tmp_path / "first").iterdir()}
-    assert written == {"table.csv", "report.html", "provenance.json", "effects", "damage", "verdict"}
+    assert written == {"table.csv", "report.html", "provenance.json", "patching_effects", "ablation_effects", "group_ablations"}
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
     assert "largest difference to the first run: 0\n" in capsys.readouterr().out
 

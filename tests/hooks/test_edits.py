@@ -542,7 +542,7 @@ class TestRefusals:
 
     def test_a_position_that_asks_twice(self, models):
         previous = PADDED.relations["previous"]
-        columns = ("target", "prompt", "query", "wants", "among")
+        columns = ("target", "prompt", "query", "key_value", "candidate_value")
         twice = replace(previous, **{name: torch.cat([getattr(previous, name)] * 2) for name in columns})
         prompts = replace(PADDED, relations={"twice": twice})
         with pytest.raises(ValueError, match="relation 'twice' asks twice at one position"):
