@@ -152,12 +152,11 @@ def test_on_a_full_disk_the_earlier_checkpoint_stands(tmp_path, monkeypatch):
     begun, original, config = [], checkpoints.save_file, TrainConfig(20, log_every=4)
     monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        quiet(network(), recorded, loss, config, out=tmp_path / "full", metrics=norms)
-    quiet(network(), recorded, loss, config, out=tmp_path / "full", metrics=norms)
+        quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
+    quiet(network(), recorded, loss, config, out=tmp_path / "full" / "run", metrics=norms)
     assert begun == [*range(1, 13), *range(9, 21)]
-    quiet(network(), sample, loss, config, out=tmp_path / "whole", metrics=norms)
-    one, two = ([path.read_bytes() for path in sorted((tmp_path / name).iterdir())] for name in ("full", "whole"))
-    assert one == two
+    quiet(network(), sample, loss, config, out=tmp_path / "whole" / "run", metrics=norms)
+    assert_ended_alike(tmp_path / "full", tmp_path / "whole")
 
 
 # --- going on within one process
