@@ -276,7 +276,7 @@ def _attempt(path: Path, job: Job) -> str | None:
 def _null(value: Any) -> None:
     """A missing key of a table, as JSON."""
     if value is not pd.NA:
-        raise TypeError(f"{value!r} is no number, text or None")
+        raise TypeError(f"{value!r} is not JSON serializable: return numbers, texts and None")
 
 
 def _write(path: Path, text: str) -> None:
