@@ -64,7 +64,7 @@ def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, 
 
 def test_a_failing_tuning_is_reported_with_its_config(folder, tmp_path):
     wrong = replace(ARM, config={**ARM.config, "layers": 9}, seeds=(0,))
-    with pytest.raises(ValueError, match=r"1 cells failed.*'layers': 9") as error:
+    with pytest.raises(ValueError, match=r"1 jobs failed.*'layers': 9") as error:
         study_of(wrong).run(ARM, models=[folder], folder=tmp_path)
     assert "the model has layers 0 to 1" in str(error.value)
 
