@@ -128,27 +128,37 @@ def test_edits_as_plain_hooks(models, clean):
 @pytest.mark.parametrize("site", SITES)
 def test_patches(models, pair, site):
     def patched(model: Any) -> ac.Table:
-        return ac.patch_heads(model, **pair, sites=[site])
+        return ac.patch_heads(model, ac.Pair(**pair), sites=[site])
 
     alike(models, patched, "reference", patched(models[1]).provenance.engine)
 
 
 @pytest.mark.parametrize("how", ["mean", "zero", "resample"])
 def test_ablations(models, clean, how):
-    alike(models, lambda model: ac.ablate_heads(model, clean, how), "reference", "cone")
+    alike(models, lambda model: ac.ablate_heads(model, clean, how), "reference", "replay")
 
 
 @pytest.mark.parametrize("method", ["atp", "atp_star", "ig_inputs"])
 def test_attribution_of_heads(models, pair, method):
     sites: Any = ["z", "q", "k", "v", "mlp_out"]
     theirs = "reference" if method == "atp_star" else "fast"
-    alike(models, lambda model: ac.attribute_heads(model, **pair, method=method, sites=sites), "reference", theirs)
+    alike(
+        models,
+        lambda model: ac.attribute_heads(model, ac.Pair(**pair, direction="noise"), method=method, sites=sites),
+        "reference",
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("method", ["eap", "eap_ig_inputs", "eap_ig_activations", "atp_star"])
 def test_attribution_of_edges(models, pair, method):
     theirs = "reference" if method == "atp_star" else "fast"
-    alike(models, lambda model: ac.attribute_edges(model, **pair, method=method), "reference", theirs)
+    alike(
+        models,
+        lambda model: ac.attribute_edges(model, ac.Pair(**pair, direction="noise"), method=method),
+        "reference",
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("kind", ["models", "folded"])
@@ -156,8 +166,13 @@ def test_edges_and_paths(request, kind, pair):
     models = request.getfixturevalue(kind)
     edges = [("L0H1", "L1H2.q"), ("L0H3", "L1KV1.v"), ("L0H0", "logits"), ("input", "M1"), ("M0", "L1KV0.k")]
     paths: Any = {"senders": ["L0H1", "L0H2"], "receivers": ["L1H2.q", "L1KV1.k"]}
-    alike(models, lambda model: ac.patch_edges(model, **pair, edges=edges), "reference", "fast")
-    alike(models, lambda model: ac.patch_paths(model, **pair, **paths), "reference", "fast")
+    alike(
+        models,
+        lambda model: ac.patch_edges(model, ac.Pair(**pair, direction="noise"), edges=edges),
+        "reference",
+        "fast",
+    )
+    alike(models, lambda model: ac.patch_paths(model, ac.Pair(**pair, direction="noise"), **paths), "reference", "fast")
 
 
 @pytest.mark.parametrize("kind", ["models", "folded"])
