@@ -122,7 +122,7 @@ def test_fresh_seeds_are_seeds_of_no_other_intervention():
 def test_the_tasks_of_every_grid_fit_at_every_scale(scale):
     configs = [experiment.scales[scale] for experiment in ABRUPT]
     grids = [each for config in configs for each in (config, getattr(config, "grid", None)) if isinstance(each, Grid)]
-    assert len(grids) == len(ABRUPT) - 3  # flows and tunings are no grids
+    assert len(grids) == len(ABRUPT) - 2  # the loss landscape and the forecasts have no grid
     for grid in grids:
         assert sum(map(len, grid.ensembles())) == len(grid.conditions)
 
