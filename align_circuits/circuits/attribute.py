@@ -94,7 +94,7 @@ def attribute_heads(
     for site in sites:
         at_layers = site in LAYER_SITES
         layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])
-    _check(model, pair, steps)
+    pair = _checked(model, pair, steps, options)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]
     names = [*dict.fromkeys(name_of(site, layer) for site, layer in places)]
@@ -136,7 +136,7 @@ def attribute_heads(
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
     values = [scores[index, head or 0].numpy() for index, head in keys]
     frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
-    frame = with_level(frame).assign(metric=pair.target_metrics.metrics[0])
+    frame = with_level(frame).assign(metric=pair.target_metrics.names[0])
     settings = {"method": method, "graddrop": graddrop, "steps": steps}
     provenance = pair.provenance("attribute_heads", model, settings, engine)
     return pair.target_metrics.table(frame, np.stack(values), provenance)
@@ -186,7 +186,7 @@ def attribute_edges(
     """
     if method not in get_args(EdgeMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(EdgeMethod)))}")
-    _check(model, pair, steps)
+    pair = _checked(model, pair, steps, options)
     residual_edges = residual_edges_of(model, pair.base)
     graph, device = residual_edges.graph, device_of(model)
     senders, sites, columns = sent_from(graph), sites_of(graph), columns_of(graph)
@@ -220,12 +220,14 @@ def attribute_edges(
     return pair.edge_table(graph, graph.edges, scores[graph.edges].numpy(), provenance)
 
 
-def _check(model: HookedModel, pair: Pair, steps: int) -> None:
+def _checked(model: HookedModel, pair: Pair, steps: int, options: RunOptions) -> Pair:
+    """The pair, with all that its metric needs."""
     if steps < 1:
         raise ValueError(f"steps={steps}: integrated gradients take at least 1")
     if pair.metric == "accuracy":
-        raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit' or 'prob'")
+        raise ValueError("metric='accuracy' has no gradient: choose 'log_prob', 'logit', 'prob' or 'logit_diff'")
     check_fits(model, pair.clean)
+    return pair.prepared(model, options)
 
 
 def _runs(

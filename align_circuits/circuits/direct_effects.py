@@ -22,7 +22,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.run.target_metrics import TargetMetrics, name_of_metric
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -129,6 +129,7 @@ def function_vectors(
     for pair in pairs:
         check_fits(model, pair.clean)
         targets = TargetMetrics.of(pair.corrupted, (pair.metric or "prob",), pair.kind or "all")
+        targets = targets.with_reference(model, pair.clean, options=options)
         cached = capture(model, pair.clean, names, options=options)
         queries = torch.zeros_like(pair.clean.mask)
         queries[targets.prompt, targets.query] = True
@@ -137,7 +138,10 @@ def function_vectors(
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
         effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
-    tasks = [{**pair.clean.task, "metric": pair.metric or "prob", "kind": pair.kind or "all"} for pair in pairs]
+    tasks = [
+        {**pair.clean.task, "metric": name_of_metric(pair.metric or "prob"), "kind": pair.kind or "all"}
+        for pair in pairs
+    ]
     provenance = _provenance("function_vectors", model, pairs[0].clean, {"tasks": tasks}, engine)
     if len(pairs) == 1:
         values, weights = effects[0]

@@ -59,6 +59,7 @@ def patch_edges(
     """
     check_fits(model, pair.clean)
     residual_edges = residual_edges_of(model, pair.base)
+    pair = pair.prepared(model, options)
     graph, targets = residual_edges.graph, pair.target_metrics
     selected = graph.edges if edges is None else graph.select(edges)
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
@@ -109,6 +110,7 @@ def patch_paths(
         ValueError: Prompts that do not match, or no receiver that comes after a sender.
     """
     check_fits(model, pair.clean)
+    pair = pair.prepared(model, options)
     graph, targets = Graph.of(model.cfg), pair.target_metrics
     heads = [sender.name for sender in graph.senders if sender.head is not None]
     reads, writes = (

@@ -96,7 +96,7 @@ def faithfulness(
     edges = [int(kept.sum()) for _, kept in circuits]
     keys = {"circuit": [name for name, _ in circuits], "fraction": np.array(edges) / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})
-    outcome = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.metrics[0]}), values, provenance).frame
+    outcome = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.names[0]}), values, provenance).frame
     of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
     return Table(pd.concat([of_model.assign(n=outcome["n"]), outcome], ignore_index=True), provenance)
 
@@ -163,7 +163,7 @@ def completeness(
     circuit, model_values = values[: len(sets)], values[len(sets) :]
     keys = pd.DataFrame(
         [
-            (describe(removed) or "nothing", of, runs.targets.metrics[0])
+            (describe(removed) or "nothing", of, runs.targets.names[0])
             for of in ("circuit", "model", "difference")
             for removed in sets
         ],
@@ -211,7 +211,7 @@ def minimality(
     means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
     best = [max((i for i, (of, _) in enumerate(cases) if of == head), key=lambda i: means[i]) for head in heads]
     keys = pd.DataFrame(
-        [(*cases[i][0], describe(cases[i][1]) or "nothing", runs.targets.metrics[0]) for i in best],
+        [(*cases[i][0], describe(cases[i][1]) or "nothing", runs.targets.names[0]) for i in best],
         columns=["layer", "head", "without", "metric"],
     )
     provenance = runs.provenance("minimality", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed})
@@ -228,6 +228,7 @@ class _CircuitRuns:
                 "Pair(clean, corrupted, direction='noise')"
             )
         check_fits(model, pair.clean)
+        pair = pair.prepared(model, options)
         self._model, self._pair, self.targets = model, pair, pair.target_metrics
         self._residual_edges = residual_edges_of(model, pair.clean)
         self.graph = self._residual_edges.graph

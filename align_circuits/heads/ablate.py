@@ -16,7 +16,7 @@ from align_circuits.models.protocol import HookedModel, model_provenance
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import BOTH, TargetMetrics, by_kind, means_by_prompt
+from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table, with_level
 
 How = Literal["zero", "mean", "resample"]
@@ -29,9 +29,10 @@ def ablate_heads(
     *,
     heads: Sequence[Head] | None = None,
     baseline: Prompts | None = None,
+    metrics: Sequence[Metric] = BOTH,
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what ablating each head alone changes: the log-probability of the targets, and the accuracy.
+    """Returns what ablating each head alone changes: by default the log-probability of the targets, and the accuracy.
 
     Below zero the model uses the head. See `Ablate` for the kinds of ablation, and for what misleads.
 
@@ -41,6 +42,7 @@ def ablate_heads(
         how: `"mean"` over tokens of the same role, `"resample"` from another prompt, or `"zero"`.
         heads: Which heads; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
+        metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.
         options: Engine and batch size.
 
     Returns:
@@ -60,7 +62,7 @@ def ablate_heads(
         layers = sorted({layer for layer, _ in selected})
         reference = ablation_baseline(model, baseline or prompts, how, layers=layers, options=options)
         edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
-    targets = TargetMetrics.of(prompts, BOTH)
+    targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
     provenance = Provenance(
         "ablate_heads",
@@ -171,9 +173,7 @@ def effects_table(
         kinds: The kinds of targets to report, each a boolean mask over targets.
         provenance: Where the changes came from.
     """
-    measured = pd.DataFrame(
-        [(kind, metric) for metric in targets.metrics for kind in kinds], columns=["kind", "metric"]
-    )
+    measured = pd.DataFrame([(kind, metric) for metric in targets.names for kind in kinds], columns=["kind", "metric"])
     keys = with_level(keys).merge(measured, how="cross")
     if keys.empty:
         return Table(keys.assign(value=[], low=[], high=[], n=[]), provenance)

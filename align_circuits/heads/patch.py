@@ -78,6 +78,7 @@ def patch_heads(
                     edit_sets.append([Patch(**place, site=site, positions=None if everywhere else mask)])
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
+    targets = targets.with_reference(model, pair.clean, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])

@@ -21,11 +21,19 @@ from torch import Tensor
 
 from align_circuits.files import replacing
 from align_circuits.prompts import relations as rel
+from align_circuits.prompts.jsonl import places, read_jsonl
 from align_circuits.prompts.relations import IGNORE, Relation
+from align_circuits.prompts.texts import Place, TokenizedText, check_aligned, tokenize
 from align_circuits.prompts.token_html import Mark, draw_tokens
 
 TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offset", "kind")
 """The columns that every table of targets has, in order."""
+
+WRONG = "wrong"
+"""The column of targets with the token that the metric `"logit_diff"` compares with, where there is one."""
+
+OWN_TOKEN = "own_token"
+"""The column of corrupted prompts' targets with the token that is right there, where it is known."""
 
 KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
@@ -92,12 +100,21 @@ class Prompts:
     """The configuration and the seed that made the prompts, as JSON."""
     latent: Mapping[str, Tensor] = field(default_factory=dict)
     """The latent variables that the task drew, prompt by prompt (first dimension); `corrupt` reads them."""
+    positions: Mapping[str, Int[Tensor, " prompt"]] = field(default_factory=dict)
+    """Named positions: one column of each prompt, such as `"END"`, which predicts the answer."""
+    group: Int[Tensor, " prompt"] | None = None
+    """Which prompts are related (one template, one source): related prompts stay in the same half of a split. None if
+    all are independent."""
 
     def __post_init__(self):
         shape = tuple(self.inputs.shape[:2])
         for name in ("mask", "roles", "example"):
             if (size := tuple(getattr(self, name).shape)) != shape:
                 raise ValueError(f"{name} has shape {size}, but the inputs are {shape}: give one entry for each token")
+        sizes = {f"positions[{name!r}]": columns for name, columns in self.positions.items()}
+        for name, columns in (sizes | ({} if self.group is None else {"group": self.group})).items():
+            if len(columns) != len(self):
+                raise ValueError(f"{name} has {len(columns)} entries for {len(self)} prompts: give one for each")
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
         if self.correct is not None and self.correct.shape != (len(self.targets), len(self.answer_tokens)):
@@ -241,7 +258,89 @@ class Prompts:
             correct=None if self.correct is None else self.correct[old_rows],
             relations={name: moved(relation) for name, relation in self.relations.items()},
             latent={name: value[chosen] for name, value in self.latent.items()},
+            positions={name: value[chosen] for name, value in self.positions.items()},
+            group=None if self.group is None else self.group[chosen],
         )
+
+    def mask_of(self, positions: str | Sequence[str]) -> Bool[Tensor, "prompt pos"]:
+        """Returns where named positions lie, as a mask.
+
+        Raises:
+            KeyError: A name that the prompts do not have.
+        """
+        mask = torch.zeros_like(self.mask)
+        for name in [positions] if isinstance(positions, str) else positions:
+            mask[torch.arange(len(self)), self.columns_of(name)] = True
+        return mask
+
+    def columns_of(self, position: str) -> Int[Tensor, " prompt"]:
+        """Returns the column of a named position in each prompt.
+
+        Raises:
+            KeyError: A name that the prompts do not have.
+        """
+        if position not in self.positions:
+            known = ", ".join(map(repr, self.positions)) or "none"
+            raise KeyError(f"no position {position!r} in these prompts; they have {known}")
+        return self.positions[position]
+
+    def select_targets(
+        self, keep: str | Sequence[bool] | Bool[Tensor, " target"] | Callable[[pd.DataFrame], Any]
+    ) -> "Prompts":
+        """Returns the prompts with some of their targets, and with the rows of relations that belong to them.
+
+        Args:
+            keep: A mask over the targets; a function of their table that returns one; a kind of target (`"first"`,
+                `"later"`); or the name of a position, for the targets that are predicted there.
+
+        Raises:
+            ValueError: No target is left, or the mask has another length.
+
+        >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
+        >>> len(prompts.select_targets(lambda targets: targets["token"] == 7).targets)
+        2
+        """
+        if isinstance(keep, str) and keep in KINDS and keep not in self.positions:
+            chosen = (self.targets["kind"] == keep).to_numpy()
+        elif isinstance(keep, str):
+            at = self.columns_of(keep)[self.column("prompt")]
+            chosen = (self.column("query_pos") == at).numpy()
+        else:
+            chosen = np.asarray(keep(self.targets) if callable(keep) else keep)
+        if chosen.shape != (len(self.targets),) or chosen.dtype != bool:
+            raise ValueError(
+                f"keep has shape {chosen.shape} and type {chosen.dtype}: give a boolean for each of the "
+                f"{len(self.targets)} targets"
+            )
+        if not chosen.any():
+            raise ValueError("no target is left: choose at least one")
+        kept = torch.from_numpy(chosen)
+        new_row = torch.where(kept, kept.cumsum(0) - 1, IGNORE)
+        relations = {name: relation.select(kept[relation.target]) for name, relation in self.relations.items()}
+        return replace(
+            self,
+            targets=self.targets[chosen].reset_index(drop=True),
+            correct=None if self.correct is None else self.correct[kept],
+            relations={name: replace(part, target=new_row[part.target]) for name, part in relations.items()},
+        )
+
+    def with_relations(self, **relations: Relation) -> "Prompts":
+        """Returns the prompts with more relations, by name; one of the same name is replaced.
+
+        A row without keys is refused, since it would count as a miss.
+
+        Raises:
+            ValueError: A relation that was made for other prompts, or one that has a row without keys.
+        """
+        for name, relation in relations.items():
+            if relation.key_label.shape != self.mask.shape or bool((relation.target >= len(self.targets)).any()):
+                raise ValueError(
+                    f"relation {name!r} is for {tuple(relation.key_label.shape)} tokens and these prompts have "
+                    f"{tuple(self.mask.shape)}: make it with Relation.from_pairs(..., prompts=prompts)"
+                )
+        _check_keys(relations)
+        named = {name: replace(relation, name=name) for name, relation in relations.items()}
+        return replace(self, relations={**self.relations, **named})
 
     @classmethod
     def from_tokens(
@@ -289,12 +388,7 @@ class Prompts:
         makers = {"induction": rel.induction, "previous": rel.previous_token, "duplicate": rel.duplicate_token}
         row_columns = {"target": torch.arange(len(query)), "prompt": prompt, "query": query}
         made = {name: make(inputs, mask, **row_columns) for name, make in (makers | dict(relations or {})).items()}
-        for name in relations or {}:
-            if (empty := int((~made[name].expand()[0].any(1)).sum())) > 0:
-                raise ValueError(
-                    f"relation {name!r}: {empty} of {len(made[name])} rows have no key, which would count as misses: "
-                    "leave them out with relation.select(...)"
-                )
+        _check_keys({name: made[name] for name in relations or {}})
         return cls(
             inputs,
             mask,
@@ -307,11 +401,181 @@ class Prompts:
             task={"name": "tokens"},
         )
 
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Sequence[str],
+        tokenizer: Any,
+        *,
+        answer: Sequence[str] | None = None,
+        wrong: Sequence[str] | None = None,
+        positions: Mapping[str, Place | Sequence[Place]] | None = None,
+        groups: Sequence[Any] | None = None,
+    ) -> "Prompts":
+        """Makes prompts of your own texts, with the special tokens that the tokenizer adds by itself.
+
+        Args:
+            texts: One text a prompt.
+            tokenizer: A Hugging Face tokenizer, such as `model.tokenizer`.
+            answer: What is to be predicted behind each text: its tokens are the targets, the first of kind `"first"`.
+                It must begin a token of its own, so with most tokenizers with a space. Without answers every token of
+                the texts but the first is a target.
+            wrong: An answer that each is compared with by the metric `"logit_diff"`, of as many tokens.
+            positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
+                occurrence)` counted from 0 where it occurs several times, or the index of a token of the text. `"END"`
+                is the last token of the text if there are answers.
+            groups: Which prompts are related, in any values; `localize` keeps related prompts in one half.
+
+        Raises:
+            TypeError: Texts that are no list of strings, or no tokenizer.
+            ValueError: Lists of different lengths, answers that are no tokens of their own, wrong ones that cannot be
+                compared, or a position that is not there.
+
+        >>> from align_circuits.models.tokenizer import char_tokenizer
+        >>> prompts = Prompts.from_texts(
+        ...     ["ab:", "cd:"], char_tokenizer(), answer=["a", "c"], wrong=["b", "d"], positions={"first": 0}
+        ... )
+        >>> prompts.targets["token"].tolist() == prompts.tokens[:, 0].tolist()
+        True
+        """
+        return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions), tokenizer, groups)
+
+    @classmethod
+    def _of_texts(cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Any] | None) -> "Prompts":
+        prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
+        start = prompts.mask.int().argmax(1)  # prompts are padded on the left
+        answer = start + torch.tensor([text.n_text for text in tokenized])
+        if any(len(text.ids) > text.n_text for text in tokenized):
+            prompt, target = prompts.column("prompt"), prompts.column("target_pos")
+            prompts = prompts.select_targets(target >= answer[prompt])
+            offset = (prompts.column("target_pos") - answer[prompts.column("prompt")]).numpy()
+            targets = prompts.targets.assign(offset=offset, kind=np.where(offset == 0, *KINDS))
+            if tokenized[0].wrong:
+                targets[WRONG] = [token for text in tokenized for token in text.wrong]
+            prompts = replace(prompts, targets=targets)
+        if groups is not None and (isinstance(groups, str) or len(groups) != len(prompts)):
+            raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
+        places = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
+        group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups)))[0])
+        return replace(prompts, positions=places, group=group)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        clean: Sequence[str],
+        corrupted: Sequence[str],
+        tokenizer: Any,
+        *,
+        answer: Sequence[str],
+        wrong: Sequence[str] | None = None,
+        corrupted_answer: Sequence[str] | None = None,
+        positions: Mapping[str, Place | Sequence[Place]] | None = None,
+        groups: Sequence[Any] | None = None,
+    ) -> "tuple[Prompts, Prompts]":
+        """Makes minimal pairs of your own texts: `Pair(*Prompts.from_pairs(...))` is what patching takes.
+
+        Both halves have the targets, the answers and the named positions of the clean texts, as patching needs them.
+
+        Args:
+            clean: One text a prompt.
+            corrupted: For each a text of equally many tokens, in which another answer, or none, is right.
+            tokenizer: A Hugging Face tokenizer.
+            answer: The right answers to the clean texts, as for `from_texts`.
+            wrong: The answers that they are compared with by the metric `"logit_diff"`.
+            corrupted_answer: The right answers to the corrupted texts, where they have one: `interchange` needs them.
+            positions: Places by name in the clean texts, as for `from_texts`.
+            groups: Which pairs are related.
+
+        Raises:
+            TypeError: As `from_texts` does.
+            ValueError: As `from_texts` does; or texts of different numbers of tokens, where the message shows the first
+                place that differs in length.
+        """
+        if isinstance(corrupted, str) or len(corrupted) != len(clean):
+            given = "one string" if isinstance(corrupted, str) else len(corrupted)
+            raise ValueError(f"corrupted: {given} for {len(clean)} clean texts; give a list with one for each")
+        tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
+        others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
+        for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
+            check_aligned(index, text, other.ids[: other.n_text], tokenizer)
+        prompts = cls._of_texts(tokenized, tokenizer, groups)
+        inputs, targets = prompts.inputs.clone(), prompts.targets
+        column = prompts.column("prompt")
+        for row, (text, other) in enumerate(zip(tokenized, others, strict=True)):
+            first = prompts.inputs.shape[1] - len(text.ids)
+            inputs[row, first : first + text.n_text] = torch.tensor(other.ids[: other.n_text])
+        strings = {**prompts.token_strings, **text_of(tokenizer, inputs[prompts.mask].unique())}
+        if corrupted_answer is not None:
+            own = [other.ids[other.n_text :] for other in others]
+            lengths = [len(text.ids) - text.n_text for text in tokenized]
+            if uneven := [i for i, length in enumerate(lengths) if length != len(own[i])]:
+                raise ValueError(
+                    f"pair {uneven[0]}: the answers {answer[uneven[0]]!r} and {corrupted_answer[uneven[0]]!r} have "
+                    "different numbers of tokens; take others"
+                )
+            own_tokens = [own[row][offset] for row, offset in zip(column.tolist(), targets["offset"], strict=True)]
+            targets = targets.assign(**{OWN_TOKEN: own_tokens})
+        task = {**prompts.task, "corrupted": {"kind": "own"}}
+        return (
+            replace(prompts, token_strings=strings),
+            replace(prompts, inputs=inputs, targets=targets, token_strings=strings, task=task),
+        )
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path, tokenizer: Any) -> "tuple[Prompts, Prompts | None]":
+        """Reads clean prompts and their corrupted partners from a file of JSON lines; None if it has no partners.
+
+        A line is an object with the keys of `prompts.jsonl.SCHEMA`, of which only `"text"` is required:
+
+            {"text": "When Mary and John went to the store, John gave a drink to", "answer": " Mary",
+             "wrong": " John", "positions": {"IO": "Mary", "S2": ["John", 1]},
+             "relations": {"name_mover": {"query": "END", "keys": ["IO"], "candidates": ["IO", "S2"]}}}
+
+        Raises:
+            ValueError: No such file, or a line that does not fit; the message names it.
+        """
+        columns = read_jsonl(path)
+        named = places(columns["positions"]) if "positions" in columns else None
+        group, answer, wrong = (columns.get(key) for key in ("group", "answer", "wrong"))
+        if "corrupted" in columns:
+            if answer is None:
+                raise ValueError(f"{str(path)!r} has corrupted texts and no answers: give each line an 'answer'")
+            clean, corrupted = cls.from_pairs(
+                columns["text"],
+                columns["corrupted"],
+                tokenizer,
+                answer=answer,
+                wrong=wrong,
+                corrupted_answer=columns.get("corrupted_answer"),
+                positions=named,
+                groups=group,
+            )
+        else:
+            clean = cls.from_texts(
+                columns["text"], tokenizer, answer=answer, wrong=wrong, positions=named, groups=group
+            )
+            corrupted = None
+        relations: dict[str, Relation] = {}
+        for name in columns.get("relations", [{}])[0]:
+            lines = [line[name] for line in columns["relations"]]
+            for index, line in enumerate(lines):
+                if not isinstance(line, dict) or not {"query", "keys"} <= line.keys():
+                    raise ValueError(f"{str(path)!r}, prompt {index}: relation {name!r} needs a 'query' and 'keys'")
+            relations[name] = Relation.from_pairs(
+                [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(lines)],
+                prompts=clean,
+                name=name,
+                candidates=[line.get("candidates") for line in lines],
+            )
+        clean = clean.with_relations(**relations)
+        return clean, None if corrupted is None else replace(corrupted, relations=clean.relations)
+
     def save(self, path: str | Path) -> None:
         """Writes the prompts into one safetensors file."""
-        tensors = {name: getattr(self, name) for name in _TENSORS} | {f"latent.{k}": v for k, v in self.latent.items()}
-        if self.correct is not None:
-            tensors["correct"] = self.correct
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        for part in ("latent", "positions"):
+            tensors |= {f"{part}.{name}": value for name, value in getattr(self, part).items()}
+        tensors |= {name: value for name in ("correct", "group") if (value := getattr(self, name)) is not None}
         for column in self.targets.columns:
             if column != "kind":
                 tensors[f"targets.{column}"] = self.column(column)
@@ -361,11 +625,28 @@ class Prompts:
             targets=pd.DataFrame(columns),
             relations=relations,
             correct=tensors.get("correct"),
+            group=tensors.get("group"),
             token_strings={int(token): text for token, text in header["token_strings"].items()},
             tokenizer_hash=header["tokenizer_hash"],
             task=header["task"],
-            latent={k.removeprefix("latent."): v for k, v in tensors.items() if k.startswith("latent.")},
+            latent=_named(tensors, "latent."),
+            positions=_named(tensors, "positions."),
         )
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose name begins with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _check_keys(relations: Mapping[str, Relation]) -> None:
+    """Raises if a relation has a row without keys, which would count as a miss."""
+    for name, relation in relations.items():
+        if (empty := int((~relation.expand()[0].any(1)).sum())) > 0:
+            raise ValueError(
+                f"relation {name!r}: {empty} of {len(relation)} rows have no key, which would count as misses: "
+                "leave them out with relation.select(...)"
+            )
 
 
 _TENSORS = ("inputs", "mask", "roles", "example", "answer_tokens")

@@ -1,6 +1,8 @@
 """Relations: the key positions that a query position should attend to, and the candidates that they compete with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +55,72 @@ class Relation:
                 f"{tuple(self.candidate_label.shape)} differ in shape; both are [prompt, pos]"
             )
 
+    @classmethod
+    def from_pairs(
+        cls,
+        pairs: Sequence[tuple[int, int | str, Sequence[int | str]]],
+        *,
+        prompts: Any,
+        name: str = "own",
+        candidates: Sequence[int | str] | Sequence[Sequence[int | str] | None] | None = None,
+    ) -> "Relation":
+        """Makes a relation of queries and their keys.
+
+        Args:
+            pairs: For each row its prompt, its query and its keys. Positions are columns of `prompts.tokens`, or the
+                names of `prompts.positions`.
+            prompts: The `Prompts` that it is for.
+            name: Its name, as `Prompts.with_relations` will use it.
+            candidates: What the keys compete with, the keys included: one list for all rows, or one for each row; by
+                default every token up to the query.
+
+        Returns:
+            The relation. A row belongs to the target that is predicted at its query, or to the prompt's first target.
+
+        Raises:
+            ValueError: A prompt or a position that is not there, a row without keys, keys behind their query or not
+                among its candidates, a prompt without targets, or rows of one prompt whose keys overlap without being
+                alike, which labels cannot express: make two relations of them.
+
+        >>> from align_circuits.prompts.prompts import Prompts
+        >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
+        >>> Relation.from_pairs([(0, 3, [0])], prompts=prompts, candidates=[0, 1]).keys_of(0)
+        [0]
+        """
+        if not pairs:
+            raise ValueError(f"relation {name!r}: no pairs; give (prompt, query, keys) for each row")
+        each = candidates is None or isinstance(candidates[0], int | str)
+        if not each and len(candidates or ()) != len(pairs):
+            raise ValueError(f"relation {name!r}: {len(candidates or ())} sets of candidates for {len(pairs)} rows")
+        rows = [_Row(name, prompts, pair, candidates if each else candidates[i]) for i, pair in enumerate(pairs)]  # pyright: ignore
+        rows.sort(key=lambda row: (row.prompt, row.query))
+        key_label, key_value = _labels(name, rows, [row.keys for row in rows], prompts.mask)
+        candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
+        prompt, query = (torch.tensor([getattr(row, part) for row in rows]) for part in ("prompt", "query"))
+        target = torch.tensor([row.target for row in rows])
+        return cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+
+    @classmethod
+    def from_positions(
+        cls, query: str, *keys: str, prompts: Any, name: str = "own", candidates: Sequence[str] | None = None
+    ) -> "Relation":
+        """Makes a relation between named positions of all prompts, such as from `"END"` to `"IO"`.
+
+        Args:
+            query: The name of the query's position.
+            *keys: The names of its keys' positions.
+            prompts: The `Prompts` that it is for.
+            name: Its name.
+            candidates: The names of the positions that the keys compete with, the keys included; by default every
+                token up to the query.
+
+        Raises:
+            KeyError: A position that the prompts do not have.
+            ValueError: As `from_pairs` does.
+        """
+        pairs = [(prompt, query, keys) for prompt in range(len(prompts))]
+        return cls.from_pairs(pairs, prompts=prompts, name=name, candidates=candidates)
+
     def __len__(self) -> int:
         return len(self.query)
 
@@ -85,6 +153,66 @@ class Relation:
         """Returns the relation with its tensors on `device`."""
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
+
+
+class _Row:
+    """One row of a relation of pairs, with its positions as columns."""
+
+    def __init__(
+        self, name: str, prompts: Any, pair: tuple[int, int | str, Sequence[int | str]], candidates: Any
+    ) -> None:
+        self.prompt, query, keys = pair
+        where = f"relation {name!r}, prompt {self.prompt}"
+        if not 0 <= self.prompt < len(prompts):
+            raise ValueError(f"{where}: there are {len(prompts)} prompts, counted from 0")
+        if isinstance(keys, int | str) or not keys:
+            raise ValueError(f"{where}: keys={keys!r}; give a list of positions, at least one")
+        self.query = self._column(where, prompts, query)
+        self.keys = sorted({self._column(where, prompts, key) for key in keys})
+        if self.keys[-1] > self.query:
+            raise ValueError(f"{where}: key {self.keys[-1]} lies behind its query {self.query}, which cannot see it")
+        if candidates is None:
+            self.candidates = [int(column) for column in prompts.mask[self.prompt].nonzero()[:, 0]]
+        else:
+            self.candidates = sorted({self._column(where, prompts, place) for place in candidates})
+        self.candidates = [column for column in self.candidates if column <= self.query]
+        if missing := sorted(set(self.keys) - set(self.candidates)):
+            raise ValueError(f"{where}: key {missing[0]} is not among the candidates; add it to them")
+        targets = prompts.targets[prompts.targets["prompt"] == self.prompt]
+        if targets.empty:
+            raise ValueError(f"{where}: the prompt has no target; leave it out with prompts[...]")
+        at_query = targets.index[targets["query_pos"] == self.query]
+        self.target = int((at_query if len(at_query) else targets.index)[0])
+
+    def _column(self, where: str, prompts: Any, place: int | str) -> int:
+        column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else int(place)
+        if not (0 <= column < prompts.mask.shape[1] and bool(prompts.mask[self.prompt, column])):
+            raise ValueError(f"{where}: no token at column {column} of prompts.tokens")
+        return column
+
+
+def _labels(
+    name: str, rows: Sequence[_Row], sets: Sequence[Sequence[int]], mask: Bool[Tensor, "prompt pos"]
+) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, " row"]]:
+    """Labels positions so that the set of each row is what carries the row's label up to its query.
+
+    Rows are ordered by query. A row may continue the set of an earlier one: a later query sees more of the same label.
+    """
+    label = torch.full(mask.shape, IGNORE)
+    values: list[int] = []
+    for row, columns in zip(rows, sets, strict=True):
+        labels = {int(label[row.prompt, column]) for column in columns} - {IGNORE}
+        value = labels.pop() if labels else int(label[row.prompt].max()) + 1
+        label[row.prompt, columns] = value
+        values.append(value)
+    for row, columns, value in zip(rows, sets, values, strict=True):
+        seen = (label[row.prompt, : row.query + 1] == value).nonzero()[:, 0].tolist()
+        if seen != list(columns):
+            raise ValueError(
+                f"relation {name!r}, prompt {row.prompt}: the keys or candidates of query {row.query} overlap with "
+                "those of another query without being alike: make two relations of them"
+            )
+    return label, torch.tensor(values)
 
 
 def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], **rows: Tensor) -> Relation:

@@ -19,7 +19,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import Metric, TargetMetrics
+from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
 from align_circuits.tables.tables import Provenance, Table
 
 Direction = Literal["noise", "denoise"]
@@ -40,8 +40,10 @@ class Pair:
     corrupted: Prompts
     """What `task.corrupt(clean, ...)` returns."""
     metric: Metric | None = None
-    """`"log_prob"` of the target's token in nats, its `"logit"` above the mean logit, its `"prob"`, or `"accuracy"`
-    (where no gradient is needed). None: the verb's own choice."""
+    """`"log_prob"` of the target's token in nats; its `"logit"` above the mean logit; its `"prob"`; `"logit_diff"`, its
+    logit minus that of the wrong answer; `"kl"`, the divergence from the clean run's prediction in nats (its gradient
+    in the clean run is 0); `"accuracy"` (where no gradient is needed); or a function `(logits, targets) -> numbers`
+    (`run.target_metrics.OwnMetric`). None: the verb's own choice."""
     kind: str | None = None
     """Which targets count: `"all"`, `"first"` or `"later"`. None: the verb's own choice."""
     direction: Direction = "denoise"
@@ -71,6 +73,13 @@ class Pair:
     def target_metrics(self) -> TargetMetrics:
         """One metric of the base run: by default the log-probability of all targets."""
         return TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
+
+    def prepared(self, model: HookedModel, options: RunOptions) -> "Pair":
+        """Returns the pair with all that its metric needs: `"kl"` is measured from the clean run."""
+        pair = copy(self)
+        targets = self.target_metrics.with_reference(model, self.clean, options=options)
+        object.__setattr__(pair, "target_metrics", targets)
+        return pair
 
     def in_batches(
         self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], options: RunOptions
@@ -124,7 +133,7 @@ class Pair:
         """Returns where a measurement of the pair came from."""
         settings = {
             **settings,
-            "metric": self.metric,
+            "metric": None if self.metric is None else name_of_metric(self.metric),
             "kind": self.kind,
             "direction": self.direction,
             "corrupted": dict(self.corrupted.task),
@@ -146,7 +155,7 @@ class Pair:
                 "level": "edge",
                 "sender": [graph.senders[place].name for place in sender],
                 "receiver": [graph.receivers[place].name for place in receiver],
-                "metric": self.target_metrics.metrics[0],
+                "metric": self.target_metrics.names[0],
             }
         )
         return self.target_metrics.table(keys, values, provenance)
@@ -182,11 +191,11 @@ def check_pair(clean: Prompts, corrupted: Prompts) -> None:
     if clean.mask.shape != corrupted.mask.shape or not bool((clean.mask == corrupted.mask).all()):
         raise ValueError(
             f"clean prompts {tuple(clean.mask.shape)} and corrupted ones {tuple(corrupted.mask.shape)} do not match "
-            "token by token: make the corrupted ones with task.corrupt(clean, ...)"
+            "token by token: make both with Prompts.from_pairs, or the corrupted ones with task.corrupt(clean, ...)"
         )
     same = ["prompt", "query_pos", "target_pos", "token"]
     if not clean.targets[same].equals(corrupted.targets[same]):
         raise ValueError(
-            "clean and corrupted prompts have different targets: make the corrupted ones with "
-            "task.corrupt(clean, ...), which keeps them"
+            "clean and corrupted prompts have different targets: patching measures those of the clean prompts in both. "
+            "Make both with Prompts.from_pairs, or the corrupted ones with task.corrupt(clean, ...), which keeps them"
         )

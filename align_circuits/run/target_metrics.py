@@ -13,14 +13,19 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.prompts.prompts import KINDS, Prompts
+from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 
-LogitMetric = Literal["log_prob", "logit", "prob"]
-Metric = Literal["accuracy", "log_prob", "logit", "prob"]
+MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
+
+OwnMetric = Callable[[Float[Tensor, "target d_vocab"], pd.DataFrame], Float[Tensor, " target"]]
+"""A metric of your own: takes the logits of some targets and their rows of `Prompts.targets`, and returns a number for
+each. Attribution needs one made of differentiable tensor operations."""
+
+Metric = MetricName | OwnMetric
 
 BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")
 """What the verbs of heads report if no metric is named."""
@@ -49,12 +54,29 @@ def prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Fl
     return log_prob(logits, token).exp()
 
 
+def kl(logits: Float[Tensor, "row d_vocab"], reference: Float[Tensor, "row d_vocab"]) -> Float[Tensor, " row"]:
+    """Returns the divergence of the prediction from a reference, D(reference || prediction), in nats, at least 0.
+
+    Args:
+        logits: Of the prediction.
+        reference: The log-probabilities of the reference.
+    """
+    return (reference.exp() * (reference - logits.log_softmax(1))).sum(1)
+
+
+def name_of_metric(metric: Metric) -> str:
+    """Returns the name under which a metric stands in a table: a function's own name."""
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
+
+
 LOGIT_METRICS: dict[str, Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"]], Float[Tensor, " row"]]] = {
     "log_prob": log_prob,
     "logit": logit,
     "prob": prob,
 }
-"""The metrics that have a gradient, by name."""
+"""The metrics of the logits and the target's token alone, by name."""
+
+_METRICS = ("accuracy", *LOGIT_METRICS, "logit_diff", "kl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,19 +91,31 @@ class TargetMetrics:
     """The position where it is predicted."""
     token: Int[Tensor, " target"]
     """The token that is to be predicted."""
+    targets: pd.DataFrame
+    """Their rows of `prompts.targets`."""
     correct: Bool[Tensor, "target answer"] | None = None
     """Which of the prompts' `answer_tokens` are right; None where only the target's own token is."""
+    reference: Float[Tensor, "target d_vocab"] | None = None
+    """The log-probabilities that `"kl"` is measured from (`with_reference`)."""
 
     @classmethod
-    def of(cls, prompts: Prompts, metrics: Sequence[str] = ("log_prob",), kind: str = "all") -> "TargetMetrics":
+    def of(
+        cls, prompts: Prompts, metrics: Sequence[Metric | str] = ("log_prob",), kind: str = "all"
+    ) -> "TargetMetrics":
         """Returns the metrics of the targets of one kind.
 
         Raises:
             ValueError: No targets of that kind, or an unknown metric.
         """
-        if unknown := [metric for metric in metrics if metric != "accuracy" and metric not in LOGIT_METRICS]:
-            known = ", ".join(map(repr, ("accuracy", *LOGIT_METRICS)))
-            raise ValueError(f"metric={unknown[0]!r}: choose one of {known}")
+        for metric in metrics:
+            if not callable(metric) and metric not in _METRICS:
+                known = ", ".join(map(repr, _METRICS))
+                raise ValueError(f"metric={metric!r}: choose one of {known}, or a function of logits and targets")
+        if "logit_diff" in metrics and WRONG not in prompts.targets:
+            raise ValueError(
+                "metric='logit_diff' compares with a wrong answer, and these prompts have none: make them with "
+                "Prompts.from_texts(..., answer=, wrong=), or give their targets a column 'wrong' of token ids"
+            )
         kinds = by_kind(prompts)
         if kind not in kinds or not kinds[kind].any():
             known = ", ".join(map(repr, kinds)) if len(prompts.targets) else "no targets at all"
@@ -89,7 +123,34 @@ class TargetMetrics:
         rows = torch.from_numpy(kinds[kind])
         prompt, query, token = (prompts.column(name)[rows] for name in ("prompt", "query_pos", "token"))
         correct = None if prompts.correct is None else prompts.correct[rows]
-        return cls(prompts, tuple(metrics), prompt, query, token, correct)  # pyright: ignore[reportArgumentType]
+        frame = prompts.targets[kinds[kind]].reset_index(drop=True)
+        return cls(prompts, tuple(metrics), prompt, query, token, frame, correct)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics by name, as a table has them."""
+        return [name_of_metric(metric) for metric in self.metrics]
+
+    def with_reference(
+        self, model: HookedModel, prompts: Prompts, *, options: RunOptions = RunOptions()
+    ) -> "TargetMetrics":
+        """Returns the metrics with what `"kl"` is measured from: the predictions of a model on some prompts.
+
+        Args:
+            model: The model, unedited.
+            prompts: Prompts with the same targets.
+            options: How it is run.
+        """
+        if "kl" not in self.metrics or self.reference is not None:
+            return self
+        reference: list[Tensor] = [torch.empty(0)] * len(self.token)
+
+        def keep(rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+            for row, values in zip(rows.tolist(), logits.log_softmax(1).cpu(), strict=True):
+                reference[row] = values.clone()
+
+        forward(model, prompts, prompt=self.prompt, query=self.query, on_logits=keep, options=options)
+        return replace(self, reference=torch.stack(reference))
 
     def select(self, rows: slice) -> "TargetMetrics":
         """Returns the metrics of a slice of the prompts."""
@@ -100,6 +161,8 @@ class TargetMetrics:
             prompt=self.prompt[selected] - rows.start,
             query=self.query[selected],
             token=self.token[selected],
+            targets=self.targets[selected.numpy()].reset_index(drop=True),
+            reference=None if self.reference is None else self.reference[selected],
             correct=None if self.correct is None else self.correct[selected],
         )
 
@@ -112,11 +175,20 @@ class TargetMetrics:
         """Returns the metrics of the targets at `rows` from the logits where they are predicted."""
         return torch.stack([self._number(metric, logits, rows) for metric in self.metrics])
 
-    def _number(self, metric: str, logits: Tensor, rows: Tensor) -> Tensor:
+    def _number(self, metric: Metric, logits: Tensor, rows: Tensor) -> Tensor:
         token = self.token[rows].to(logits.device)
+        if not isinstance(metric, str):
+            return self._own_number(metric, logits, rows)
         if metric == "log_prob" and "accuracy" in self.metrics:
             # the same number by another formula: they differ in the last bits, and kept tables of evaluation have these
             return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
+        if metric == "logit_diff":
+            wrong = torch.from_numpy(self.targets[WRONG].to_numpy(dtype=np.int64))[rows].to(logits.device)
+            return (logits.gather(1, token[:, None]) - logits.gather(1, wrong[:, None]))[:, 0]
+        if metric == "kl":
+            if self.reference is None:
+                raise ValueError("metric='kl' needs what it is measured from: call with_reference first")
+            return kl(logits, self.reference[rows].to(logits))
         if metric != "accuracy":
             return LOGIT_METRICS[metric](logits, token)
         predicted = logits.argmax(1)
@@ -124,6 +196,17 @@ class TargetMetrics:
             return (predicted == token).to(logits.dtype)
         answers, correct = (part.to(logits.device) for part in (self.prompts.answer_tokens, self.correct[rows]))
         return ((predicted[:, None] == answers) & correct).any(1).to(logits.dtype)
+
+    def _own_number(self, metric: OwnMetric, logits: Tensor, rows: Tensor) -> Tensor:
+        """A metric of the user's own, checked."""
+        number = metric(logits, self.targets.iloc[rows.numpy()])
+        if not isinstance(number, Tensor) or number.shape != (len(rows),):
+            given = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
+            raise ValueError(
+                f"metric {name_of_metric(metric)!r} returned {given}: it must return a tensor with a number for each "
+                f"of the {len(rows)} targets"
+            )
+        return number.to(logits.dtype)
 
     def measure(
         self, model: HookedModel, edits: Sequence[Edit] = (), copies: int = 1, *, options: RunOptions = RunOptions()

@@ -1,0 +1,67 @@
+"""Prompts as JSON lines: what a line may hold, and what is wrong with one that does not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+SCHEMA = {
+    "text": "the prompt, without its answer (required)",
+    "answer": "what is to be predicted behind it, with its leading space",
+    "wrong": "the answer that the metric logit_diff compares with",
+    "corrupted": "a text of equally many tokens in which another answer is right",
+    "corrupted_answer": "the right answer to the corrupted text",
+    "positions": "places by name: a part of the text, [part, occurrence], or the index of a token",
+    "relations": 'by name {"query": place, "keys": [place, ...], "candidates": [place, ...]}, by names of positions',
+    "group": "which lines are related",
+}
+"""The keys of a line, each with what it holds. All lines have the same keys."""
+
+
+def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
+    """Returns the lines of a file as columns, by the keys of `SCHEMA`; empty lines are left out.
+
+    Raises:
+        ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no file {str(path)!r}: give one JSON object a line, with the keys {', '.join(SCHEMA)}")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text in UTF-8 ({error}): give one JSON object a line") from error
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{str(path)!r}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}: no JSON ({error}); give one object a line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise ValueError(f"{place}: give an object with a string 'text'")
+        if unknown := sorted(record.keys() - SCHEMA.keys()):
+            raise ValueError(f"{place}: unknown key {unknown[0]!r}; a line may have {', '.join(SCHEMA)}")
+        for key in ("answer", "wrong", "corrupted", "corrupted_answer"):
+            if not isinstance(record.get(key, ""), str):
+                raise ValueError(f"{place}: {key} is {type(record[key]).__name__}; give a string")
+        for key in ("positions", "relations"):
+            if not isinstance(record.get(key, {}), dict):
+                raise ValueError(f"{place}: {key} is {type(record[key]).__name__}; give an object, by name")
+        if records and (uneven := sorted(record.keys() ^ records[0].keys())):
+            raise ValueError(f"{place}: {uneven[0]!r} stands in some lines only; give it in all or in none")
+        for key in ("positions", "relations"):
+            if records and record.get(key, {}).keys() != records[0].get(key, {}).keys():
+                raise ValueError(f"{place}: {key} has other names than the first line; give the same in all")
+        records.append(record)
+    if not records:
+        raise ValueError(f"{str(path)!r} has no lines: give one JSON object a line, with a 'text'")
+    return {key: [record[key] for record in records] for key in records[0]}
+
+
+def places(column: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the positions of all lines by name, as `Prompts.from_texts` takes them."""
+    return {
+        name: [tuple(line[name]) if isinstance(line[name], list) else line[name] for line in column]
+        for name in column[0]
+    }

@@ -1,0 +1,151 @@
+"""Texts as token ids: where an answer begins, where a word stands, and whether two texts are aligned token by token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+END = "END"
+"""The name of the position that predicts the first token of the answer: the last token of the text."""
+
+Place = int | str | tuple[str, int]
+"""Where a named position lies: an index of the text's tokens (negative from its end), or a part of the text, of which
+it is the last token; with an index, from 0, if the part occurs several times."""
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """One text and its answer as token ids."""
+
+    text: str
+    ids: list[int]
+    """The tokens of the text, then those of the answer."""
+    n_text: int
+    """How many of them belong to the text."""
+    wrong: list[int]
+    """The tokens of the wrong answer, one for each token of the answer; empty if there is none."""
+    places: Mapping[str, int]
+    """Named positions, as indices of `ids`."""
+
+
+def tokenize(
+    texts: Sequence[str],
+    tokenizer: Any,
+    answer: Sequence[str] | None,
+    wrong: Sequence[str] | None,
+    positions: Mapping[str, Place | Sequence[Place]] | None,
+) -> list[TokenizedText]:
+    """Returns texts as token ids, with the special tokens that the tokenizer adds by itself.
+
+    Raises:
+        TypeError: Something else than a list of texts, or a tokenizer that is none.
+        ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer of
+            another length, or a named position that is not there.
+    """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise TypeError("texts: give a list of strings, ['one text'] for a single one")
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer: {type(tokenizer).__name__} is no Hugging Face tokenizer; give model.tokenizer")
+    if not texts:
+        raise ValueError("no texts: give at least one")
+    if wrong is not None and answer is None:
+        raise ValueError("wrong answers without answers: give answer= too")
+    columns = {"answer": answer, "wrong": wrong}
+    for name, column in columns.items():
+        if column is not None and (isinstance(column, str) or len(column) != len(texts)):
+            given = "one string" if isinstance(column, str) else str(len(column))
+            raise ValueError(f"{name}: {given} for {len(texts)} texts; give a list with one for each")
+    named = {name: _of_each(name, place, len(texts)) for name, place in (positions or {}).items()}
+    if answer is not None and END in named:
+        raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")
+    tokenized = []
+    for index, text in enumerate(texts):
+        ids = _ids(tokenizer, text)
+        if not ids:
+            raise ValueError(f"text {index} is empty")
+        places = {name: _place(tokenizer, index, text, ids, name, place[index]) for name, place in named.items()}
+        answered, others = ids, []
+        if answer is not None:
+            answered = ids + _continuation(tokenizer, index, "answer", text, ids, answer[index])
+            places[END] = len(ids) - 1
+        if answer is not None and wrong is not None:
+            others = _continuation(tokenizer, index, "wrong answer", text, ids, wrong[index])
+            _check_wrong(tokenizer, index, answered[len(ids) :], others)
+        tokenized.append(TokenizedText(text, answered, len(ids), others, places))
+    return tokenized
+
+
+def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], tokenizer: Any) -> None:
+    """Raises unless a corrupted text has as many tokens as its clean one.
+
+    Raises:
+        ValueError: They differ in length; the message shows the first place where they do.
+    """
+    ids = clean.ids[: clean.n_text]
+    if len(ids) == len(corrupted):
+        return
+    for _, start, end, other_start, other_end in SequenceMatcher(None, ids, corrupted, autojunk=False).get_opcodes():
+        if end - start != other_end - other_start:
+            here, there = tokenizer.decode(ids[start:end]), tokenizer.decode(corrupted[other_start:other_end])
+            raise ValueError(
+                f"pair {index}: at token {start} the clean text has {here!r} ({end - start} tokens) and the corrupted "
+                f"one {there!r} ({other_end - other_start} tokens): take words of equally many tokens"
+            )
+
+
+def _of_each(name: str, place: Any, count: int) -> list[Place]:
+    """The place of a named position in each text; one place serves all."""
+    if isinstance(place, int | str) or (isinstance(place, tuple) and len(place) == 2 and isinstance(place[0], str)):
+        return [place] * count
+    if not isinstance(place, Sequence) or len(place) != count:
+        raise ValueError(
+            f"positions[{name!r}]: give one place for all texts, or a list of {count}; a place is a part of the text, "
+            "(part, occurrence), or the index of a token"
+        )
+    return list(place)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text)["input_ids"])
+
+
+def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[int], answer: str) -> list[int]:
+    """The tokens of an answer behind a text, if it starts a token of its own."""
+    both = _ids(tokenizer, text + answer)
+    if both[: len(ids)] != ids or len(both) == len(ids):
+        raise ValueError(
+            f"text {index}: the {what} {answer!r} is no token of its own behind {text[-20:]!r}; with most tokenizers "
+            "it begins with a space, and the text ends without one"
+        )
+    return both[len(ids) :]
+
+
+def _check_wrong(tokenizer: Any, index: int, right: list[int], wrong: list[int]) -> None:
+    if len(right) != len(wrong) or right[0] == wrong[0]:
+        shown, other = tokenizer.decode(right), tokenizer.decode(wrong)
+        why = "they begin with the same token" if right[:1] == wrong[:1] else f"{len(right)} and {len(wrong)} tokens"
+        raise ValueError(
+            f"text {index}: the answer {shown!r} cannot be compared with the wrong one {other!r}: {why}; give answers "
+            "of equally many tokens that differ in the first"
+        )
+
+
+def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, place: Place) -> int:
+    """The index of the token where a named position lies."""
+    if isinstance(place, int):
+        if not -len(ids) <= place < len(ids):
+            raise ValueError(f"positions[{name!r}]: no token {place} in text {index}, which has {len(ids)}")
+        return place % len(ids)
+    part, occurrence = (place, None) if isinstance(place, str) else place
+    found = [start for start in range(len(text)) if part and text.startswith(part, start)]
+    if not found or (occurrence is not None and not -len(found) <= occurrence < len(found)):
+        raise ValueError(f"positions[{name!r}]: text {index} has {part!r} {len(found)} times: {text!r}")
+    if occurrence is None and len(found) > 1:
+        raise ValueError(
+            f"positions[{name!r}]: {part!r} occurs {len(found)} times in text {index}; say which one, as ({part!r}, 0)"
+        )
+    last = found[occurrence or 0] + len(part) - 1
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    return next(token for token, (start, end) in enumerate(offsets) if start <= last < end)
