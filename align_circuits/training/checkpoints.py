@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from torch import Tensor
 from align_circuits.files import replacing, writable_folder
 
 NAME = "checkpoint.safetensors"
+
+PATIENCE_S = 5.0
+"""For how long a run waits for another process in its folder: one that only loads a finished run is soon done."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,18 @@ def run_folder(path: str | Path) -> Iterator[Path]:
     """
     folder = writable_folder(path)
     with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is training in {str(path)!r}: wait for it, or give another folder"
-            ) from error
+        # Jobs that build on one pretrained model open its folder at the same time, each only to load the finished run.
+        given_up = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > given_up:
+                    raise ValueError(
+                        f"another process is training in {str(path)!r}: wait for it, or give another folder"
+                    ) from error
+                time.sleep(0.05)
         for pattern in (".*.partial", ".tmp*"):  # what a killed process was writing: `replacing`, safetensors itself
             for abandoned in folder.glob(pattern):
                 abandoned.unlink()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,7 +262,22 @@ def test_another_frozen_part_is_refused(tmp_path):
                 quiet(model, sample, loss, TrainConfig(3), out=tmp_path)
 
 
-def test_a_folder_in_use_is_refused_and_given_back(tmp_path):
+def test_a_folder_that_is_soon_free_is_waited_for(tmp_path):
+    def opened():
+        with checkpoints.run_folder(tmp_path) as folder:
+            return folder
+
+    with ThreadPoolExecutor() as pool:
+        with checkpoints.run_folder(tmp_path):
+            waiting = pool.submit(opened)
+            time.sleep(0.2)
+            assert not waiting.done()
+        assert waiting.result(timeout=4) == tmp_path
+
+
+def test_a_folder_in_use_is_refused_and_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "PATIENCE_S", 0.1)
+
     def nested(_model, _step):
         with pytest.raises(ValueError, match="another process is training"):
             quiet(network(), sample, loss, TrainConfig(2), out=tmp_path)
