@@ -7,6 +7,7 @@ from align_circuits.circuits.direct_effects import direct_logits, function_vecto
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import faithfulness
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
+from align_circuits.heads.interchange_interventions import interchange
 from align_circuits.heads.localize_heads import Localization, localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
@@ -54,6 +55,7 @@ __all__ = [
     "faithfulness",
     "function_vectors",
     "head_profile",
+    "interchange",
     "load",
     "localize",
     "patch_edges",

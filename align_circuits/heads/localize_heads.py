@@ -13,6 +13,7 @@ from torch import Tensor
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.attention import attention_from
+from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import fixed_offset, in_one_place, p_values
 from align_circuits.heads.score import score_heads
@@ -25,6 +26,7 @@ from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
 from align_circuits.tasks.task import Task
 
 ALIGNERS = ("align_query", "align_key")
@@ -93,6 +95,9 @@ class Localization:
     """What the first target of a phrase is called, as in `Task`."""
     notes: tuple[str, ...] = ()
     """What cannot be established on this task."""
+    interchanges: Table | None = None
+    """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
+    heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
 
     def heads(self, role: str) -> list[Head]:
         """Returns the heads named for a role, best first.
@@ -133,10 +138,12 @@ class Localization:
 
 def localize(
     model: HookedModel,
-    task: Task,
-    n: int = 64,
+    task: Task | Prompts,
+    n: int | None = None,
     seed: int = 0,
     *,
+    corrupted: Prompts | None = None,
+    roles: Mapping[str, str] | Sequence[str] | None = None,
     thresholds: Thresholds = Thresholds(),
     draws: int = 20,
     options: RunOptions = RunOptions(),
@@ -161,35 +168,46 @@ def localize(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        task: Prompts are sampled from it. All must have their queries at the same positions, or one layout.
-        n: How many prompts, half to choose candidates and half to test them.
+        task: Prompts, or a task that they are sampled from. All must have their targets at the same positions from
+            the end; related prompts (`Prompts.group`) stay in one half.
+        n: How many prompts, half to choose candidates and half to test them; by default 64 of a task, or all prompts.
         seed: Of the prompts, the permutation tests and the random heads.
+        corrupted: With prompts: a partner for each, for activation patching; by default another of the prompts.
+        roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
+            default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
         draws: How many sets of random heads are ablated.
         options: How the model is run.
 
     Raises:
+        TypeError: Neither prompts nor a task, or `corrupted` or `roles` beside a task.
         ValueError: Fewer than 8 prompts, a negative number of draws, or a model without the tokenizer that the task
             needs.
     """
+    task = as_task(task, corrupted, roles)
+    n = n or (len(task.prompts) if isinstance(task, OwnPrompts) else 64)
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
     if draws < 0:
         raise ValueError(f"draws={draws}: give the number of sets of random heads to ablate, 0 for none")
     tokenizer = getattr(model, "tokenizer", None)
     prompts = task.sample(n, tokenizer, seed=seed)
-    discovery, tested = prompts[: n // 2], prompts[n // 2 :]
-    roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
-    metrics = [*roles, *(f"{role}_attention" for role in roles)]
-    candidates = _candidates(score_heads(model, discovery, metrics, options=options), roles, thresholds)
+    half = first_half(prompts)
+    discovery, tested = prompts[:half], prompts[half:]
+    names = [role for role in task.roles if len(prompts.relations.get(role, ()))]
+    if not names:
+        raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
+    metrics = [*names, *(f"{role}_attention" for role in names)]
+    candidates = _candidates(score_heads(model, discovery, metrics, options=options), names, thresholds)
 
     scores = score_heads(model, tested, metrics, options=options)
     other = task.control()
-    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
-    p = p_values(model, tested, roles, seed=seed, options=options)
+    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), names, options=options)
+    p = p_values(model, tested, names, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
-    patching_effects = patch_heads(model, Pair(*task.pairs(tested, seed)), heads=heads, options=options)
+    pair = Pair(*task.pairs(tested, seed))
+    patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = Provenance(
         "localize",
@@ -198,8 +216,8 @@ def localize(
         data=tested.provenance,
         engine=scores.provenance.engine,
     )
-    table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, roles, provenance)
-    heads_by_role = _named(table, candidates, roles, thresholds, tested)
+    table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, names, provenance)
+    heads_by_role = _named(table, candidates, names, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
@@ -215,9 +233,10 @@ def localize(
         attention_from(model, first, named, positions, options),
         positions.tolist(),
         thresholds,
-        {role: task.roles[role] for role in roles},
+        {role: task.roles[role] for role in names},
         task.target_name,
-        _notes(task, tested, roles),
+        _notes(task, tested, names),
+        _interchanges(model, pair, heads, heads_by_role, named, draws, seed, options),
     )
 
 
@@ -338,6 +357,28 @@ def _group_ablations(
     means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
     provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
     return Table.from_prompts(keys, means, weights, provenance)
+
+
+def _interchanges(
+    model: HookedModel,
+    pair: Pair,
+    candidates: Sequence[Head],
+    heads_by_role: Mapping[str, Sequence[Head]],
+    named: Sequence[Head],
+    draws: int,
+    seed: int,
+    options: RunOptions,
+) -> Table | None:
+    """How often candidates, named heads and random ones bring the other prompt's answer along."""
+    if not answers_differ(pair).any():
+        return None
+    groups: dict[str, Sequence[Head]] = {role: heads for role, heads in heads_by_role.items() if heads}
+    if named:
+        others = [head for head in heads_of(model.cfg) if head not in named]
+        generator = np.random.default_rng(seed)
+        groups["named"] = named
+        groups |= {f"random {draw}": _as_many(named, others, generator) for draw in range(draws) if others}
+    return interchange(model, pair, heads=candidates, groups=groups, options=options)
 
 
 def _as_many(named: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:

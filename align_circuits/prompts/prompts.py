@@ -32,9 +32,6 @@ TARGET_COLUMNS = ("prompt", "query_pos", "target_pos", "token", "phrase", "offse
 WRONG = "wrong"
 """The column of targets with the token that the metric `"logit_diff"` compares with, where there is one."""
 
-OWN_TOKEN = "own_token"
-"""The column of corrupted prompts' targets with the token that is right there, where it is known."""
-
 KINDS = ("first", "later")
 """`"first"`: the first token of a phrase, which needs alignment; `"later"`: the others, which may do without."""
 
@@ -92,6 +89,9 @@ class Prompts:
     """The token ids that the columns of `correct` stand for."""
     correct: Bool[Tensor, "target letter"] | None = None
     """Which of `answer_tokens` are correct for each target; None if only the target's own token is."""
+    own_correct: Bool[Tensor, "target letter"] | None = None
+    """Of corrupted prompts, whose targets are those of the clean ones: which of `answer_tokens` are correct in the
+    corrupted prompt itself. A row without any is a target whose answer is not known there."""
     token_strings: Mapping[int, str] = field(default_factory=dict)
     """The text of every token id that occurs."""
     tokenizer_hash: str | None = None
@@ -117,11 +117,13 @@ class Prompts:
                 raise ValueError(f"{name} has {len(columns)} entries for {len(self)} prompts: give one for each")
         if missing := [column for column in TARGET_COLUMNS if column not in self.targets.columns]:
             raise ValueError(f"the targets lack {', '.join(missing)}; they need {', '.join(TARGET_COLUMNS)}")
-        if self.correct is not None and self.correct.shape != (len(self.targets), len(self.answer_tokens)):
-            raise ValueError(
-                f"correct has shape {tuple(self.correct.shape)}; it needs a row for each of the "
-                f"{len(self.targets)} targets and a column for each of the {len(self.answer_tokens)} answer_tokens"
-            )
+        for name in ("correct", "own_correct"):
+            part = getattr(self, name)
+            if part is not None and part.shape != (len(self.targets), len(self.answer_tokens)):
+                raise ValueError(
+                    f"{name} has shape {tuple(part.shape)}; it needs a row for each of the {len(self.targets)} targets "
+                    f"and a column for each of the {len(self.answer_tokens)} answer_tokens"
+                )
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -256,6 +258,7 @@ class Prompts:
             **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "roles", "example")},
             targets=targets,
             correct=None if self.correct is None else self.correct[old_rows],
+            own_correct=None if self.own_correct is None else self.own_correct[old_rows],
             relations={name: moved(relation) for name, relation in self.relations.items()},
             latent={name: value[chosen] for name, value in self.latent.items()},
             positions={name: value[chosen] for name, value in self.positions.items()},
@@ -321,6 +324,7 @@ class Prompts:
             self,
             targets=self.targets[chosen].reset_index(drop=True),
             correct=None if self.correct is None else self.correct[kept],
+            own_correct=None if self.own_correct is None else self.own_correct[kept],
             relations={name: replace(part, target=new_row[part.target]) for name, part in relations.items()},
         )
 
@@ -499,8 +503,7 @@ class Prompts:
         for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
             check_aligned(index, text, other.ids[: other.n_text], tokenizer)
         prompts = cls._of_texts(tokenized, tokenizer, groups)
-        inputs, targets = prompts.inputs.clone(), prompts.targets
-        column = prompts.column("prompt")
+        inputs, own_correct = prompts.inputs.clone(), None
         for row, (text, other) in enumerate(zip(tokenized, others, strict=True)):
             first = prompts.inputs.shape[1] - len(text.ids)
             inputs[row, first : first + text.n_text] = torch.tensor(other.ids[: other.n_text])
@@ -513,12 +516,14 @@ class Prompts:
                     f"pair {uneven[0]}: the answers {answer[uneven[0]]!r} and {corrupted_answer[uneven[0]]!r} have "
                     "different numbers of tokens; take others"
                 )
-            own_tokens = [own[row][offset] for row, offset in zip(column.tolist(), targets["offset"], strict=True)]
-            targets = targets.assign(**{OWN_TOKEN: own_tokens})
+            own_token, token = torch.tensor([answer for tokens in own for answer in tokens]), prompts.column("token")
+            answer_tokens = torch.cat([token, own_token]).unique()
+            prompts = replace(prompts, answer_tokens=answer_tokens, correct=token[:, None] == answer_tokens)
+            own_correct = own_token[:, None] == answer_tokens
         task = {**prompts.task, "corrupted": {"kind": "own"}}
         return (
             replace(prompts, token_strings=strings),
-            replace(prompts, inputs=inputs, targets=targets, token_strings=strings, task=task),
+            replace(prompts, inputs=inputs, own_correct=own_correct, token_strings=strings, task=task),
         )
 
     @classmethod
@@ -575,7 +580,9 @@ class Prompts:
         tensors = {name: getattr(self, name) for name in _TENSORS}
         for part in ("latent", "positions"):
             tensors |= {f"{part}.{name}": value for name, value in getattr(self, part).items()}
-        tensors |= {name: value for name in ("correct", "group") if (value := getattr(self, name)) is not None}
+        tensors |= {
+            name: value for name in ("correct", "own_correct", "group") if (value := getattr(self, name)) is not None
+        }
         for column in self.targets.columns:
             if column != "kind":
                 tensors[f"targets.{column}"] = self.column(column)
@@ -625,6 +632,7 @@ class Prompts:
             targets=pd.DataFrame(columns),
             relations=relations,
             correct=tensors.get("correct"),
+            own_correct=tensors.get("own_correct"),
             group=tensors.get("group"),
             token_strings={int(token): text for token, text in header["token_strings"].items()},
             tokenizer_hash=header["tokenizer_hash"],

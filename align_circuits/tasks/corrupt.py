@@ -73,12 +73,21 @@ def corrupt_seq2seq(
         moved = moved.view_as(which[:, :-1])
         which[:, :-1] = which[:, :-1].gather(2, moved)
         phrases[:, :-1] = phrases[:, :-1].gather(2, moved[..., None].expand_as(phrases[:, :-1]))
+    own_correct = None
+    if kind == "query" and prompts.correct is not None:
+        # The first letters that the automata of the new symbols write. Of later letters, which follow the letters of
+        # the clean prompt, nothing is known.
+        rows = torch.arange(len(prompts))[:, None]
+        letters = prompts.latent["letter"][rows, which[:, -1], 0].long()
+        known = torch.nn.functional.one_hot(letters + 1, len(prompts.answer_tokens) + 1).any(2)[..., 1:]
+        own_correct = torch.zeros_like(prompts.correct).unflatten(0, (len(prompts), m, -1))
+        own_correct[:, :, 0] = known
+        own_correct = own_correct.flatten(0, 2)
     latent = {**prompts.latent, "order": order, "phrases": phrases}
     fixed, symbols = (torch.tensor(prompts.task[name]) for name in ("fixed", "symbols"))
     inputs = write(places, latent, which, fixed, symbols, prompts.answer_tokens)
-    return replace(
-        prompts, inputs=inputs, latent=latent, task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}}
-    )
+    task = {**prompts.task, "corrupted": {"kind": kind, "seed": seed}}
+    return replace(prompts, inputs=inputs, own_correct=own_correct, latent=latent, task=task)
 
 
 def _redraw(

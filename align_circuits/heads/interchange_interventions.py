@@ -1,0 +1,129 @@
+"""Interchange interventions: whether a patched activation brings the other prompt's answer along."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.names import HeadSite
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.tables.tables import Table
+
+NOTHING = "nothing"
+"""The name of the unpatched run, the control of all others."""
+
+
+def interchange(
+    model: HookedModel,
+    pair: Pair,
+    *,
+    heads: Sequence[Head] | None = None,
+    groups: Mapping[str, Sequence[Head]] | None = None,
+    edits: Mapping[str, Sequence[Edit]] | None = None,
+    site: HeadSite = "z",
+    options: RunOptions = RunOptions(),
+) -> Table:
+    """Returns interchange-intervention accuracy: how often a patched model gives the other prompt's answer.
+
+    The base prompts run with an activation of the source prompts, in which another answer is right. `"interchange"` is
+    the share of targets whose prediction is then right in the source prompt, `"kept"` the share whose prediction is
+    still right in the base prompt. Only targets count whose answers are known in both and have no token in common. 1
+    for a head that alone carries what distinguishes the answers; the row `"nothing"`, the unpatched run, shows the
+    level of a head that carries nothing of it.
+
+    Source: Geiger et al. (2021), "Causal Abstractions of Neural Networks". Misleads where several heads carry the same
+    (each alone changes nothing: patch them as a group), and where the base prompt is answered wrongly.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        pair: Clean and corrupted prompts with known answers in both, as `Seq2SeqTask.corrupt(prompts, "query")` and
+            `Prompts.from_pairs(..., corrupted_answer=)` return them. Its metric is not used.
+        heads: Which heads are patched, each alone; all by default.
+        groups: Sets of heads by name, each patched together.
+        edits: Other patches by name, such as `{"middle": [Patch(site="resid_post", layers=[3])]}`; a `Patch` without
+            values takes those of the source prompts.
+        site: What is patched of a head.
+        options: Engine and batch size.
+
+    Returns:
+        A table keyed by level, layer, head, `patched` (`"head"`, the name of a group or of an edit, or `"nothing"`) and
+        `metric`; 95% intervals over prompts.
+
+    Raises:
+        ValueError: Prompts whose answers are not known in both, or that have an answer in common at every target; a
+            head that the model does not have; a group without heads.
+    """
+    selected = heads_of(model.cfg, heads)
+    clean, corrupted = _with_two_answers(pair)
+    source_is_clean = pair.direction == "denoise"
+    base, source = (corrupted, clean) if source_is_clean else (clean, corrupted)
+    right = {"clean": _right(clean, own=False), "corrupted": _right(corrupted, own=True)}
+
+    def share(where: str) -> object:
+        answers = right[where]
+
+        def metric(logits: Float[Tensor, "target d_vocab"], targets: pd.DataFrame) -> Float[Tensor, " target"]:
+            token = logits.argmax(1).cpu()
+            answer = token[:, None] == clean_tokens
+            return (answer & answers[torch.from_numpy(targets.index.to_numpy(copy=True))]).any(1).to(logits)
+
+        return metric
+
+    clean_tokens = clean.answer_tokens
+    named: list[tuple[str, Sequence[Edit]]] = [(NOTHING, [])]
+    named += [("head", [Patch([head], site=site)]) for head in selected]
+    for name, group in (groups or {}).items():
+        if not group:
+            raise ValueError(f"groups[{name!r}] has no heads: name at least one")
+        named.append((name, [Patch(heads_of(model.cfg, group), site=site)]))
+    named += list((edits or {}).items())
+    sides = ("clean", "corrupted") if source_is_clean else ("corrupted", "clean")
+    targets = TargetMetrics.of(base, [share(side) for side in sides])  # pyright: ignore[reportArgumentType]
+    values, engine = targets.measure_edited(model, [edit for _, edit in named], source=source, options=options)
+    places = [(None, None), *selected, *[(None, None)] * (len(named) - 1 - len(selected))]
+    keys = pd.DataFrame(places, columns=["layer", "head"]).assign(patched=[name for name, _ in named])
+    levels = np.where(keys["patched"] == "head", "head", np.where(keys["patched"] == NOTHING, "model", "group"))
+    keys.insert(0, "level", levels)
+    keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "kept")], ignore_index=True)
+    means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
+    weights = np.tile(targets.weights, (len(means), 1))
+    provenance = replace(pair, metric=None).provenance("interchange", model, {"site": site}, engine)
+    return Table.from_prompts(keys, means, weights, provenance)
+
+
+def answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
+    """Returns at which targets the answers of both prompts are known and have no token in common."""
+    if pair.corrupted.own_correct is None or pair.clean.correct is None:
+        return torch.zeros(len(pair.clean.targets), dtype=torch.bool)
+    clean, own = pair.clean.correct, pair.corrupted.own_correct
+    return own.any(1) & ~(clean & own).any(1)
+
+
+def _with_two_answers(pair: Pair) -> tuple[Prompts, Prompts]:
+    """The pair's prompts with the targets that have an answer of their own in each."""
+    differ = answers_differ(pair)
+    if not differ.any():
+        why = "both give the same answers"
+        if pair.corrupted.own_correct is None:
+            why = "the answers to the corrupted prompts are not known"
+        raise ValueError(
+            f"{why}: interchange takes pairs whose answers are known and differ, as Prompts.from_pairs(..., "
+            "corrupted_answer=) and Seq2SeqTask.corrupt(prompts, 'query') make them"
+        )
+    return pair.clean.select_targets(differ), pair.corrupted.select_targets(differ)
+
+
+def _right(prompts: Prompts, *, own: bool) -> Bool[Tensor, "target answer"]:
+    right = prompts.own_correct if own else prompts.correct
+    assert right is not None  # answers_differ has seen both
+    return right

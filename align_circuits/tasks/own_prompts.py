@@ -1,0 +1,114 @@
+"""Prompts of one's own as a task: what `localize` and `tune` ask of a task, answered from a fixed set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tasks.task import TOKEN_ROLES, Task
+
+_ROW = "own_row"
+"""The latent variable that says which of the own prompts each sampled one is."""
+
+
+class OwnPrompts(Task):
+    """A fixed set of prompts, with corrupted partners if there are any.
+
+    Args:
+        prompts: What is measured.
+        corrupted: For each prompt its partner for activation patching, as `Prompts.from_pairs` returns it; by default
+            another of the prompts, of the same length.
+        roles: The relations that a head can be named for, as a list, or with what such a head does. By default those
+            that were added to the prompts; where none was, induction, previous and duplicate.
+
+    Raises:
+        ValueError: Partners that do not match the prompts in number, or a role that is no relation of the prompts.
+    """
+
+    def __init__(
+        self, prompts: Prompts, corrupted: Prompts | None = None, roles: Mapping[str, str] | Sequence[str] | None = None
+    ) -> None:
+        if corrupted is not None and len(corrupted) != len(prompts):
+            raise ValueError(f"{len(corrupted)} corrupted prompts for {len(prompts)}: give a partner for each")
+        self.prompts, self.corrupted = prompts, corrupted
+        self.roles = _roles(prompts, roles)  # pyright: ignore[reportAttributeAccessIssue] - of this object, not its class
+
+    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - of the base class
+        """Returns `n` of the prompts in random order, related ones (`Prompts.group`) side by side.
+
+        Raises:
+            ValueError: There are fewer than `n`.
+        """
+        if n > len(self.prompts):
+            raise ValueError(f"n={n}: there are {len(self.prompts)} prompts")
+        order = _shuffled(self.prompts, seed)[:n]
+        sampled = self.prompts[order]
+        return replace(sampled, latent={**sampled.latent, _ROW: order})
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Returns prompts that `sample` returned, with their partners."""
+        if self.corrupted is None:
+            return super().pairs(prompts, seed)
+        return prompts, self.corrupted[prompts.latent[_ROW]]
+
+
+def as_task(
+    source: Task | Prompts, corrupted: Prompts | None = None, roles: Mapping[str, str] | Sequence[str] | None = None
+) -> Task:
+    """Returns prompts as a task, and a task as it is.
+
+    Raises:
+        TypeError: Neither prompts nor a task, or corrupted prompts or roles beside a task.
+    """
+    if isinstance(source, Prompts):
+        return OwnPrompts(source, corrupted, roles)
+    if not isinstance(source, Task):
+        raise TypeError(
+            f"{type(source).__name__} is neither prompts nor a task: make prompts with Prompts.from_texts or "
+            "from_pairs, or subclass align_circuits.Task"
+        )
+    if corrupted is not None or roles is not None:
+        raise TypeError("corrupted= and roles= go with prompts; a task says both itself (Task.corrupt, Task.roles)")
+    return source
+
+
+def first_half(prompts: Prompts) -> int:
+    """Returns how many prompts make the first half: half of them, or as near as groups of related ones allow.
+
+    Raises:
+        ValueError: All prompts are related.
+    """
+    half = len(prompts) // 2
+    if prompts.group is None:
+        return half
+    ends = (prompts.group[1:] != prompts.group[:-1]).nonzero()[:, 0] + 1
+    if not len(ends):
+        raise ValueError("all prompts are of one group, which cannot be split: give prompts of at least two groups")
+    return int(ends[(ends - half).abs().argmin()])
+
+
+def _shuffled(prompts: Prompts, seed: int) -> Int[Tensor, " prompt"]:
+    """A random order of prompts in which groups stay together."""
+    generator = np.random.default_rng(seed)
+    group = np.arange(len(prompts)) if prompts.group is None else prompts.group.numpy()
+    rank = dict(zip(generator.permutation(np.unique(group)), range(len(prompts)), strict=False))
+    order = generator.permutation(len(prompts))
+    return torch.from_numpy(order[np.argsort([rank[group[i]] for i in order], kind="stable")])
+
+
+def _roles(prompts: Prompts, roles: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+    """The roles with what a head of each does."""
+    if isinstance(roles, str):
+        raise TypeError(f"roles={roles!r}: give a list of relations, [{roles!r}]")
+    if roles is None:
+        roles = [name for name in prompts.relations if name not in TOKEN_ROLES] or list(TOKEN_ROLES)
+    if unknown := [name for name in roles if name not in prompts.relations]:
+        raise ValueError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
+    if isinstance(roles, Mapping):
+        return dict(roles)
+    return {name: TOKEN_ROLES.get(name, f"attends from the queries of {name} to its keys") for name in roles}
