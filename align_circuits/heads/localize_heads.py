@@ -15,7 +15,7 @@ from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.attention import attention_from
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.patch import patch_heads
-from align_circuits.heads.permutation_tests import fixed_offset, in_one_place, p_values
+from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, p_values
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
@@ -319,6 +319,13 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
         notes.append(
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
+        )
+    if same := [
+        role for role in others if prompts.relations[role].exchangeable and fixed_rank(prompts.relations[role])
+    ]:
+        notes.append(
+            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no head "
+            "can be told from one that always attends there: vary their order."
         )
     notes += task.caveats
     if any(_confounded(prompts, role) for role in roles):

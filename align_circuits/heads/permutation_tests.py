@@ -12,7 +12,7 @@ from math import factorial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -45,6 +45,10 @@ def p_values(
       (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
       positions; a single key of a single target needs some 30 tokens to be established. This null keeps no positional
       bias: a head that attends to these positions whatever they hold passes as well.
+    - Relations whose candidates are named (`Relation.exchangeable`): the score is the attention to keys, redrawn among
+      prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
+      So a head that always attends to the first of two names passes only if the first is always right, where nothing
+      can be established (`fixed_rank`): the smallest value is then one over the number of candidates.
     - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The keys of a
       prompt are redrawn among the keys of all prompts, at the same targets: 9,999 permutations of prompts.
 
@@ -72,6 +76,7 @@ def p_values(
     for name in relations:
         relation = prompts.relations[name]
         test = _Positions if in_one_place(relation, prompts) else _OtherPrompts
+        test = _Ranks if relation.exchangeable else test
         test = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else test
         tests[name] = test(relation, prompts, *shape)
     places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
@@ -200,6 +205,39 @@ class _OtherPrompts(_Test):
         return _share_at_least_first(scores.reshape(*self.shape, -1))
 
 
+class _Ranks(_Test):
+    """Redraws which of a row's candidates are keys, counted from the first."""
+
+    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
+        super().__init__(relation, prompts, layers, heads)
+        self.keys = _by_rank(relation)
+        self.attention = torch.zeros(layers, len(relation), heads, self.keys.shape[1])
+
+    def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
+        _, candidates = self.relation.expand(rows)
+        columns = candidates.nonzero()[:, 1].view(len(rows), -1)
+        self.attention[layer, rows] = pattern.gather(2, columns[:, None].expand(-1, pattern.shape[1], -1)).float()
+
+    def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        rows, ranks = self.keys.shape
+        attention = self.attention.double().numpy()
+        if fixed_rank(self.relation):
+            # Whatever is done to the rows, their keys stay where they are: only other ranks, the same for all rows, are
+            # a null that keeps a head's bias for the first or the last candidate.
+            mean = attention.mean(1)
+            orders = [np.arange(ranks), *(generator.permutation(ranks) for _ in range(REDRAWS))]
+            keys = self.keys[0].numpy()[np.stack(orders)]
+            return _share_at_least_first(mean @ keys.T.astype(float))
+        scores = np.zeros((*self.shape, REDRAWS + 1))
+        same = generator.permuted(np.tile(np.arange(rows), (REDRAWS, 1)), axis=1)
+        orders = np.concatenate([np.arange(rows)[None], same])
+        by_rank = self.keys.numpy().astype(float)
+        for start in range(0, len(orders), 1000):
+            redrawn = by_rank[orders[start : start + 1000]]  # [redraw row rank]
+            scores[..., start : start + 1000] = np.einsum("lrhk,drk->lhd", attention, redrawn, optimize=True) / rows
+        return _share_at_least_first(scores)
+
+
 class _Positions(_Test):
     """Redraws which positions are keys, at each target of a prompt, the same for all prompts."""
 
@@ -239,6 +277,28 @@ def in_one_place(relation: Relation, prompts: Prompts) -> bool:
         return False
     by_prompt = (part.unflatten(0, (-1, targets)) for part in (relation.query, *relation.expand()))
     return all(bool((part == part[:1]).all()) for part in by_prompt)
+
+
+def fixed_rank(relation: Relation) -> bool:
+    """Returns whether the keys of a relation with named candidates are always the same ones, counted from the first."""
+    keys = _by_rank(relation)
+    return bool((keys == keys[:1]).all())
+
+
+def _by_rank(relation: Relation) -> Bool[Tensor, "row candidate"]:
+    """Which candidates of each row are keys.
+
+    Raises:
+        ValueError: Rows with different numbers of candidates.
+    """
+    keys, candidates = relation.expand()
+    counts = candidates.sum(1).unique()
+    if len(counts) != 1:
+        raise ValueError(
+            f"relation {relation.name!r}: the rows have {int(counts.min())} to {int(counts.max())} candidates; give each "
+            "row equally many, so that they can be compared"
+        )
+    return keys[candidates].view(len(relation), -1)
 
 
 def fixed_offset(relation: Relation) -> float:

@@ -596,7 +596,7 @@ class Prompts:
             "task": dict(self.task),
             "token_strings": {str(token): text for token, text in self.token_strings.items()},
             "tokenizer_hash": self.tokenizer_hash,
-            "relations": {name: [r.name, r.keys_before_query] for name, r in self.relations.items()},
+            "relations": {name: [r.name, r.keys_before_query, r.exchangeable] for name, r in self.relations.items()},
         }
         with replacing(path) as temporary:
             save_file(
@@ -620,12 +620,12 @@ class Prompts:
             raise ValueError(f"{str(path)!r} holds no prompts: give a file that Prompts.save wrote") from error
         columns: dict[str, Any] = {name: tensors[f"targets.{name}"].numpy() for name in header["columns"]}
         columns["kind"] = np.array(header["kinds"], dtype=object)[columns["kind"]]
-        parts = [name for f in fields(Relation) if (name := f.name) not in ("name", "keys_before_query")]
+        parts = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
         relations = {
             key: Relation(
-                name=name, keys_before_query=strict, **{part: tensors[f"relations.{key}.{part}"] for part in parts}
+                **dict(zip(_FLAGS, flags, strict=True)), **{part: tensors[f"relations.{key}.{part}"] for part in parts}
             )
-            for key, (name, strict) in header["relations"].items()
+            for key, flags in header["relations"].items()
         }
         return cls(
             **{name: tensors[name] for name in _TENSORS},
@@ -656,6 +656,9 @@ def _check_keys(relations: Mapping[str, Relation]) -> None:
                 "leave them out with relation.select(...)"
             )
 
+
+_FLAGS = ("name", "keys_before_query", "exchangeable")
+"""The fields of a relation that are no tensors."""
 
 _TENSORS = ("inputs", "mask", "roles", "example", "answer_tokens")
 

@@ -42,6 +42,9 @@ class Relation:
     """The candidate label of each position; `IGNORE` where it is never a candidate."""
     keys_before_query: bool = False
     """Whether keys lie strictly before the query. Candidates always lie at or before it."""
+    exchangeable: bool = False
+    """Whether any other candidate could as well have been a key, as among the names of a sentence: the permutation
+    test then redraws which candidates are keys."""
 
     def __post_init__(self):
         rows = {len(column) for column in (self.target, self.prompt, self.query, self.key_value, self.candidate_value)}
@@ -98,7 +101,8 @@ class Relation:
         candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
         prompt, query = (torch.tensor([getattr(row, part) for row in rows]) for part in ("prompt", "query"))
         target = torch.tensor([row.target for row in rows])
-        return cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+        columns = (target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+        return cls(name, *columns, exchangeable=candidates is not None)
 
     @classmethod
     def from_positions(

@@ -50,6 +50,20 @@ class OwnPrompts(Task):
         sampled = self.prompts[order]
         return replace(sampled, latent={**sampled.latent, _ROW: order})
 
+    def split(self, seed: int, share: float = 0.2) -> "tuple[OwnPrompts, OwnPrompts]":
+        """Returns the prompts in two parts, with about `share` of them in the second; related ones stay together.
+
+        Raises:
+            ValueError: Fewer than two groups of prompts.
+        """
+        order = _shuffled(self.prompts, seed)
+        cut = _cut(self.prompts[order], round((1 - share) * len(order)))
+        parts = (order[:cut], order[cut:])
+        return tuple(  # pyright: ignore[reportReturnType]
+            OwnPrompts(self.prompts[part], None if self.corrupted is None else self.corrupted[part], self.roles)
+            for part in parts
+        )
+
     def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
         """Returns prompts that `sample` returned, with their partners."""
         if self.corrupted is None:
@@ -83,13 +97,19 @@ def first_half(prompts: Prompts) -> int:
     Raises:
         ValueError: All prompts are related.
     """
-    half = len(prompts) // 2
+    return _cut(prompts, len(prompts) // 2)
+
+
+def _cut(prompts: Prompts, near: int) -> int:
+    """The first prompt of the second part, as near as groups, which stand side by side, allow."""
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} prompt, which cannot be split: give at least two")
     if prompts.group is None:
-        return half
+        return min(max(near, 1), len(prompts) - 1)
     ends = (prompts.group[1:] != prompts.group[:-1]).nonzero()[:, 0] + 1
     if not len(ends):
         raise ValueError("all prompts are of one group, which cannot be split: give prompts of at least two groups")
-    return int(ends[(ends - half).abs().argmin()])
+    return int(ends[(ends - near).abs().argmin()])
 
 
 def _shuffled(prompts: Prompts, seed: int) -> Int[Tensor, " prompt"]:

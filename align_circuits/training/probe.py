@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,18 @@ class Probe:
         model: The model, which changes between the steps.
         prompts: What it is measured on, by whether the test inputs are out of distribution.
         folder: Where the files go; None keeps the results in memory.
+        scored: The relations that heads are scored on, as far as the prompts have them.
     """
 
-    def __init__(self, model: HookedModel, prompts: Mapping[bool, Prompts], folder: Path | None):
-        self.model, self.prompts, self.folder = model, prompts, folder
+    def __init__(
+        self, model: HookedModel, prompts: Mapping[bool, Prompts], folder: Path | None, scored: Sequence[str] = PROBED
+    ):
+        self.model, self.prompts, self.folder, self.scored = model, prompts, folder, scored
         self._results: dict[int, tuple[pd.DataFrame, dict[str, ndarray]]] = {}
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures the model, keeps the results, and returns their summary for the log."""
-        parts = [(ood, *_measure(self.model, prompts)) for ood, prompts in self.prompts.items()]
+        parts = [(ood, *_measure(self.model, prompts, self.scored)) for ood, prompts in self.prompts.items()]
         keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
         numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}
         if self.folder is None:
@@ -55,7 +58,7 @@ class Probe:
         else:
             with replacing(self._path(step)) as path:
                 save_file(numbers, path, {"keys": json.dumps(keys.to_dict("list"))})
-        return _summary(keys, numbers["value"], numbers["weight"])
+        return _summary(keys, numbers["value"], numbers["weight"], self.scored)
 
     def table(self, steps: list[int], provenance: Provenance) -> Table:
         """Returns the results of several steps, with intervals over prompts."""
@@ -77,10 +80,12 @@ class Probe:
             return keys, {name: file.get_tensor(name) for name in COLUMNS}
 
 
-def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[str, ndarray]]:
+def _measure(model: HookedModel, prompts: Prompts, scored: Sequence[str]) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
-    metrics = [name for name in PROBED if len(prompts.relations[name])]
-    scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    metrics = [name for name in scored if len(prompts.relations.get(name, ()))]
+    scores = ScoreAccumulator(
+        resolve(prompts, metrics or ["sink"]), model.cfg.n_layers, model.cfg.n_heads, len(prompts)
+    )
     targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values = np.full((2, len(targets.token)), np.nan)
 
@@ -121,7 +126,7 @@ def _measure(model: HookedModel, prompts: Prompts) -> tuple[pd.DataFrame, dict[s
 
 
 def _summary(
-    keys: pd.DataFrame, value: Float[ndarray, "row prompt"], weight: Float[ndarray, "row prompt"]
+    keys: pd.DataFrame, value: Float[ndarray, "row prompt"], weight: Float[ndarray, "row prompt"], scored: Sequence[str]
 ) -> dict[str, float]:
     """Accuracy and the best head of each metric, in distribution and (`ood_`) out of it."""
     total = weight.sum(1)
@@ -133,7 +138,7 @@ def _summary(
         for kind in ("first", "later"):
             rows = (selected & (keys["metric"] == "accuracy") & (keys["kind"] == kind)).to_numpy()
             summary |= {prefix + kind: float(mean[rows][0])} if rows.any() else {}
-        for metric in PROBED:
+        for metric in scored:
             rows = (selected & (keys["metric"] == metric) & (keys["level"] == "head")).to_numpy()
             summary |= {prefix + metric: float(np.nanmax(mean[rows], initial=0))} if rows.any() else {}
     return summary

@@ -1,7 +1,7 @@
 """Fine-tuning in context (ICA-Tune) or without context (standard), with probes while alignment emerges."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,9 +22,14 @@ from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
+from align_circuits.tasks.own_prompts import OwnPrompts, as_task
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tasks.task import Task
 from align_circuits.training.loop import TrainConfig, train
-from align_circuits.training.probe import Probe
+from align_circuits.training.probe import PROBED, Probe
+
+IGNORED = -100
+"""The label of a position that is no target."""
 
 PROBE_SEED, DATASET_SEED = 10**9, 2 * 10**9
 """Added to the seed for the probes' prompts and for the finite dataset, so that neither repeats a user's prompts."""
@@ -149,7 +155,8 @@ class TuneRun:
     @property
     def figures(self) -> dict[str, go.Figure]:
         """Accuracy, and the best head of each metric, by step, in and out of distribution."""
-        model: Any = self.table.where(metric=["accuracy", "history"]).frame
+        metrics = {"accuracy", "history"} & set(self.table.frame["metric"])
+        model: Any = self.table.where(metric=metrics).frame
         model = model[model["kind"] != "all"]
         heads: Any = self.table.heads().frame
         best = heads.loc[heads.groupby(["step", "ood", "metric"])["value"].idxmax().dropna()]
@@ -157,6 +164,7 @@ class TuneRun:
         figures = {}
         for name, frame in (("accuracy", model.assign(of=kind)), ("best heads", best.assign(of=best["metric"]))):
             panels = {"in distribution": frame[~frame["ood"]], "out of distribution": frame[frame["ood"]]}
+            panels = {title: panel for title, panel in panels.items() if len(panel)}
             figures[name] = plots.curves(panels, "step", "of", "step").update_xaxes(dtick=None)
             if name == "best heads":
                 figures[name].update_yaxes(title="score", col=1)
@@ -165,9 +173,10 @@ class TuneRun:
 
 def tune(
     model: HookedModel,
-    task: Seq2SeqTask,
+    task: Task | Prompts,
     config: TuneConfig | None = None,
     *,
+    roles: Mapping[str, str] | Sequence[str] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     progress: bool = True,
@@ -183,9 +192,13 @@ def tune(
 
     Args:
         model: What `load` returns, for a decoder with separate q, k and v projections (Llama, Qwen2, Qwen3, Mistral).
-        task: What the model learns. Probes are drawn from the task in and out of distribution, with unseen test
-            examples; for `"standard"` without in-context examples.
-        config: The settings; by default those of the paper.
+        task: What the model learns: a task, or prompts. Probes of a `Seq2SeqTask` are drawn in and out of
+            distribution, with unseen test examples; for `"standard"` without in-context examples. Probes of other tasks
+            are other prompts of the task; of prompts, a fifth of them is held out for probes and never learned from
+            (related ones, `Prompts.group`, stay together). The loss of such tasks is on all targets.
+        config: The settings; by default those of the paper. `method="standard"` and `dataset_size` are for
+            `Seq2SeqTask`.
+        roles: With prompts: the relations that probes score heads on, as in `localize`.
         seed: Fixes the adapter, the training prompts, the finite dataset and the probes.
         out: The folder for results and checkpoints; None keeps nothing.
         progress: Whether to draw a progress bar.
@@ -197,6 +210,7 @@ def tune(
         FloatingPointError: A loss or gradient that is not finite.
     """
     config = config or TuneConfig()
+    task = as_task(task, None, roles)
     data = _TuningData.of(model, task, config, seed)
     folder = None if out is None else writable_folder(out)
     trained = unwrapped(model)
@@ -215,7 +229,7 @@ def tune(
         quantise(trained)
     if config.checkpointing:
         recompute(trained)
-    probe = Probe(bridge, data.probes, folder and writable_folder(folder / "probes"))
+    probe = Probe(bridge, data.probes, folder and writable_folder(folder / "probes"), data.scored)
     run = train(
         trained,
         data.batch,
@@ -225,7 +239,7 @@ def tune(
         out=folder and folder / "training",
         metrics=lambda _, step: probe.measure(step),
         progress=progress,
-        recipe=json.loads(json.dumps({"task": asdict(task), "config": asdict(config)})),
+        recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config)})),
     )
     provenance = Provenance(
         "tune",
@@ -245,17 +259,28 @@ def tune(
 class _TuningData:
     """Draws the training prompts, and holds the prompts of the probes."""
 
-    task: Seq2SeqTask
+    task: Task
     config: TuneConfig
     tokenizer: Any
     dataset: Prompts | None
     """The finite set of examples to learn from, if there is one."""
     probes: Mapping[bool, Prompts]
     """By whether the test inputs are out of distribution."""
+    scored: Sequence[str] = PROBED
+    """The relations that probes score heads on."""
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What tells the task from others, as JSON: a run goes on only with the task that it began with."""
+        if isinstance(self.task, Seq2SeqTask):
+            return asdict(self.task)
+        return {"task": type(self.task).__name__, "probes": {str(ood): p.digest for ood, p in self.probes.items()}}
 
     @classmethod
-    def of(cls, model: HookedModel, task: Seq2SeqTask, config: TuneConfig, seed: int) -> "_TuningData":
+    def of(cls, model: HookedModel, task: Task, config: TuneConfig, seed: int) -> "_TuningData":
         tokenizer = getattr(model, "tokenizer", None)
+        if not isinstance(task, Seq2SeqTask):
+            return cls._of_any_task(model, task, config, seed)
         if tokenizer is None:
             raise ValueError("the model has no tokenizer, but the task is written as text: give `load` a tokenizer")
         if config.method == "standard":
@@ -282,9 +307,40 @@ class _TuningData:
         data.batch(1, seed)  # raises here, before anything is written, if the dataset is too small
         return data
 
-    def batch(self, _step: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens `[prompt pos]`, the positions `[target]` that predict, the labels `[prompt target]` there."""
+    @classmethod
+    def _of_any_task(cls, model: HookedModel, task: Task, config: TuneConfig, seed: int) -> "_TuningData":
+        if config.method == "standard" or config.dataset_size is not None:
+            raise ValueError(
+                f"method={config.method!r}, dataset_size={config.dataset_size}: both choices are for Seq2SeqTask; "
+                "other tasks are tuned with method='ica' on the prompts that they give"
+            )
+        tokenizer, n = getattr(model, "tokenizer", None), config.prompts_per_probe
+        if isinstance(task, OwnPrompts):
+            task, held_out = task.split(seed)
+            probed = held_out.prompts
+        else:
+            probed = task.sample(n, tokenizer, PROBE_SEED + seed)
+        check_fits(model, probed)
+        scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
+        data = cls(task, config, tokenizer, None, {False: probed}, scored)
+        data.batch(1, seed)  # raises here, before anything is written
+        return data
+
+    def batch(self, _step: int, seed: int) -> tuple[Tensor, ...]:
+        """The tokens `[prompt pos]`, the positions `[target]` that predict, the labels `[prompt target]` there.
+
+        A label is `IGNORED` where a prompt has no target and others have one; the mask follows if there is padding.
+        """
         n, task = self.config.prompts_per_step, self.task
+        if not isinstance(task, Seq2SeqTask):
+            prompts = task.sample(n, self.tokenizer, seed)
+            prompt, query = prompts.column("prompt"), prompts.column("query_pos")
+            positions, place = query.unique(return_inverse=True)
+            labels = torch.full((n, len(positions)), IGNORED)
+            labels[prompt, place] = prompts.column("token")
+            end = int(positions[-1]) + 1
+            padded = () if prompts.mask.all() else (prompts.mask[:, :end],)
+            return prompts.tokens[:, :end], positions, labels, *padded
         if self.dataset is None:
             prompts = task.sample(n, self.tokenizer, seed, references=False)
         else:
@@ -295,7 +351,11 @@ class _TuningData:
         return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Float[Tensor, ""]:
-    ids, positions, labels = batch
-    logits = model(ids, logits_to_keep=positions, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+    ids, positions, labels, *padded = batch
+    inputs = {}
+    if padded:  # Hugging Face counts positions from the padding unless it is told not to
+        mask = padded[0].long()
+        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    logits = model(ids, logits_to_keep=positions, use_cache=False, **inputs).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
