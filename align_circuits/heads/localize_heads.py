@@ -320,12 +320,11 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
         )
-    if same := [
-        role for role in others if prompts.relations[role].exchangeable and fixed_rank(prompts.relations[role])
-    ]:
+    ranked = [role for role in others if prompts.relations[role].exchangeable]
+    if same := [role for role in ranked if fixed_rank(prompts.relations[role])]:
         notes.append(
-            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no head "
-            "can be told from one that always attends there: vary their order."
+            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
+            "head can be told from one that always attends there: vary their order."
         )
     notes += task.caveats
     if any(_confounded(prompts, role) for role in roles):

@@ -12,6 +12,7 @@ from math import factorial
 
 import numpy as np
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
@@ -211,6 +212,8 @@ class _Ranks(_Test):
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, prompts, layers, heads)
         self.keys = _by_rank(relation)
+        if len(relation.prompt.unique_consecutive(return_counts=True)[1].unique()) != 1:
+            raise ValueError(f"relation {relation.name!r}: give each prompt equally many rows, so that prompts compare")
         self.attention = torch.zeros(layers, len(relation), heads, self.keys.shape[1])
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
@@ -219,7 +222,7 @@ class _Ranks(_Test):
         self.attention[layer, rows] = pattern.gather(2, columns[:, None].expand(-1, pattern.shape[1], -1)).float()
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        rows, ranks = self.keys.shape
+        ranks = self.keys.shape[1]
         attention = self.attention.double().numpy()
         if fixed_rank(self.relation):
             # Whatever is done to the rows, their keys stay where they are: only other ranks, the same for all rows, are
@@ -229,12 +232,15 @@ class _Ranks(_Test):
             keys = self.keys[0].numpy()[np.stack(orders)]
             return _share_at_least_first(mean @ keys.T.astype(float))
         scores = np.zeros((*self.shape, REDRAWS + 1))
-        same = generator.permuted(np.tile(np.arange(rows), (REDRAWS, 1)), axis=1)
-        orders = np.concatenate([np.arange(rows)[None], same])
-        by_rank = self.keys.numpy().astype(float)
+        # Rows of one prompt stay together, since they are no independent observations.
+        prompts = len(self.prompt.unique())
+        permuted = generator.permuted(np.tile(np.arange(prompts), (REDRAWS, 1)), axis=1)
+        orders = np.concatenate([np.arange(prompts)[None], permuted])
+        by_rank = self.keys.numpy().astype(float).reshape(prompts, -1)
+        attention = rearrange(attention, "layer (prompt row) head rank -> layer head (prompt row rank)", prompt=prompts)
         for start in range(0, len(orders), 1000):
-            redrawn = by_rank[orders[start : start + 1000]]  # [redraw row rank]
-            scores[..., start : start + 1000] = np.einsum("lrhk,drk->lhd", attention, redrawn, optimize=True) / rows
+            redrawn = by_rank[orders[start : start + 1000]].reshape(-1, by_rank.size)
+            scores[..., start : start + 1000] = attention @ redrawn.T / len(self.keys)
         return _share_at_least_first(scores)
 
 
@@ -295,8 +301,8 @@ def _by_rank(relation: Relation) -> Bool[Tensor, "row candidate"]:
     counts = candidates.sum(1).unique()
     if len(counts) != 1:
         raise ValueError(
-            f"relation {relation.name!r}: the rows have {int(counts.min())} to {int(counts.max())} candidates; give each "
-            "row equally many, so that they can be compared"
+            f"relation {relation.name!r}: the rows have {int(counts.min())} to {int(counts.max())} candidates; give "
+            "each row equally many, so that they can be compared"
         )
     return keys[candidates].view(len(relation), -1)
 

@@ -139,35 +139,59 @@ class Prompts:
         drawings = [self.drawing(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
-    def drawing(self, index: int = 0, examples: int | None = None) -> str:
-        """Returns one prompt as HTML, one line for each example, with its gold alignment.
+    def drawing(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
+        """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
-        Each phrase to predict (framed), the input symbol that it is aligned with (framed), and the tokens of earlier
-        examples that show its translation share a number and a colour.
+        The gold alignment: each phrase to predict (framed), the input symbol that it is aligned with (framed), and the
+        tokens of earlier examples that show its translation share a number and a colour. A relation: each query (framed)
+        and its keys do; a position of several rows shows the last.
 
         Args:
             index: Which prompt.
             examples: How many of the last examples to draw; all of them by default.
+            relation: Which relation to draw; by default the alignment, if the prompts have one, or else the relation that
+                was added to them.
+
+        Raises:
+            KeyError: A relation that the prompts do not have.
         """
         prompt = self[index]
-        group: dict[int, Any] = {}
-        framed: set[int] = set()
-        phrase = dict(enumerate(prompt.targets["phrase"]))
-        aligned = {name: relation for name, relation in prompt.relations.items() if name in ("lookup", "align_query")}
-        for name, relation in sorted(aligned.items(), reverse=True):
-            for row, target in enumerate(relation.target.tolist()):
-                keys = relation.keys_of(row)
-                group |= dict.fromkeys(keys, phrase[target])
-                framed |= set(keys) if name == "align_query" else set()
-        if aligned:
-            group |= dict(zip(prompt.targets["target_pos"], prompt.targets["phrase"], strict=True))
-            framed |= set(prompt.targets["target_pos"])
+        aligned = {name: part for name, part in prompt.relations.items() if name in ("lookup", "align_query")}
+        own = [name for name in prompt.relations if name not in (*aligned, "induction", "previous", "duplicate")]
+        if relation is None and not aligned and own:
+            relation = own[-1]
+        if relation is not None and relation not in prompt.relations:
+            raise KeyError(f"no relation {relation!r} in these prompts; they have {', '.join(prompt.relations)}")
+        group, framed = prompt._rows_of(prompt.relations[relation]) if relation else prompt._alignment(aligned)
         lines: dict[int, list[Mark]] = {}
         first = 0 if examples is None else int(prompt.example.max()) - examples + 1
         for pos, token in enumerate(prompt.tokens[0].tolist()):
             if prompt.mask[0, pos] and (line := max(0, int(prompt.example[0, pos]))) >= first:
                 lines.setdefault(line, []).append(Mark(self.string_of(token), group.get(pos), pos in framed))
         return draw_tokens(list(lines.values()))
+
+    def _alignment(self, aligned: Mapping[str, Relation]) -> tuple[dict[int, int], set[int]]:
+        """Of a single prompt, the phrase of each position that belongs to one, and the framed positions."""
+        group: dict[int, Any] = {}
+        framed: set[int] = set()
+        phrase = dict(enumerate(self.targets["phrase"]))
+        for name, relation in sorted(aligned.items(), reverse=True):
+            for row, target in enumerate(relation.target.tolist()):
+                keys = relation.keys_of(row)
+                group |= dict.fromkeys(keys, phrase[target])
+                framed |= set(keys) if name == "align_query" else set()
+        if aligned:
+            group |= dict(zip(self.targets["target_pos"], self.targets["phrase"], strict=True))
+            framed |= set(self.targets["target_pos"])
+        return group, framed
+
+    @staticmethod
+    def _rows_of(relation: Relation) -> tuple[dict[int, int], set[int]]:
+        """Of a single prompt, the row of each position that is a key or a query of one, and the queries."""
+        group: dict[int, int] = {}
+        for row, query in enumerate(relation.query.tolist()):
+            group |= dict.fromkeys([*relation.keys_of(row), query], row)
+        return group, set(relation.query.tolist())
 
     def string_of(self, token: int) -> str:
         """Returns the text of a token id, or the id itself as `<5>` if the text is unknown."""

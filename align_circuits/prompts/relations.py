@@ -101,8 +101,17 @@ class Relation:
         candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
         prompt, query = (torch.tensor([getattr(row, part) for row in rows]) for part in ("prompt", "query"))
         target = torch.tensor([row.target for row in rows])
-        columns = (target, prompt, query, key_value, candidate_value, key_label, candidate_label)
-        return cls(name, *columns, exchangeable=candidates is not None)
+        return cls(
+            name,
+            target,
+            prompt,
+            query,
+            key_value,
+            candidate_value,
+            key_label,
+            candidate_label,
+            exchangeable=candidates is not None,
+        )
 
     @classmethod
     def from_positions(
@@ -313,7 +322,9 @@ def _among_all(
         key_label=key_label,
         candidate_label=torch.where(mask, 0, IGNORE),
         keys_before_query=keys_before_query,
-        **rows,
+        target=rows["target"],
+        prompt=rows["prompt"],
+        query=rows["query"],
     )
 
 
