@@ -143,14 +143,14 @@ class Prompts:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
         The gold alignment: each phrase to predict (framed), the input symbol that it is aligned with (framed), and the
-        tokens of earlier examples that show its translation share a number and a colour. A relation: each query (framed)
-        and its keys do; a position of several rows shows the last.
+        tokens of earlier examples that show its translation share a number and a colour. A relation: each query
+        (framed) and its keys do; a position of several rows shows the last.
 
         Args:
             index: Which prompt.
             examples: How many of the last examples to draw; all of them by default.
-            relation: Which relation to draw; by default the alignment, if the prompts have one, or else the relation that
-                was added to them.
+            relation: Which relation to draw; by default the alignment, if the prompts have one, or else the relation
+                that was added last.
 
         Raises:
             KeyError: A relation that the prompts do not have.
