@@ -40,7 +40,7 @@ class Provenance:
     data: Mapping[str, Any] = field(default_factory=dict)
     """The task and its seed, and a hash of the tokens."""
     engine: str = ""
-    """What ran: `"cone"` (a sweep, only what each edit changes), `"fast"` or `"reference"`."""
+    """What ran: `"replay"`, `"fast"` or `"reference"`."""
     versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
 
     def to_json(self) -> str:
