@@ -146,7 +146,7 @@ class TuneConfig:
 class TuneRun:
     """A finished tuning."""
 
-    model: HookedModel
+    model: Any
     """A `TransformerBridge`: the given model's weights, shared with it and frozen, and the adapter."""
     table: Table
     """The probes, keyed by step, ood (whether the test inputs are random permutations), metric, kind, offset,

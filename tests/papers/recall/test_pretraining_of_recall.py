@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 import align_circuits as ac
-from align_circuits.heads.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.heads.task_vector_effects import representations, steer, task_vectors
+from align_circuits.papers.recall.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import Stage, next_token_loss, probe, train_stage
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
