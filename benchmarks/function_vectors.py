@@ -34,7 +34,7 @@ def loop(model: Any, clean: ac.Prompts, corrupted: ac.Prompts) -> torch.Tensor:
         for head in range(model.cfg.n_heads):
             mean = cache[name][row, query, head].mean(0)
 
-            def put(z: torch.Tensor, hook: Any, head: int = head, mean: torch.Tensor = mean) -> torch.Tensor:  # noqa: ARG001
+            def put(z: torch.Tensor, head: int = head, mean: torch.Tensor = mean, **_: Any) -> torch.Tensor:
                 z[row, query, head] = mean
                 return z
 

@@ -63,7 +63,7 @@ class Probes:
             )
 
     def _hook(self, name: str) -> Callable[..., Tensor | None]:
-        def fire(activation: Tensor, hook: Any = None) -> Tensor | None:  # noqa: ARG001 - TransformerLens's keyword
+        def fire(activation: Tensor, **_: Any) -> Tensor | None:  # TransformerLens gives `hook=`
             self._silent.discard(name)
             return self._changes[name](activation)
 

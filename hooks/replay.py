@@ -107,14 +107,8 @@ class _Batch:
             self.kept[name] = activation[0]
         return activation
 
-    def edit_rows(
-        self,
-        site: Site,
-        layer: int,
-        activation: Float[Tensor, "row ..."],
-        hook: Any = None,  # noqa: ARG002 - TransformerLens's keyword
-    ) -> Tensor:
-        """The same for an activation whose edit sets and prompts share a dimension."""
+    def edit_rows(self, site: Site, layer: int, activation: Float[Tensor, "row ..."], **_: Any) -> Tensor:
+        """The same for an activation whose edit sets and prompts share a dimension; `**_` takes a hook's `hook=`."""
         if not self.needs(site, layer):
             return activation
         return self.edit(site, layer, activation.unflatten(0, (len(self.running), -1))).flatten(0, 1)

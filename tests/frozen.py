@@ -44,8 +44,8 @@ class Twin:
 
     def cache(self, prompts: Prompts) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
-        starts = [(name, lambda x, hook, start=start: start(x)) for name, start in self.start.items()]  # noqa: ARG005
-        hooks = [*starts] + [(name, lambda x, hook, name=name: kept.update({name: x.clone()})) for name in self.names()]  # noqa: ARG005
+        starts = [(name, lambda x, start=start, **_: start(x)) for name, start in self.start.items()]
+        hooks = [*starts] + [(name, lambda x, name=name, **_: kept.update({name: x.clone()})) for name in self.names()]
         with torch.no_grad():
             self.model.run_with_hooks(prompts.tokens, fwd_hooks=hooks, **self.inputs)
         return kept
@@ -56,7 +56,7 @@ class Twin:
         """The gold tokens' log-probabilities; `watched` is filled before anything is frozen there."""
 
         def hook_at(name: str) -> Any:
-            def hook(x: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001
+            def hook(x: Tensor, **_: Any) -> Tensor | None:
                 if watched is not None and name in watched:
                     watched[name] = x.clone()
                 return frozen[name](x) if name in frozen else None
@@ -83,7 +83,7 @@ class Twin:
     def patched(self, name: str, share: float = 1.0, column: int | None = None, still: Sequence[str] = ()) -> float:
         """What moving an activation does, while others stand still."""
         new = self.moved(name, share, column)
-        frozen = {other: lambda x, other=other: self.base[other] for other in still}  # noqa: ARG005
+        frozen = {other: lambda _, other=other: self.base[other] for other in still}
 
         def give(x: Tensor) -> Tensor:
             return new if column is None else x.index_copy(2, torch.tensor([column]), new[:, :, [column]])
@@ -96,7 +96,7 @@ class Twin:
         for layer in range(self.cfg.n_layers):
             for name in ("attn.hook_z", *(["hook_mlp_out"] if freeze_mlps else [])):
                 name = f"blocks.{layer}.{name}"
-                frozen[name] = lambda x, name=name: self.base[name]  # noqa: ARG005
+                frozen[name] = lambda _, name=name: self.base[name]
         if sender == "input":
             spoken, column = "blocks.0.hook_resid_pre", None
         elif sender.startswith("M"):

@@ -19,7 +19,6 @@ from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 
-LogitMetric = Literal["log_prob", "logit", "prob"]
 Metric = Literal["accuracy", "log_prob", "logit", "prob"]
 
 BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")

@@ -173,7 +173,7 @@ def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
                     lambda _, read: (read[0] + moved * (twin.other[said] - twin.base[said]),)  # noqa: B023
                 )
                 with torch.enable_grad():
-                    hooks = [(name, lambda _, hook: between)]  # noqa: ARG005, B023
+                    hooks = [(name, lambda *_, **__: between)]  # noqa: B023
                     logits = model.run_with_hooks(pair["clean"].tokens, fwd_hooks=hooks)
                     outcome = logits[:, 7].log_softmax(-1)[:, 7].mean()
                     (gradient,) = torch.autograd.grad(outcome, moved, allow_unused=True)

@@ -72,7 +72,7 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
             name = f"blocks.{layer}.attn.hook_z"
             mean = cache[name][prompt, query, head].mean(0)
 
-            def put(x: torch.Tensor, hook: Any) -> torch.Tensor:  # noqa: ARG001
+            def put(x: torch.Tensor, **_: Any) -> torch.Tensor:
                 x = x.clone()
                 x[prompt, query, head] = mean  # noqa: B023
                 return x

@@ -77,7 +77,7 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
     for layer in range(2):
         for head in range(4):
 
-            def ablate(z: Tensor, hook: Any, layer: int = layer, head: int = head) -> Tensor:  # noqa: ARG001
+            def ablate(z: Tensor, layer: int = layer, head: int = head, **_: Any) -> Tensor:
                 for i in range(len(prompts)):
                     for pos in range(z.shape[1]):
                         if how == "zero":

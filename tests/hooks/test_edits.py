@@ -96,7 +96,7 @@ def computed(model: Any, prompts: Prompts, site: Any, layer: int) -> list[Tensor
     for index in range(len(prompts)):
         model.run_with_hooks(
             alone(prompts, index)[0],
-            fwd_hooks=[(name_of(site, layer), lambda x, hook: found.append(x[0].detach().clone()))],  # noqa: ARG005
+            fwd_hooks=[(name_of(site, layer), lambda x, **_: found.append(x[0].detach().clone()))],
         )
     return found
 
@@ -121,7 +121,7 @@ def by_hand(model: Any, prompts: Prompts, site: Any, new: New, positions: Tensor
         tokens, left = alone(prompts, index)
 
         def hooked(layer: int, columns: list[Any], index: int = index, left: int = left) -> Callable[..., Tensor]:
-            def hook(activation: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+            def hook(activation: Tensor, **_: Any) -> Tensor:
                 activation = activation.clone()
                 for pos in range(activation.shape[2 if site == "pattern" else 1]):
                     if positions is None or positions[index, left + pos]:
@@ -171,7 +171,7 @@ class TestBesideHooksByHand:
         model = models(name)
         vector = torch.randn(8 if site in HEAD_SITES else 32, generator=torch.Generator().manual_seed(5))
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(_layer, _column, _index, _pos, old):
             return old + 1.5 * vector
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
@@ -211,7 +211,7 @@ class TestBesideHooksByHand:
                     means.setdefault(group(others, layer, index, pos), []).append(token)
         assert len(means) == 12, "three roles, before and in the test example, in two layers"
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(layer, column, index, pos, _old):
             return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
@@ -225,7 +225,7 @@ class TestBesideHooksByHand:
         model, others = models(name), random_prompts((9, 9, 9), seed=9)
         held = {layer: computed(model, others, site, layer) for layer in LAYERS}
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(layer, column, index, pos, _old):
             return part(held[layer][[1, 2, 0][index]], site, column, pos)
 
         edit = ac.Ablate(
@@ -242,7 +242,7 @@ class TestBesideHooksByHand:
         }  # with padding
         assert relation == "previous" or max(map(len, keys.values())) > 1, "equally to several"
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(_layer, _column, index, pos, old):
             left = alone(PADDED, index)[1]
             if (index, left + pos) not in keys:
                 return old
@@ -256,7 +256,7 @@ class TestBesideHooksByHand:
         prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
         layer, head = next(place for place, kind in model.kinds.items() if kind == "align_query")
 
-        def silence(z, hook):  # noqa: ARG001
+        def silence(z, **_):
             z[:, :, head] = 0
             return z
 
@@ -273,7 +273,7 @@ class TestTogether:
         steer, zero = ac.Steer([(1, 1), (1, 2)], vector=vector), ac.Ablate([(1, 1)])
         for edits, ones in (([zero, steer], True), ([steer, zero], False)):
 
-            def hook(z, hook, ones=ones):  # noqa: ARG001
+            def hook(z, ones=ones, **_):
                 z[:, :, 1] = float(ones)
                 z[:, :, 2] += 1
                 return z
@@ -468,7 +468,7 @@ class TestAfterwards:
 
     def test_the_callers_hooks_stay(self, random_hf_model):
         model = ac.load(random_hf_model("llama"))
-        model.add_hook("blocks.0.attn.hook_z", lambda z, hook: z * 0)  # noqa: ARG005
+        model.add_hook("blocks.0.attn.hook_z", lambda z, **_: z * 0)
         ac.Ablate(HEADS).fwd_hooks(model)
         ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS)])
         assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
@@ -491,7 +491,7 @@ class TestAfterwards:
 class TestRefusals:
     def test_hooks_that_never_fire(self):
         model = plain_model()
-        model.blocks[1].forward = lambda residual, hidden: residual  # noqa: ARG005
+        model.blocks[1].forward = lambda residual, _hidden: residual
         for edit in (ac.Ablate([(1, 0)]), ac.Ablate(layers=[1], site="mlp_out")):
             with pytest.raises(ValueError, match=r"'blocks.1.*' never fired.*silent are 1 of 1"):
                 edit.fwd_hooks(model)
