@@ -26,6 +26,8 @@ HOOKED_SITES: tuple[Site, ...] = ("q", "k")
 REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
 """Sites that replay can edit, in the order in which a layer computes them."""
 
+# An edit of z skips the attention, but the stream beside the heads is still read. After the MLP nothing of a layer is
+# left to compute but a sum, to which the change that the edit makes is added.
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
     **dict.fromkeys(REPLAY_SITES, ("resid_pre",)),
     "z": ("resid_pre", "z"),
@@ -34,6 +36,7 @@ _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
 }
 """The activations of the kept run that an edit set starts from, by the site of its first edit."""
 
+# Logits are the largest tensors of a replay, since the vocabulary is wider than any layer: they are made in parts.
 _LOGITS_AT_ONCE = 2**24
 
 EditSet = Mapping[str, Change]
@@ -104,6 +107,7 @@ class _Batch:
             pairs = zip(edits, activation, strict=True)
             activation = torch.stack([_edited(changes, name, part) for changes, part in pairs])
         if name in self.keep:
+            # Only the unedited run keeps anything, and it is the only one in its batch.
             self.kept[name] = activation[0]
         return activation
 
@@ -170,6 +174,7 @@ class Replay:
         last = replay._through(unedited, residual[None], 0, bridge.cfg.n_layers)
         replay.logits = compat.unembed(bridge, last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
+        # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
         end = max(starts)
         replay.past = {layer: (key[:, :, :end], value[:, :, :end]) for layer, (key, value) in past.items()}
         return replay
@@ -182,6 +187,7 @@ class Replay:
         Only the columns from the first other token on are run.
         """
         differs = (tokens != self.tokens).any(0).nonzero()
+        # Before the first other token both runs are the same, so the kept keys and values of one serve the other.
         first = min(int(differs[0]) if len(differs) else self.start, self.start)
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
         last = max(place[0] for name in names if (place := site_of(name)) is not None)
@@ -201,6 +207,7 @@ class Replay:
         batch = _Batch(start, self.queries[self.queries >= start] - start, edit_sets)
         prompts, length = self.tokens.shape
         kept = self.kept[next(iter(self.kept))]
+        # No edit set runs yet: each joins where its own first edit is.
         empty = kept.new_zeros(0, prompts, length - start, self.bridge.cfg.d_model)
         last = self._through(batch, empty, min(map(order_of, edit_sets))[0], self.bridge.cfg.n_layers)
         before = self.logits[:, self.queries < start]
@@ -232,6 +239,8 @@ class Replay:
         - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
         """
         block = self.bridge.blocks[layer]
+        # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
+        # of every tensor, and no tensor is ever reordered.
         residual = batch.edit("resid_pre", layer, self._with_joining(batch, "resid_pre", layer, residual))
         for site in ("q", "k", "rot_q", "rot_k", "v"):
             residual = self._with_joining(batch, site, layer, residual)
@@ -239,6 +248,7 @@ class Replay:
         if joining := batch.join("z", layer):
             before, z = (self._kept(batch, site, layer) for site in ("resid_pre", "z"))
             name = name_of("z", layer)
+            # Edited before the columns are cut down to the queries: an edit knows all columns of the batch.
             z = torch.stack([_edited(batch.edit_sets[index], name, z) for index in joining])
             if queries is not None:
                 residual, attended = residual[:, :, queries], attended[:, :, queries]
@@ -277,10 +287,13 @@ class Replay:
         options: dict[str, Any] = {"attention_function": partial(self._attention, batch, layer, queries)}
         if self.rotation is not None:
             copies = len(residual) if self.real is not None else 1
+            # With padding every prompt has positions of its own, once for each edit set; else one row of angles serves
+            # all.
             options["position_embeddings"] = tuple(
                 part[:, batch.start :].repeat(copies, 1, 1) for part in self.rotation
             )
         hooks = [
+            # q and k before rotation exist only inside Hugging Face's layer, where nothing but a hook reaches them.
             (name_of(site, layer), partial(batch.edit_rows, site, layer))
             for site in HOOKED_SITES
             if batch.needs(site, layer)
@@ -362,6 +375,7 @@ class Replay:
         past_log = rearrange(past_log, "prompt key (set group query) -> set prompt query key group", **sizes)
         own = rearrange(own, "(set prompt) key (group query) d -> set prompt query key group d", **sizes)
         own_log = rearrange(own_log, "(set prompt) key (group query) -> set prompt query key group", **sizes)
+        # A quotient of exponentials would overflow; a sigmoid of the difference cannot.
         share = torch.sigmoid(past_log - own_log)[..., None].to(own)
         z = torch.lerp(own, past, share)
         return rearrange(z, "set prompt query key group d -> (set prompt) query (key group) d")
@@ -391,6 +405,8 @@ def _softmax_attention(
     """Attention, and the logarithm of its softmax's denominator."""
     mask = None
     if seen is not None:
+        # The least finite number, not -inf: a query may see nothing of the past, and 0 / 0 is NaN. Its softmax is then
+        # some mean, with a denominator whose logarithm is so low that the merge gives it the share 0.
         mask = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
     attend = compat.fused_attention if query.device.type == "cpu" else plain_attention
     return attend(query, key, value, scaling, mask)

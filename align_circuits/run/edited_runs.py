@@ -145,6 +145,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         )
         for edits in runs.edit_sets
     ]
+    # An edit set that changes nothing up to the last query starts at `end`: its logits are those of the unedited run.
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
     replay = Replay.run(
         runs.model,
@@ -155,6 +156,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         starts=[start for start in starts if start < end] or [end],
     )
     places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
+    # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
     all_places = torch.equal(places, torch.arange(len(selected) * len(queries), device=places.device))
 
     def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
@@ -204,6 +206,7 @@ def _with_source_values(runs: _EditedRuns, options: RunOptions) -> Iterator[tupl
         return
     cached: dict[str, Tensor] = {}
     for index, edits in enumerate(runs.edit_sets):
+        # Edit sets mostly come layer by layer, so what is captured for one serves many that follow.
         if not set(runs.names[index]) <= cached.keys():
             cached = capture(runs.model, runs.source, _next_names(runs, index), options=options)
         yield index, [replace(edit, values=cached) if _needs_source(edit) else edit for edit in edits]

@@ -1,4 +1,4 @@
-"""What a model predicts at its targets, as numbers: one machine for evaluation, patching, attribution and edges."""
+"""What a model predicts at its targets, as numbers: shared by evaluation, patching, attribution and edges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -218,6 +218,8 @@ def means_by_prompt(
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""
+    # Means by prompt first: prompts are the unit that intervals resample, and targets of one prompt are no independent
+    # draws.
     counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups])
     sums = [
         np.bincount(prompt[rows], weights=value[rows], minlength=len(prompts)) for value in values for rows in groups
