@@ -112,6 +112,7 @@ def attribute_heads(
         moves = {(site, layer): (name_of(site, layer), cached.change(name_of(site, layer))) for site, layer in places}
         for site, layer in fixed:
             pattern, heads = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
+            # All heads of a layer at once: a head's pattern depends on its own queries and keys alone.
             edit = Patch(heads, site=site, values=cached.source)
             patched = capture(model, part.base, [pattern], edits=[edit], options=reference)[pattern].to(device)
             moves[site, layer] = (pattern, patched - cached.base[pattern])
@@ -126,6 +127,7 @@ def attribute_heads(
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     sums[place] = sums[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
             for index, place in enumerate(places):
+                # Its own layer does not count: with the gradient stopped at its output, a head has none.
                 averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
                 by_head = sums[place].abs() / averaged if graddrop else sums[place]
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()

@@ -197,6 +197,7 @@ def _readout(
     The last norm is linear once what it divides by is known.
     """
     unembedding = model.W_U.detach()
+    # Centred over the vocabulary, since a constant added to all logits changes no prediction.
     direction = (unembedding[:, gold] - unembedding.mean(1, keepdim=True)).T
     bias = getattr(model, "b_U", None)
     offset = direction.new_zeros(len(gold)) if bias is None else bias.detach()[gold] - bias.detach().mean()
@@ -209,6 +210,8 @@ def _readout(
     if getattr(norm, "w", None) is not None:  # else it was folded into the unembedding
         direction = direction * norm.w.detach()
     stream = residual - residual.mean(1, keepdim=True) if centred else residual
+    # A layer norm subtracts the mean of what it reads; subtracting the direction's mean gives the same product with
+    # every part, none of which then has to be centred.
     direction = direction - direction.mean(1, keepdim=True) if centred else direction
     return direction / (stream.pow(2).mean(1, keepdim=True) + model.cfg.eps).sqrt(), offset
 

@@ -138,6 +138,7 @@ def _means_by_group(
         length = activation.shape[1]
         real = prompts.mask[rows, -length:].to(activation.device)
         place = group[rows, -length:].to(activation.device)[real]
+        # Sums over thousands of tokens lose digits in float32.
         if name not in sums:
             sums[name] = torch.zeros(count, *activation.shape[2:], dtype=torch.float64, device=activation.device)
         sums[name].index_add_(0, place, activation[real].double())

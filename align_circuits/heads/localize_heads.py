@@ -261,6 +261,7 @@ def _evidence(
             rows: Any = table.where(kind="all", metric="log_prob").frame if len(table) else table.frame
             kept = [head in own for head in zip(rows["layer"], rows["head"], strict=True)]
             rows = rows[np.array(kept, dtype=bool)]
+            # A loss is minus a change, which swaps the ends of its interval.
             low, high = np.sort(np.stack([sign * rows["low"], sign * rows["high"]]).astype(float), axis=0)
             frames.append(rows.assign(metric=metric, role=role, value=sign * rows["value"], low=low, high=high))
     columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
@@ -281,6 +282,7 @@ def _named(
             needed.attends(value["score"], value["attention"], best.loc[head])
             and value["q"] <= needed.fdr
             and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
+            # `not ... >=`, since NaN, the score of a task without a control, must not pass.
             and not (_confounded(prompts, role) and not value["control"] >= needed.score)
         ):
             named[role].append((value["score"], head))
@@ -328,6 +330,8 @@ def _group_ablations(
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(named, others, generator)) for draw in range(draws) if others]
         sets += [("rest", None, others)] if others else []
+    # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another by
+    # its heads alone.
     baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
     targets = TargetMetrics.of(prompts, ("accuracy",))

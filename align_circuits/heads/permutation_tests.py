@@ -221,6 +221,7 @@ class _Positions(_Test):
         scores = np.zeros((*self.shape, REDRAWS + 1))
         for target, (keys, candidates) in enumerate(zip(self.keys, self.candidates, strict=True)):
             true = keys[candidates]
+            # One redraw holds for all prompts, since all share their keys: drawn apart, positions would average out.
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
         return _share_at_least_first(scores)
@@ -229,6 +230,7 @@ class _Positions(_Test):
 def _share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
     """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
     true = scores[..., :1]
+    # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
     return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
 
 

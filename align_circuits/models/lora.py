@@ -53,6 +53,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
 
 def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrainedModel:
     """Returns a copy whose parameters are the given ones, by the id of the original; no weight is copied."""
+    # deepcopy looks every object up by its id in this memo, and takes what it finds there as the copy.
     return copy.deepcopy(model, dict(weights))
 
 

@@ -51,6 +51,7 @@ def emergence_step(
             f"{len(values)} probes show no rise that {sustained} in a row sustain: probe more often, at least "
             f"{sustained + 1} times"
         )
+    # A probe without a value must reach no level, or a gap would sustain a rise.
     windows = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained)
     reached = windows.min(1)  # by each probe and those after it
     rise = reached.max() - values[0]

@@ -103,6 +103,8 @@ class Table:
             bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.bootstrap`'s.
         """
         low, high = np.full((2, len(values)), np.nan)
+        # A share that is 1 in every prompt has a bootstrap interval of length 0; other metrics have no bound to fall
+        # back on.
         for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.bootstrap)):
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])

@@ -223,6 +223,8 @@ def tune(
         dropout=config.dropout,
         seed=seed,
     )
+    # Probes run on a bridge around the same parameters, adapter included: what training changes, they see at once,
+    # while training itself pays for no hooks.
     probed = sharing(trained, {id(weight): weight for weight in trained.parameters()})
     bridge = load(probed, tokenizer=data.tokenizer)
     if config.four_bit:
