@@ -82,5 +82,5 @@ ac.plots.head_maps(after - before, ["query_subject", "same_type"])
 # predicts, and `recall/fig2` to `recall/fig24` follow its figures.
 
 # %%
-damage = ac.ablate_heads(model, probes["held_out"])
-damage.where(metric="log_prob", kind="all").frame[["layer", "head", "value", "low", "high"]].round(2)
+effects = ac.ablate_heads(model, probes["held_out"])
+effects.where(metric="log_prob", kind="all").frame[["layer", "head", "value", "low", "high"]].round(2)

@@ -182,13 +182,13 @@ class TestBesideHooksByHand:
     def test_patch(self, models, name, site):
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         names = [name_of(site, layer) for layer in LAYERS]
-        held = {layer: computed(model, other, site, layer) for layer in LAYERS}
+        cached = {layer: computed(model, other, site, layer) for layer in LAYERS}
         values = capture(model, other, names, options=ac.RunOptions(engine="reference", batch_size=2))
         expected = by_hand(
             model,
             PADDED,
             site,
-            lambda layer, column, index, pos, _: part(held[layer][index], site, column, pos),
+            lambda layer, column, index, pos, _: part(cached[layer][index], site, column, pos),
             POSITIONS,
         )
         assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
@@ -223,10 +223,10 @@ class TestBesideHooksByHand:
     @pytest.mark.parametrize("name", NAMES)
     def test_resample(self, models, name, site):
         model, others = models(name), random_prompts((9, 9, 9), seed=9)
-        held = {layer: computed(model, others, site, layer) for layer in LAYERS}
+        cached = {layer: computed(model, others, site, layer) for layer in LAYERS}
 
         def new(layer, column, index, pos, _old):
-            return part(held[layer][[1, 2, 0][index]], site, column, pos)
+            return part(cached[layer][[1, 2, 0][index]], site, column, pos)
 
         edit = ac.Ablate(
             **place(site), how="resample", reference=ablation_baseline(model, others, "resample", site=site)
@@ -430,11 +430,11 @@ class TestEngines:
     def test_capture_is_what_each_prompt_computes_alone(self, models, name):
         model = models(name)
         for site in SITES:
-            held, expected = (
+            cached, expected = (
                 capture(model, PADDED, [name_of(site, 1)], options=ac.RunOptions(batch_size=2)),
                 computed(model, PADDED, site, 1),
             )
-            for index, activation in enumerate(held[name_of(site, 1)]):
+            for index, activation in enumerate(cached[name_of(site, 1)]):
                 left = alone(PADDED, index)[1]
                 mine = activation[:, left:, left:] if site == "pattern" else activation[left:]
                 assert_equal(mine, expected[index])
@@ -615,16 +615,16 @@ def test_provenance_tells_edits_apart(models):
     steer = ac.Steer(layers=[1], site="mlp_out", vector=torch.ones(32), scale=2.0)
     edits = [ac.Ablate([(0, 1)], how="zero"), ac.Clamp([(1, 2)], "induction"), steer]
     sha = hashlib.sha256(b" (32,) torch.float32" + torch.ones(32).numpy().tobytes()).hexdigest()
-    told = [
+    records = [
         {"edit": "Ablate", "heads": [[0, 1]], "site": "z", "how": "zero"},
         {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
         {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
     ]
     opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
-    assert opposite == [{**told[2], "vector": opposite[0]["vector"]}] != [told[2]]
+    assert opposite == [{**records[2], "vector": opposite[0]["vector"]}] != [records[2]]
     evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
-    assert evaluated.provenance.settings == {"edits": told}
-    assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
+    assert evaluated.provenance.settings == {"edits": records}
+    assert scored.provenance.settings == {"metrics": ["previous"], "edits": records}
     assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
     assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (
