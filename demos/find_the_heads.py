@@ -99,7 +99,7 @@ with circuit.hooks(fwd_hooks=zero.fwd_hooks(circuit)):
 without
 
 # %% [markdown]
-# A clamp goes the other way: it makes a head attend where the gold says. In a circuit whose heads are too weak to find the symbol, it shows how much of the failure attention alone
+# A clamp goes the other way: it makes a head attend to the gold keys. In a circuit whose heads are too weak to find the symbol, it shows how much of the failure attention alone
 # explains.
 
 # %%

@@ -18,7 +18,7 @@ from align_circuits.heads.permutation_tests import fixed_offset, in_one_place, p
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -191,13 +191,7 @@ def localize(
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, Pair(*task.pairs(tested, seed)), heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
-    provenance = Provenance(
-        "localize",
-        settings=settings,
-        model=model_provenance(model),
-        data=tested.provenance,
-        engine=scores.provenance.engine,
-    )
+    provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
     table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, roles, provenance)
     heads_by_role = _named(table, candidates, roles, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
@@ -340,8 +334,7 @@ def _group_ablations(
     keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"]).astype({"draw": "Int64"})
     keys = keys.merge(pd.DataFrame({"kind": list(kinds), "metric": "accuracy"}), how="cross")
     means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
-    provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
-    return Table.from_prompts(keys, means, weights, provenance)
+    return Table.from_prompts(keys, means, weights, provenance_of("localize", model, prompts, engine))
 
 
 def _as_many(named: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:

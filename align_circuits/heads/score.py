@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.heads.metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
@@ -86,14 +86,8 @@ def score_heads(
     engine = forward(
         model, prompts, prompt=scores.prompt, query=scores.query, on_pattern=scores.add, edits=edits, options=options
     )
-    provenance = Provenance(
-        "score_heads",
-        settings={"metrics": list(scores.metrics), **edits_provenance(edits)},
-        model=model_provenance(model),
-        data=prompts.provenance,
-        engine=engine,
-    )
-    return scores.table(provenance)
+    settings = {"metrics": list(scores.metrics), **edits_provenance(edits)}
+    return scores.table(provenance_of("score_heads", model, prompts, engine, settings))
 
 
 @dataclass(frozen=True)

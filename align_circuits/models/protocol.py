@@ -1,6 +1,7 @@
 """Parameters and provenance of a model, and whether prompts fit it."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
+from align_circuits.tables.tables import Provenance
 
 
 def parameters_of(model: HookedModel) -> dict[str, Tensor]:
@@ -76,6 +78,13 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
         "device": str(first.device),
         "weights": _hash(parameters),
     }
+
+
+def provenance_of(
+    verb: str, model: HookedModel, prompts: Prompts, engine: str, settings: Mapping[str, Any] | None = None
+) -> Provenance:
+    """Returns where a measurement of a model on prompts came from."""
+    return Provenance(verb, settings or {}, model_provenance(model), prompts.provenance, engine)
 
 
 def _hash(parameters: dict[str, Tensor]) -> str:

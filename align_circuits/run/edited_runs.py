@@ -39,9 +39,8 @@ def run_edited(
 ) -> str:
     """Runs a model once for each set of edits, and hands over the logits of chosen positions.
 
-    Where it can, by replay: an edit in layer l at positions from p on changes nothing below l and nothing before p, so
-    only the layers above and the positions from p on are run, with the keys and values of earlier positions kept from
-    one unedited run; many edit sets make one batch.
+    Where it can, by replay (`hooks.replay`): only the layers and positions that an edit can change are run, many edit
+    sets in a batch.
 
     Args:
         model: A model with TransformerLens's hooks.

@@ -9,11 +9,11 @@ from numpy import ndarray
 
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 
 ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""
@@ -57,13 +57,7 @@ def evaluate(
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     metrics = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values, engine = metrics.measure(model, edits, options=options)
-    provenance = Provenance(
-        "evaluate",
-        settings=edits_provenance(edits),
-        model=model_provenance(model),
-        data=prompts.provenance,
-        engine=engine,
-    )
+    provenance = provenance_of("evaluate", model, prompts, engine, edits_provenance(edits))
     keys, means, weights = summarize_targets(prompts, values[:, 0])
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
@@ -129,7 +129,7 @@ class Pair:
             "corrupted": dict(self.corrupted.task),
             "corrupted_digest": self.corrupted.digest,
         }
-        return Provenance(verb, settings, model_provenance(model), self.clean.provenance, engine)
+        return provenance_of(verb, model, self.clean, engine, settings)
 
     def edge_table(
         self,

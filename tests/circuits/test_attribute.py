@@ -93,8 +93,8 @@ def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pa
             continue
         heads = [head] if site == "q" else [head // 2 * 2, head // 2 * 2 + 1]
         captured = {f"blocks.{layer}.attn.hook_pattern": torch.empty(0)}
-        at = f"blocks.{layer}.attn.hook_{site}"
-        twin.outcome({at: lambda _, at=at: twin.other[at]}, captured)
+        edited = f"blocks.{layer}.attn.hook_{site}"
+        twin.outcome({edited: lambda _, edited=edited: twin.other[edited]}, captured)
         ((name, pattern),) = captured.items()
         before = twin.base[name]
         change = torch.zeros_like(before)
