@@ -152,14 +152,8 @@ def completeness(
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
     runs = _CircuitRuns(model, pair, options)
-    sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
-    sets = list(dict.fromkeys(sets))
-    every: list[Head] = [
-        (sender.layer, sender.head)
-        for sender in runs.graph.senders
-        if sender.layer is not None and sender.head is not None
-    ]
-    remaining = [[head for head in of if head not in removed] for of in (heads, every) for removed in sets]
+    sets = [*dict.fromkeys([(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)])]
+    remaining = [[head for head in of if head not in removed] for of in (heads, runs.graph.heads) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
     circuit, model_values = values[: len(sets)], values[len(sets) :]
     keys = pd.DataFrame(

@@ -67,7 +67,7 @@ class TargetMetrics:
     query: Int[Tensor, " target"]
     """The position where it is predicted."""
     token: Int[Tensor, " target"]
-    """The token that is to be predicted."""
+    """The token to predict."""
     correct: Bool[Tensor, "target answer"] | None = None
     """Which of the prompts' `answer_tokens` are right; None where only the target's own token is."""
 

@@ -185,7 +185,7 @@ def align_by_likelihood(
             (rows[:, None], symbol, y[i].expand_as(symbol)), torch.ones(1, dtype=torch.float64), accumulate=True
         )
     best = score.max()
-    tied = (score >= best - 1e-9) | (score == best)
+    tied = score >= best - 1e-9
     return LikelihoodResult(tuple(candidates[tied.int().argmax()].tolist()), int(tied.sum()), float(best))
 
 
