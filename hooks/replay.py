@@ -26,8 +26,6 @@ HOOKED_SITES: tuple[Site, ...] = ("q", "k")
 REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
 """Sites that replay can edit, in the order in which a layer computes them."""
 
-# An edit of z skips the attention, but the stream beside the heads is still read. After the MLP nothing of a layer is
-# left to compute but a sum, to which the change that the edit makes is added.
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
     **dict.fromkeys(REPLAY_SITES, ("resid_pre",)),
     "z": ("resid_pre", "z"),
@@ -231,20 +229,16 @@ class Replay:
         return residual[:, :, batch.queries] if all_positions and end > last else residual
 
     def _layer(self, batch: _Batch, layer: int, residual: Tensor, queries: Int[Tensor, " query"] | None) -> Tensor:
-        """Runs the running edit sets through a layer; others join at the site of their first edit.
-
-        - At the residual stream, queries, keys or values they join with the kept residual stream, since attention
-          computes the rest anew.
-        - At z they join with the kept z, edited, so the layer's attention is not computed for them.
-        - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
-        """
+        """Runs the running edit sets through a layer; others join at the site of their first edit."""
         block = self.bridge.blocks[layer]
         # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
         # of every tensor, and no tensor is ever reordered.
         residual = batch.edit("resid_pre", layer, self._with_joining(batch, "resid_pre", layer, residual))
+        # These too join with the kept residual stream: attention computes what is between, and edits it in its middle.
         for site in ("q", "k", "rot_q", "rot_k", "v"):
             residual = self._with_joining(batch, site, layer, residual)
         attended = self._attended(batch, layer, residual, queries) if len(residual) else residual
+        # With z kept and edited, the layer's attention need not be computed for these.
         if joining := batch.join("z", layer):
             before, z = (self._kept(batch, site, layer) for site in ("resid_pre", "z"))
             name = name_of("z", layer)
@@ -263,6 +257,7 @@ class Replay:
         middle = residual + attended
         mlp_out = compat.mlp(block.mlp, compat.norm(block.ln2, residual if compat.is_parallel(block) else middle))
         residual = middle + batch.edit("mlp_out", layer, mlp_out)
+        # These skip the layer but for one sum: the kept stream after it, and the difference that the edit makes.
         if joining := batch.join("mlp_out", layer):
             mlp_out, after = (self._kept(batch, site, layer) for site in ("mlp_out", "resid_post"))
             name = name_of("mlp_out", layer)
@@ -345,13 +340,10 @@ class Replay:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
-        """Attention to the past and to a batch's own columns, each with a softmax of its own, merged.
-
-        The past is the same for all edit sets: their queries are folded into one attention to it, in which keys and
-        values appear once. Own columns differ, so each edit set attends to its own. With m and n the logarithms of the
-        two denominators, the softmax over all columns gives the past the share e^m / (e^m + e^n) = sigmoid(m - n), and
-        z is the mean of both results with these weights. Heads that share a key head are folded into queries too.
-        """
+        """Attention to the past and to a batch's own columns, each with a softmax of its own, merged."""
+        # The past is the same for all edit sets: their queries are folded into one attention to it, in which keys and
+        # values appear once. Own columns differ, so each edit set attends to its own. Heads that share a key head are
+        # folded into queries too.
         start, sets, key_heads = batch.start, len(batch.running), key.shape[1]
         sizes = {"set": sets, "key": key_heads, "query": query.shape[2]}
         seen = self._visible(start, window, queries).repeat(1, query.shape[1] // key_heads, 1)[:, None]
@@ -375,7 +367,8 @@ class Replay:
         past_log = rearrange(past_log, "prompt key (set group query) -> set prompt query key group", **sizes)
         own = rearrange(own, "(set prompt) key (group query) d -> set prompt query key group d", **sizes)
         own_log = rearrange(own_log, "(set prompt) key (group query) -> set prompt query key group", **sizes)
-        # A quotient of exponentials would overflow; a sigmoid of the difference cannot.
+        # With m and n the logarithms of the two denominators, one softmax over all columns gives the past the share
+        # e^m / (e^m + e^n). That quotient may overflow; sigmoid(m - n), which it equals, cannot.
         share = torch.sigmoid(past_log - own_log)[..., None].to(own)
         z = torch.lerp(own, past, share)
         return rearrange(z, "set prompt query key group d -> (set prompt) query (key group) d")

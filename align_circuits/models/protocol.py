@@ -58,11 +58,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
-
-    The hash reads every weight once. It is of each tensor's sum of bits as integers, which is exact on any device and
-    in any order, and of the bits of 1,024 evenly spaced entries, by which models with swapped heads differ.
-    """
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights."""
     parameters = parameters_of(model)
     first = next(iter(parameters.values()))
     config = model.cfg
@@ -90,6 +86,8 @@ def provenance_of(
 def _hash(parameters: dict[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, value in sorted(parameters.items()):
+        # Every weight is read once. The sum of bits as integers is exact on any device and in any order, but blind to
+        # swapped heads: the bits of 1,024 evenly spaced entries show those.
         bits = value.contiguous().flatten().view(_INTEGERS[value.element_size()])
         sampled = bits[:: max(1, len(bits) // 1024)][:1024].tolist()
         total = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_AT_ONCE)]).sum()  # sum() widens a copy

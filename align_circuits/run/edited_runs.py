@@ -127,15 +127,11 @@ def _replay_in_batches(runs: _EditedRuns, options: RunOptions) -> None:
 
 
 def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: torch.device, budget: int) -> None:
-    """Runs every edit set on some prompts, at most `budget` tokens a batch, but at least one edit set.
-
-    The unedited run is kept from the first column at which any edit starts. Edit sets that start at the same column
-    share batches, ordered by the layer of their first edit, so that each joins its batch as late as it can. A patch
-    from other prompts starts where these first differ: before, its values are those of the run itself.
-    """
+    """Runs every edit set on some prompts, at most `budget` tokens a batch, but at least one edit set."""
     batch = Batch.of(runs.prompts, selected, runs.prompt, runs.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
     context = BatchContext(runs.prompts, selected)
+    # A patch from other prompts starts where these first differ: before, its values are those of the run itself.
     differs = _first_difference(runs, selected)
     starts = [
         min(
@@ -168,6 +164,8 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
     if runs.source is not None and replay.start < end:
         tokens = runs.source.tokens[selected, batch.cropped :][:, :end].to(device)
         source_run = replay.other(tokens, set().union(*runs.names))
+    # Edit sets that start at the same column share batches, ordered by the layer of their first edit: so each joins its
+    # batch as late as it can, and those beside it in a batch do not run layers for nothing.
     for start in sorted(set(starts)):
         group = [index for index, first in enumerate(starts) if first == start]
         if start == end:
