@@ -84,7 +84,7 @@ class Edit(ABC):
         """Returns a function for each activation that changes, by the name of its hook point."""
 
     def start(self, context: BatchContext) -> int:  # noqa: ARG002 - for subclasses
-        """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
+        """Returns the first column of the prompts in the batch that may change: 0 unless an edit overrides it."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What heads bring to the answer: directly, by what they add to its logit, and as carriers of a task."""
+"""What heads do for the answer: what they add to its logit directly, and which task they carry."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -84,7 +84,7 @@ def patch_paths(
     receivers: Sequence[str] = ("logits",),
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what each sender alone does through each receiver alone, by all paths between them that meet no head.
+    """Returns what each sender alone does through each receiver alone, by all paths that pass no other head.
 
     Three runs give a number. The first records the output of every head. In the second, heads keep these outputs, but
     for the sender, which has its output of the source run; MLPs are computed anew. In the third, the receiver reads

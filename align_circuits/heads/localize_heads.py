@@ -52,7 +52,7 @@ class Thresholds:
     must lie above 0."""
 
     def attends(self, score: Any, attention: Any, best: Any) -> Any:
-        """Returns whether heads attend as a role says, for numbers or arrays of them.
+        """Returns whether heads attend as a role requires, for numbers or arrays of them.
 
         Args:
             score: The standard score of the role.
@@ -146,7 +146,7 @@ def localize(
     The roles are those of `task.roles` that the task's prompts have as relations. Candidates are chosen on one half of
     fresh prompts; every number that is returned comes from the other half. A head is named for a role if
 
-    - it attends as the role says (score, attention),
+    - it attends as the role requires (score, attention),
     - more than its positional bias explains (`permutation_tests`, corrected over all candidates),
     - and the model needs it (mean ablation), or it carries the answer (patching from clean prompts into corrupted
       ones: `task.pairs`).
@@ -216,7 +216,7 @@ def localize(
 
 
 def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
-    """The heads that attend as a role says, on the prompts of the search."""
+    """The heads that attend as a role requires, on the prompts that choose candidates."""
     attention = np.stack([scores.grid(f"{role}_attention") for role in roles])
     best = attention.max(0)
     return [

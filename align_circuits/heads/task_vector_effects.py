@@ -113,7 +113,7 @@ def steer(
     if not len(prompts) or not answers:
         raise ValueError(f"{len(prompts)} prompts, {len(answers)} answers: give at least one of each")
     if UNSTEERED in betas:
-        raise ValueError(f"a beta of {UNSTEERED:g}, which in the table says that nothing is steered: take another")
+        raise ValueError(f"a beta of {UNSTEERED:g}, which in the table marks the model as it is: take another")
     keys, values, engine = [], [], ""
     for beta in (UNSTEERED, *betas):
         edits: list[Edit] = []

@@ -37,7 +37,7 @@ def run_edited(
     source: Prompts | None = None,
     options: RunOptions = RunOptions(),
 ) -> str:
-    """Runs a model once for each set of edits, and hands over the logits of chosen positions.
+    """Runs a model once for each set of edits, and passes the logits of chosen positions to a callback.
 
     Where it can, by replay (`hooks.replay`): only the layers and positions that an edit can change are run, many edit
     sets in a batch.

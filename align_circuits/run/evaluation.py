@@ -1,4 +1,4 @@
-"""Accuracy beside the references that tell what it takes."""
+"""Accuracy beside that of reference predictors without alignment."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def evaluate(
 
     Teacher forcing: each target is predicted from the true tokens before it. A prediction is the argmax over the whole
     vocabulary, and right where the target accepts it: any letter that the true automaton accepts after the true prefix,
-    or the target's own token where the prompts list no accepted letters. Of tied logits the lowest id counts.
+    or the target's own token where the prompts list no `correct` answers. Of tied logits the lowest id counts.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
@@ -48,7 +48,7 @@ def evaluate(
 
         An accuracy shows alignment only where it is above `history`, not above `chance` (paper 1, §3; the two
         ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed automata the
-        mapping may be known by weight, and neither ceiling speaks about context.
+        mapping may be stored in the weights, and neither ceiling is about context.
 
     Raises:
         ValueError: No prompts, no targets, or prompts that do not fit the model.

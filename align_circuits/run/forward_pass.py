@@ -1,4 +1,4 @@
-"""Runs a model on prompts, and hands rows of attention and logits to callbacks, batch by batch."""
+"""Runs a model on prompts, and passes rows of attention and logits to callbacks, batch by batch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ def forward(
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> str:
-    """Runs a model and hands over the attention and the logits of chosen positions, keeping nothing.
+    """Runs a model and passes the attention and the logits of chosen positions to callbacks, keeping nothing.
 
     Memory does not grow with the number of prompts. The callbacks get the indices of their rows (on the CPU) and the
     rows themselves (on the model's device, float32 or wider). Assign by row, do not add up: after an out-of-memory
@@ -67,7 +67,7 @@ def forward(
     check_fits(model, prompts)
     check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
-    # Which hook points an edit reaches does not depend on the prompts: an empty batch is enough to ask.
+    # Which hook points an edit reaches does not depend on the prompts: an empty batch gives them all.
     names = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
     engine = choose_engine(model, options, names)
     device = device_of(model)

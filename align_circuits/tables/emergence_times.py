@@ -134,7 +134,7 @@ def best_head(frame: Any, last: int) -> Any:
     """Returns, of each group of rows, those of the head that is best on average over the last probes.
 
     Args:
-        frame: Rows of single heads, keyed by step, layer, head and whatever tells groups apart.
+        frame: Rows of single heads, keyed by step, layer, head and the keys of the groups.
         last: The number of probes.
     """
     late = sorted(frame["step"].unique())[-last:]

@@ -29,7 +29,7 @@ FILES = ("table.csv", "table.csv.xz")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Enough to run a table again, and to tell two tables apart."""
+    """Enough to repeat a measurement, and to distinguish two tables."""
 
     verb: str
     """The public function that made it, such as `"score_heads"`."""
