@@ -44,6 +44,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     graph = residual_edges.graph
     cached = capture(model, prompts[:1], hook_points(graph))
     device = device_of(model)
+    # Without padding, where `capture` returns 0 and not what the model computes.
     cached = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in cached.items()}
     with torch.no_grad():
         stream = cached[EMBEDDED]

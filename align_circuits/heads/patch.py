@@ -72,6 +72,7 @@ def patch_heads(
                 if site in LAYER_SITES:
                     place = {"layers": [layer]}
                 for name, mask in masks.items():
+                    # Without a mask the edit skips a `where` over every activation.
                     everywhere = name == EVERYWHERE and bool((mask == pair.clean.mask).all())
                     keys.extend((site, layer, head, name) for head in together)
                     edit_set_of += [len(edit_sets)] * len(together)

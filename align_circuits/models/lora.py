@@ -35,6 +35,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
     }
     model = sharing(original, frozen)
 
+    # A bridge wraps its components in place, inside the Hugging Face model: PEFT must see plain layers.
     def strip(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
             inner = compat.without_bridge(child)

@@ -82,6 +82,7 @@ class AttentionView:
         """The attention among `tokens`; NaN in rows that were not measured."""
         start, extra = self.start, int(self.cropped)
         size = len(self.tokens)
+        # NaN, not 0: a row that was not measured is drawn blank.
         square = torch.full((len(self.rows), size, size), torch.nan, dtype=torch.float64)
         measured = torch.tensor(self.positions) - start + extra
         for index, rows in enumerate(self.rows.values()):

@@ -259,6 +259,7 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
     for name in (name for name in INTEGER_KEYS if name in frame):
         column: Any = frame[name]
         if pd.api.types.infer_dtype(column, skipna=True) in _NUMBERS and (column.dropna() % 1 == 0).all():
+            # Nullable only where a key is missing, so that whole columns merge and save as plain integers.
             types[name] = "Int64" if column.isna().any() else "int64"
     return frame.astype(types)
 

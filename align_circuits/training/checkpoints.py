@@ -43,6 +43,7 @@ def run_folder(path: str | Path) -> Iterator[Path]:
     folder = writable_folder(path)
     with (folder / ".lock").open("w") as lock:
         try:
+            # The system drops the lock with the process, however it ends: no stale lock file can block a run.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(

@@ -184,6 +184,7 @@ def continuing_units(stream: Subspaces) -> ReLUUnits:
     """
     own, ends = stream["key symbol"], stream["own offset"][:, -1:]
     both = torch.cat([own, -own], dim=1)
+    # Two units a bit, since a ReLU passes one sign only.
     query = torch.cat([stream["query symbol"], -stream["query symbol"]], dim=1)
     return ReLUUnits(both - ends, torch.zeros(both.shape[1]), query)
 
@@ -195,6 +196,7 @@ def lookup(task: Seq2SeqTask, stream: Subspaces, share: float = 1.0) -> HeadSpec
     one in the letter before it. So a later letter outweighs all earlier ones.
     """
     c = task.phrase_len
+    # Weights halve from the latest letter back, so the earliest of them still decides by MARGIN.
     weight = MARGIN * 2 ** (c - 1)
     letters = ["letter", *(f"{back} before" for back in range(1, c))]
     return HeadSpec(

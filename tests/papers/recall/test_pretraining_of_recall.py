@@ -263,5 +263,5 @@ def test_steering_without_answers_is_refused():
     vectors = task_vectors(model, groups, 1)[type_]
     with pytest.raises(ValueError, match="60 prompts, 0 answers"):
         steer(model, prompts, 1, vectors, vectors, {})
-    with pytest.raises(ValueError, match="a beta of -1, which in the table says that nothing is steered"):
+    with pytest.raises(ValueError, match="a beta of -1, which in the table marks the model as it is"):
         steer(model, prompts, 1, vectors, vectors, {"own": prompts.column("token")}, betas=(0.5, -1.0))
