@@ -1,4 +1,4 @@
-"""What a model predicts at its targets, as numbers: one machine for evaluation, patching, attribution and edges."""
+"""What a model predicts at its targets, as numbers: shared by evaluation, patching, attribution and edges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,6 @@ from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table
 
-LogitMetric = Literal["log_prob", "logit", "prob"]
 Metric = Literal["accuracy", "log_prob", "logit", "prob"]
 
 BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")
@@ -68,7 +67,7 @@ class TargetMetrics:
     query: Int[Tensor, " target"]
     """The position where it is predicted."""
     token: Int[Tensor, " target"]
-    """The token that is to be predicted."""
+    """The token to predict."""
     correct: Bool[Tensor, "target answer"] | None = None
     """Which of the prompts' `answer_tokens` are right; None where only the target's own token is."""
 
@@ -219,6 +218,8 @@ def means_by_prompt(
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""
+    # Means by prompt first: prompts are the unit that intervals resample, and targets of one prompt are no independent
+    # draws.
     counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups])
     sums = [
         np.bincount(prompt[rows], weights=value[rows], minlength=len(prompts)) for value in values for rows in groups
