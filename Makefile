@@ -15,7 +15,7 @@ READY4 := $(VENV4)/.ready
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
-demos docs: export OMP_NUM_THREADS := 1
+demos docs test: export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-tl3 test-four-bit test-pythons check lint types demos docs wheel clean
 
@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/align-circuits localize --model toy-llama-ica --out runs/demo/toy-llama-ica
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py

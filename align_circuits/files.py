@@ -32,6 +32,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside `path`, since a rename is atomic only within a file system; hidden, so that no glob takes it for a result.
     temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}.partial")
     try:
         yield temporary
@@ -49,6 +50,7 @@ def writable_folder(path: str | Path) -> Path:
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Only writing shows whether a folder can be written: permissions say little to root and on network drives.
         probe = path / f".{uuid4().hex[:8]}.probe"
         probe.touch()
         probe.unlink()

@@ -156,6 +156,7 @@ def code_version(function: str) -> str:
         if name in trees or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        # Relative imports count from the package: that is the module itself if it is an `__init__`.
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
         waiting += _imports(tree, package, roots)
         for node in ast.walk(tree):
@@ -209,6 +210,7 @@ def _path(folder: Path, job: Job, version: str) -> Path:
 
 def _parallel_attempts(jobs: Mapping[Path, Job], processes: int) -> Iterator[tuple[Path, str | None]]:
     """Gives each process one job at a time; a process that dies ends only its own job, and is replaced."""
+    # Each process would take all cores, and threads that wait for each other are slower than one.
     threads = max(1, (os.cpu_count() or 1) // max(processes, 1))
     waiting = deque(jobs.items())
     idle: list[_Worker] = []
@@ -236,11 +238,13 @@ class _Worker:
     """A process that runs the jobs it is sent, and replies to each with its error or None."""
 
     def __init__(self, threads: int):
+        # A forked process inherits torch's thread pool without its threads, and hangs on first use.
         context = multiprocessing.get_context("spawn")
         own_end, other_end = context.Pipe()
         self.connection = cast(Connection, own_end)
         self._process = context.Process(target=_work, args=(other_end, threads), daemon=True)
         self._process.start()
+        # While this process holds the other end too, `recv` would wait for a dead worker instead of raising EOFError.
         other_end.close()
 
     def end(self) -> int | None:
@@ -253,6 +257,7 @@ class _Worker:
 def _work(connection: Connection, threads: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # `daemon` ends a worker only if its parent exits in order; one that is killed would leave workers behind.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(threads)
     while True:
@@ -261,6 +266,7 @@ def _work(connection: Connection, threads: int) -> None:
 
 def _attempt(path: Path, job: Job) -> str | None:
     """Runs a job and writes its result; returns the traceback if it fails."""
+    # What a killed attempt at this very job had begun to write; other jobs may be writing now.
     for abandoned in path.parent.glob(f".{path.name}.*.partial"):
         abandoned.unlink()
     try:

@@ -25,20 +25,20 @@ def loop(model: Any, clean: ac.Prompts, corrupted: ac.Prompts) -> torch.Tensor:
     names = [f"blocks.{layer}.attn.hook_z" for layer in range(model.cfg.n_layers)]
     _, cache = model.run_with_cache(clean.tokens, names_filter=names)
 
-    def said(hooks: list[Any]) -> torch.Tensor:
+    def metric(hooks: list[Any]) -> torch.Tensor:
         logits = model.run_with_hooks(corrupted.tokens, fwd_hooks=hooks)
         return logits[row, query].softmax(-1).gather(1, gold[:, None]).mean()
 
-    before, scores = said([]), torch.zeros(model.cfg.n_layers, model.cfg.n_heads)
+    before, scores = metric([]), torch.zeros(model.cfg.n_layers, model.cfg.n_heads)
     for layer, name in enumerate(names):
         for head in range(model.cfg.n_heads):
             mean = cache[name][row, query, head].mean(0)
 
-            def put(z: torch.Tensor, hook: Any, head: int = head, mean: torch.Tensor = mean) -> torch.Tensor:  # noqa: ARG001
+            def put(z: torch.Tensor, head: int = head, mean: torch.Tensor = mean, **_: Any) -> torch.Tensor:
                 z[row, query, head] = mean
                 return z
 
-            scores[layer, head] = said([(name, put)]) - before
+            scores[layer, head] = metric([(name, put)]) - before
     return scores
 
 

@@ -1,7 +1,7 @@
 """What the main job costs: `localize` on the bundled Llama with 64 prompts, on one thread and on two.
 
-They take turns. The wait is the clock's, so leave the machine alone; processor time is told beside it. The ratio is the
-median over rounds of the ratio within a round.
+They take turns. The wait is the clock's, so leave the machine alone; processor time is printed beside it. The ratio
+is the median over rounds of the ratio within a round.
 
     python benchmarks/localize.py [--rounds 5] [--threads 1,2]
 """

@@ -166,7 +166,7 @@ if __name__ == "__main__":
         lines += compare(title.format(width), model, **options, whole=everything)
         if arguments.out:
             columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
-            asked = {name: value for name, value in vars(arguments).items() if name != "out"}
+            given = {name: value for name, value in vars(arguments).items() if name != "out"}
             time_is = "of the processor" if arguments.threads == 1 else "on the clock"
-            settings = {**asked, "processor": processor(), "time": time_is}
+            settings = {**given, "processor": processor(), "time": time_is}
             Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)

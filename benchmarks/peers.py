@@ -9,7 +9,7 @@ one thread is counted, and the ratio is the median over rounds of the ratio with
 
     python benchmarks/peers.py [--rounds 5] [--width 256] [--sample 4] [--out FOLDER]
 
-It needs `pip install nnsight pyvene` beside this package; whoever is missing is left out, and said so.
+It needs `pip install nnsight pyvene` beside this package; a package that is missing is left out, with a note.
 """
 
 import argparse

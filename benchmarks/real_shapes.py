@@ -167,9 +167,9 @@ if __name__ == "__main__":
     if arguments.out:
         columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
         machine = processor() if arguments.device == "cpu" else torch.cuda.get_device_name()
-        asked = {name: value for name, value in vars(arguments).items() if name != "out"}
+        given = {name: value for name, value in vars(arguments).items() if name != "out"}
         settings = {
-            **asked,
+            **given,
             "width": bridge.cfg.d_model,
             "weights, GB": weights,
             "processor": machine or platform.machine(),

@@ -148,8 +148,8 @@ def main() -> None:
             found = compare(replace(stage, train=replace(stage.train, precision=precision)), arguments.steps)
             lines += (rows := rows_of(f"{name}, ours in {precision}", *found))
             plain, ours, ratio = (row[3] for row in rows)
-            told = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {ratio:6.2f}"
-            print(told, flush=True)
+            line = f"{name:22} {rate / 1e6:18.1f} {precision:>10} {plain:14.3f} {ours:13.3f} {ratio:6.2f}"
+            print(line, flush=True)
     if arguments.out:
         columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
         settings = {"steps": arguments.steps, "width": 256, "threads": 1, "processor": processor()}

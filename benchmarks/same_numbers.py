@@ -9,9 +9,9 @@ between processors and versions of torch: write the file and compare with it on 
 
 It prints a line for each table: rows, digest before, digest now, and "same" or "DIFFERENT", with both sums and, where
 the file holds them, the largest distance of sorted values. Status 1 if anything differs, fails or is not in the file;
-with `--write` it says so too, and keeps the numbers of now. Of a kept run it also says whether running it again gives
-the kept table; that may stem from another machine, and is told, not judged. Whoever renames something in the package
-changes the functions above MEASUREMENTS, and the name of no measurement.
+with `--write` it says so too, and keeps the numbers of now. Of a kept run it also prints whether running it again gives
+the kept table, which does not change the status, since that table may stem from another machine. After a renaming in
+the package, change the functions above MEASUREMENTS and keep the names of all measurements.
 """
 
 import argparse
@@ -84,11 +84,11 @@ def measured(table: ac.Table) -> pd.DataFrame:
 
 def command(*arguments: str, out: str) -> None:
     """Runs `align-circuits` with these arguments, without a word; it must leave a table."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         cli.main([*arguments, "--out", out])
     if not (Path(out) / "table.csv").is_file():  # its status is 2 also where the kept table has other rows
-        raise RuntimeError(f"align-circuits {' '.join(arguments)}: {said.getvalue()[-500:]}")
+        raise RuntimeError(f"align-circuits {' '.join(arguments)}: {printed.getvalue()[-500:]}")
 
 
 def saved(folder: Path) -> pd.DataFrame:
@@ -217,24 +217,24 @@ def equalities() -> dict[str, Numbers]:
     row, query, gold = (clean.column(name) for name in ("prompt", "query_pos", "token"))
     hooks = [f"blocks.{layer}.attn.hook_z" for layer in range(model.cfg.n_layers)]
     _, cache = model.run_with_cache(clean.tokens, names_filter=hooks)
-    said = torch.zeros(2, model.cfg.n_layers, model.cfg.n_heads)
+    by_hooks = torch.zeros(2, model.cfg.n_layers, model.cfg.n_heads)
 
     def chances(logits: torch.Tensor) -> torch.Tensor:
         return logits[row, query].log_softmax(-1).gather(1, gold[:, None])
 
     with torch.no_grad():
         by_hand = patching.get_act_patch_attn_head_out_all_pos
-        said[0] = by_hand(model, corrupted.tokens, cache, lambda logits: chances(logits).mean())
-        said[0] -= chances(model(corrupted.tokens)).mean()
-        for layer, head in product(*map(range, said.shape[1:])):
+        by_hooks[0] = by_hand(model, corrupted.tokens, cache, lambda logits: chances(logits).mean())
+        by_hooks[0] -= chances(model(corrupted.tokens)).mean()
+        for layer, head in product(*map(range, by_hooks.shape[1:])):
 
             def put(z: torch.Tensor, hook: Any, head: int = head) -> torch.Tensor:
                 z[row, query, head] = cache[hook.name][row, query, head].mean(0)
                 return z
 
             logits = model.run_with_hooks(shuffled.tokens, fwd_hooks=[(hooks[layer], put)])
-            said[1, layer, head] = chances(logits).exp().mean()
-        said[1] -= chances(model(shuffled.tokens)).exp().mean()
+            by_hooks[1, layer, head] = chances(logits).exp().mean()
+        by_hooks[1] -= chances(model(shuffled.tokens)).exp().mean()
     patched = ac.patch_heads(model, ac.Pair(clean, corrupted)).where(kind="all").grid("log_prob")
     vectors = ac.function_vectors(model, [ac.Pair(clean, shuffled)]).grid("function_vector")
     one, two = (
@@ -242,8 +242,8 @@ def equalities() -> dict[str, Numbers]:
         for engine in ("fast", "reference")
     )
     apart = {
-        "patch_heads and TransformerLens": patched - said[0].numpy(),
-        "function_vectors and hooks": vectors - said[1].numpy(),
+        "patch_heads and TransformerLens": patched - by_hooks[0].numpy(),
+        "function_vectors and hooks": vectors - by_hooks[1].numpy(),
         "fast and reference engine": one.to_numpy() - two.to_numpy(),
     }
     return {name: pd.DataFrame({"apart": np.abs(values).ravel()}) for name, values in apart.items()}
@@ -263,8 +263,8 @@ def digest_of(numbers: Numbers) -> dict[str, Any]:
     """Returns rows, digest and sum, and the sorted values where they are few."""
     if isinstance(numbers, torch.Tensor):
         array = np.ascontiguousarray(numbers.numpy())
-        said = hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()[:16]
-        return {"rows": len(array), "digest": said, "sum": math.fsum(array.ravel().tolist())}
+        digest = hashlib.sha256(f"{array.dtype} {array.shape} ".encode() + array.tobytes()).hexdigest()[:16]
+        return {"rows": len(array), "digest": digest, "sum": math.fsum(array.ravel().tolist())}
     rows = numbers.to_numpy(dtype=float)  # float.hex() writes every NaN alike
     lines = sorted(" ".join(number.hex() for number in row) for row in rows.tolist())
     values = sorted(number for number in rows[:, 0].tolist() if not math.isnan(number))

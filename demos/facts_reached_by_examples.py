@@ -11,12 +11,12 @@
 # %% [markdown]
 # # Facts reached by examples
 #
-# A model reads what is true of some subjects, each fact told in its own words. Later it is shown pairs, *subject, attribute*, all of one type, and asked for the next: nobody says which
-# type. After Vasudeva et al. (2026) we make such a world, teach it to a small attention-only model, and look for what changes when it learns to be asked by examples.
+# A model reads what is true of some subjects, each fact stated in its own words. Later it is shown pairs, *subject, attribute*, all of one type, and must continue them: nothing states which
+# type. After Vasudeva et al. (2026) we make such a world, teach it to a small attention-only model, and look for what changes when it learns to recall from examples.
 #
-# ## A world and what is told of it
+# ## A world and the facts stated of it
 #
-# Every subject has one attribute of each type; attributes are shared. Here a relation token tells the type while a fact is told.
+# Every subject has one attribute of each type; attributes are shared. Here a relation token announces the type where a fact is stated.
 
 # %%
 from dataclasses import replace
@@ -45,7 +45,7 @@ for task in (facts, tested):
 # %% [markdown]
 # ## Facts first, then demonstrations
 #
-# Both stages go through one training loop; the log tells four matches on any prompts. Demonstrations are about half of the subjects, and held-out ones are asked for.
+# Both stages go through one training loop; the log holds four matches on any prompts. Demonstrations are about half of the subjects, and queries about held-out ones.
 
 # %%
 model = AttentionOnly(AttentionOnlyConfig(world.d_vocab, facts.length - 1, d_head=32), seed=0)
@@ -63,7 +63,7 @@ second.log[["step", "loss", "held_out.type", "held_out.subject", "held_out.exact
 # %% [markdown]
 # ## Which head looks where
 #
-# The relations of the prompts are all that `score_heads` needs: the subject that is asked about, and the attributes of the type. Before finetuning and after:
+# The relations of the prompts are all that `score_heads` needs: the subject of the query, and the attributes of the type. Before finetuning and after:
 
 # %%
 after = ac.score_heads(model, probes["held_out"])
@@ -82,5 +82,5 @@ ac.plots.head_maps(after - before, ["query_subject", "same_type"])
 # predicts, and `recall/fig2` to `recall/fig24` follow its figures.
 
 # %%
-damage = ac.ablate_heads(model, probes["held_out"])
-damage.where(metric="log_prob", kind="all").frame[["layer", "head", "value", "low", "high"]].round(2)
+effects = ac.ablate_heads(model, probes["held_out"])
+effects.where(metric="log_prob", kind="all").frame[["layer", "head", "value", "low", "high"]].round(2)

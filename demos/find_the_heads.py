@@ -47,7 +47,7 @@ for head in (found.heads("align_query")[0], decoy):
     )
 
 # %% [markdown]
-# The named heads are ablated together, to the mean of what they say at tokens of the same role, beside as many random heads of the same layers:
+# The named heads are ablated together, to their mean output at tokens of the same role, beside as many random heads of the same layers:
 
 # %%
 ac.plots.ablation(found.group_ablations, "First and later tokens with heads ablated")
@@ -77,8 +77,8 @@ ac.plots.ablation(trained.group_ablations, "toy-llama, pre-aligned prompts")
 # One lookup head alone matters little, since others do the same work: the effects of single heads do not add up to the effect of the set. Read both.
 
 # %%
-damage = trained.ablation_effects.where(kind="all", metric="log_prob").frame
-damage[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
+ablated = trained.ablation_effects.where(kind="all", metric="log_prob").frame
+ablated[["layer", "head", "value", "low", "high"]].sort_values("value").head(5)
 
 # %% [markdown]
 # ## By hand
@@ -99,7 +99,7 @@ with circuit.hooks(fwd_hooks=zero.fwd_hooks(circuit)):
 without
 
 # %% [markdown]
-# A clamp goes the other way: it makes a head attend where the gold says. In a circuit whose heads are too weak to find the symbol, it shows how much of the failure attention alone
+# A clamp goes the other way: it makes a head attend to the gold keys. In a circuit whose heads are too weak to find the symbol, it shows how much of the failure attention alone
 # explains.
 
 # %%

@@ -125,6 +125,7 @@ def probe_attention(
     pattern = None
     if attention_parts is not None:
         parts: tuple[tuple[Site, Tensor], ...] = (("rot_q", query), ("rot_k", key), ("v", value))
+        # hook points hold [prompt pos head d], attention functions take [prompt head pos d]
         query, key, value = (
             attention_parts.change(site, module, part.transpose(1, 2)).transpose(1, 2) for site, part in parts
         )
@@ -132,6 +133,7 @@ def probe_attention(
             pattern = pattern_of(query, key, attention_mask, kwargs["scaling"])
             pattern = attention_parts.change("pattern", module, pattern)
     if pattern is None:
+        # The same call as without us, so logits are those of Hugging Face to the bit.
         z, _ = compat.sdpa(module, query, key, value, attention_mask, **kwargs)
     else:
         by_head = value.repeat_interleave(query.shape[1] // value.shape[1], 1)

@@ -87,15 +87,14 @@ def layer_of(attention: nn.Module) -> int:
 def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
 
-    The function is registered under `name`, with the masks of "sdpa", and selected on the configurations themselves:
-    there is no public way to read the selection that has to be restored. The instance attribute `forward` of each
-    attention part comes before the method of its class, so calls go to the wrapped layer; removing it gives the
-    bridge's own attention back. One `with` may stand in another.
+    One `with` may stand in another.
     """
+    # With the masks of "sdpa", which fused attention takes.
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
     layers = [block.attn for block in bridge.blocks]
     models = [module for module in wrapped(bridge).modules() if isinstance(module, PreTrainedModel)]
+    # Selected on the configurations themselves: there is no public way to read the selection that must be restored.
     configs = {id(owner.config): owner.config for owner in (*models, *(component(layer) for layer in layers))}
     implementations = {key: config._attn_implementation for key, config in configs.items()}
     forwards = [vars(layer).get("forward") for layer in layers]
@@ -103,6 +102,8 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
         for config in configs.values():
             config._attn_implementation = name
         for layer in layers:
+            # An instance's attribute comes before the method of its class: calls go to the wrapped layer until it is
+            # removed, and the bridge's own attention is back.
             vars(layer)["forward"] = component(layer).forward
         yield
     finally:

@@ -84,7 +84,7 @@ class Edit(ABC):
         """Returns a function for each activation that changes, by the name of its hook point."""
 
     def start(self, context: BatchContext) -> int:  # noqa: ARG002 - for subclasses
-        """Returns the first column of the prompts in the batch that may change: 0 unless the edit says more."""
+        """Returns the first column of the prompts in the batch that may change: 0 unless an edit overrides it."""
         return 0
 
 
@@ -225,6 +225,7 @@ class _AtSite(Edit):
             edited = old.of_tokens(self.positions)
             edited = edited.reshape(*edited.shape, *[1] * (values.ndim - 2))
             new = torch.where(edited.transpose(1, 2) if dim == 1 else edited, new, values)
+        # Out of place: the activation may be in a cache or in the graph of gradients, which must keep the unedited one.
         return new if columns is None else activation.index_copy(dim, columns, new)
 
 
@@ -307,10 +308,12 @@ class Ablate(_AtSite):
                 "edit as `edits=`"
             )
         if self.how == "resample":
+            # The next prompt and not a random one: no prompt gets its own activation back, and nothing is drawn.
             return old.of_run(by_name[old.name], (old.context.rows + 1) % len(by_name[old.name]))
         means = by_name[old.name].to(old.values.device)
         means = means if old.columns is None else means.index_select(1, old.columns)
         by_token = means[old.of_tokens(groups_of(old.context.prompts))]
+        # Means of roles that the baseline lacks are NaN. At padding, which nothing reads, they become 0.
         if by_token[old.of_tokens(old.context.prompts.mask)].isnan().any():
             raise ValueError("the prompts have tokens of a role that the reference prompts lack: take others")
         return by_token.nan_to_num(0)
@@ -336,6 +339,7 @@ class Clamp(Edit):
                 f"no relation {self.relation!r} in these prompts; they have {', '.join(context.prompts.relations)}"
             )
         relation = context.prompts.relations[self.relation]
+        # The relation covers all prompts, a batch some of them: `place` is where each stands in the batch.
         place = torch.full((len(context.prompts),), -1)
         place[context.rows] = torch.arange(len(context.rows))
         in_batch = (place[relation.prompt] >= 0).nonzero()[:, 0]

@@ -41,6 +41,7 @@ def gradients_at(
     Raises:
         ValueError: A hook never fires.
     """
+    # The first residual stream is always hooked: with frozen parameters the graph of gradients would begin nowhere.
     first, changed = name_of("resid_pre", 0), dict(changes or {})
     kept: dict[str, Tensor] = {}
 

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from align_circuits.hooks.heads import heads_of
+
 Reading = Literal["q", "k", "v", "mlp", "logits"]
 """The inputs through which the residual stream is read."""
 
@@ -80,7 +82,7 @@ class Graph:
     @property
     def heads(self) -> list[tuple[int, int]]:
         """All heads, as pairs of layer and head."""
-        return [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads)]
+        return heads_of(self)
 
     @cached_property
     def senders(self) -> tuple[Sender, ...]:
@@ -156,12 +158,7 @@ class Graph:
         Raises:
             ValueError: A head that the graph does not have.
         """
-        chosen = set(heads)
-        if unknown := [head for head in heads if head not in self.heads]:
-            raise ValueError(
-                f"no head L{unknown[0][0]}H{unknown[0][1]}: there are layers 0 to {self.n_layers - 1} with heads 0 to "
-                f"{self.n_heads - 1}"
-            )
+        chosen = set(heads_of(self, heads))
         writes = [sender.head is None or (sender.layer, sender.head) in chosen for sender in self.senders]
         reads = [
             receiver.head is None

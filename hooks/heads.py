@@ -68,6 +68,7 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
     columns: dict[int, Tensor | None] = {}
     for layer in sorted({layer for layer, _ in heads}):
         in_layer = {head for layer_of_head, head in heads if layer_of_head == layer}
+        # One key or value serves all heads of a group: an edit of some would silently change the others too.
         groups = {head // shared * shared + place for head in in_layer for place in range(shared)}
         if groups != in_layer:
             raise ValueError(

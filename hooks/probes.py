@@ -15,11 +15,7 @@ Change = Callable[[Tensor], Tensor | None]
 
 
 class Probes:
-    """Hooks that pass each activation to its function and record that they fired.
-
-    TransformerLens is silent about a hook point that a model names but never computes: a measurement would rest on
-    nothing. So call `check` after the run.
-    """
+    """Hooks that pass each activation to its function and record that they fired: call `check` after the run."""
 
     def __init__(self, model: HookedModel, changes: Mapping[str, Change]):
         """Prepares the hooks.
@@ -56,6 +52,8 @@ class Probes:
         Raises:
             ValueError: A hook point never fired.
         """
+        # TransformerLens is silent about a hook point that a model names but never computes: a measurement or an edit
+        # there would be of nothing.
         if self._silent:
             raise ValueError(
                 f"the hook {self.silent[0]!r} never fired: this model does not compute it where TransformerLens names "
@@ -63,7 +61,7 @@ class Probes:
             )
 
     def _hook(self, name: str) -> Callable[..., Tensor | None]:
-        def fire(activation: Tensor, hook: Any = None) -> Tensor | None:  # noqa: ARG001 - TransformerLens's keyword
+        def fire(activation: Tensor, **_: Any) -> Tensor | None:  # TransformerLens gives `hook=`
             self._silent.discard(name)
             return self._changes[name](activation)
 

@@ -34,6 +34,7 @@ _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
 }
 """The activations of the kept run that an edit set starts from, by the site of its first edit."""
 
+# Logits are the largest tensors of a replay, since the vocabulary is wider than any layer: they are made in parts.
 _LOGITS_AT_ONCE = 2**24
 
 EditSet = Mapping[str, Change]
@@ -104,17 +105,12 @@ class _Batch:
             pairs = zip(edits, activation, strict=True)
             activation = torch.stack([_edited(changes, name, part) for changes, part in pairs])
         if name in self.keep:
+            # Only the unedited run keeps anything, and it is the only one in its batch.
             self.kept[name] = activation[0]
         return activation
 
-    def edit_rows(
-        self,
-        site: Site,
-        layer: int,
-        activation: Float[Tensor, "row ..."],
-        hook: Any = None,  # noqa: ARG002 - TransformerLens's keyword
-    ) -> Tensor:
-        """The same for an activation whose edit sets and prompts share a dimension."""
+    def edit_rows(self, site: Site, layer: int, activation: Float[Tensor, "row ..."], **_: Any) -> Tensor:
+        """The same for an activation whose edit sets and prompts share a dimension; `**_` takes a hook's `hook=`."""
         if not self.needs(site, layer):
             return activation
         return self.edit(site, layer, activation.unflatten(0, (len(self.running), -1))).flatten(0, 1)
@@ -176,6 +172,7 @@ class Replay:
         last = replay._through(unedited, residual[None], 0, bridge.cfg.n_layers)
         replay.logits = compat.unembed(bridge, last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
+        # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
         end = max(starts)
         replay.past = {layer: (key[:, :, :end], value[:, :, :end]) for layer, (key, value) in past.items()}
         return replay
@@ -188,6 +185,7 @@ class Replay:
         Only the columns from the first other token on are run.
         """
         differs = (tokens != self.tokens).any(0).nonzero()
+        # Before the first other token both runs are the same, so the kept keys and values of one serve the other.
         first = min(int(differs[0]) if len(differs) else self.start, self.start)
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
         last = max(place[0] for name in names if (place := site_of(name)) is not None)
@@ -207,6 +205,7 @@ class Replay:
         batch = _Batch(start, self.queries[self.queries >= start] - start, edit_sets)
         prompts, length = self.tokens.shape
         kept = self.kept[next(iter(self.kept))]
+        # No edit set runs yet: each joins where its own first edit is.
         empty = kept.new_zeros(0, prompts, length - start, self.bridge.cfg.d_model)
         last = self._through(batch, empty, min(map(order_of, edit_sets))[0], self.bridge.cfg.n_layers)
         before = self.logits[:, self.queries < start]
@@ -230,21 +229,20 @@ class Replay:
         return residual[:, :, batch.queries] if all_positions and end > last else residual
 
     def _layer(self, batch: _Batch, layer: int, residual: Tensor, queries: Int[Tensor, " query"] | None) -> Tensor:
-        """Runs the running edit sets through a layer; others join at the site of their first edit.
-
-        - At the residual stream, queries, keys or values they join with the kept residual stream, since attention
-          computes the rest anew.
-        - At z they join with the kept z, edited, so the layer's attention is not computed for them.
-        - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
-        """
+        """Runs the running edit sets through a layer; others join at the site of their first edit."""
         block = self.bridge.blocks[layer]
+        # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
+        # of every tensor, and no tensor is ever reordered.
         residual = batch.edit("resid_pre", layer, self._with_joining(batch, "resid_pre", layer, residual))
+        # These too join with the kept residual stream: attention computes what is between, and edits it in its middle.
         for site in ("q", "k", "rot_q", "rot_k", "v"):
             residual = self._with_joining(batch, site, layer, residual)
         attended = self._attended(batch, layer, residual, queries) if len(residual) else residual
+        # With z kept and edited, the layer's attention need not be computed for these.
         if joining := batch.join("z", layer):
             before, z = (self._kept(batch, site, layer) for site in ("resid_pre", "z"))
             name = name_of("z", layer)
+            # Edited before the columns are cut down to the queries: an edit knows all columns of the batch.
             z = torch.stack([_edited(batch.edit_sets[index], name, z) for index in joining])
             if queries is not None:
                 residual, attended = residual[:, :, queries], attended[:, :, queries]
@@ -259,6 +257,7 @@ class Replay:
         middle = residual + attended
         mlp_out = compat.mlp(block.mlp, compat.norm(block.ln2, residual if compat.is_parallel(block) else middle))
         residual = middle + batch.edit("mlp_out", layer, mlp_out)
+        # These skip the layer but for one sum: the kept stream after it, and the difference that the edit makes.
         if joining := batch.join("mlp_out", layer):
             mlp_out, after = (self._kept(batch, site, layer) for site in ("mlp_out", "resid_post"))
             name = name_of("mlp_out", layer)
@@ -283,10 +282,13 @@ class Replay:
         options: dict[str, Any] = {"attention_function": partial(self._attention, batch, layer, queries)}
         if self.rotation is not None:
             copies = len(residual) if self.real is not None else 1
+            # With padding every prompt has positions of its own, once for each edit set; else one row of angles serves
+            # all.
             options["position_embeddings"] = tuple(
                 part[:, batch.start :].repeat(copies, 1, 1) for part in self.rotation
             )
         hooks = [
+            # q and k before rotation exist only inside Hugging Face's layer, where nothing but a hook reaches them.
             (name_of(site, layer), partial(batch.edit_rows, site, layer))
             for site in HOOKED_SITES
             if batch.needs(site, layer)
@@ -338,13 +340,10 @@ class Replay:
         scaling: float,
         window: int | None,
     ) -> Float[Tensor, "row pos head d_head"]:
-        """Attention to the past and to a batch's own columns, each with a softmax of its own, merged.
-
-        The past is the same for all edit sets: their queries are folded into one attention to it, in which keys and
-        values appear once. Own columns differ, so each edit set attends to its own. With m and n the logarithms of the
-        two denominators, the softmax over all columns gives the past the share e^m / (e^m + e^n) = sigmoid(m - n), and
-        z is the mean of both results with these weights. Heads that share a key head are folded into queries too.
-        """
+        """Attention to the past and to a batch's own columns, each with a softmax of its own, merged."""
+        # The past is the same for all edit sets: their queries are folded into one attention to it, in which keys and
+        # values appear once. Own columns differ, so each edit set attends to its own. Heads that share a key head are
+        # folded into queries too.
         start, sets, key_heads = batch.start, len(batch.running), key.shape[1]
         sizes = {"set": sets, "key": key_heads, "query": query.shape[2]}
         seen = self._visible(start, window, queries).repeat(1, query.shape[1] // key_heads, 1)[:, None]
@@ -368,6 +367,8 @@ class Replay:
         past_log = rearrange(past_log, "prompt key (set group query) -> set prompt query key group", **sizes)
         own = rearrange(own, "(set prompt) key (group query) d -> set prompt query key group d", **sizes)
         own_log = rearrange(own_log, "(set prompt) key (group query) -> set prompt query key group", **sizes)
+        # With m and n the logarithms of the two denominators, one softmax over all columns gives the past the share
+        # e^m / (e^m + e^n). That quotient may overflow; sigmoid(m - n), which it equals, cannot.
         share = torch.sigmoid(past_log - own_log)[..., None].to(own)
         z = torch.lerp(own, past, share)
         return rearrange(z, "set prompt query key group d -> (set prompt) query (key group) d")
@@ -397,6 +398,8 @@ def _softmax_attention(
     """Attention, and the logarithm of its softmax's denominator."""
     mask = None
     if seen is not None:
+        # The least finite number, not -inf: a query may see nothing of the past, and 0 / 0 is NaN. Its softmax is then
+        # some mean, with a denominator whose logarithm is so low that the merge gives it the share 0.
         mask = query.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(query.dtype).min)
     attend = compat.fused_attention if query.device.type == "cpu" else plain_attention
     return attend(query, key, value, scaling, mask)

@@ -83,6 +83,7 @@ class ResidualEdges:
             gradient: Of a scalar.
         """
         with torch.enable_grad():
+            # A copy of the stream for each receiver: a shared leaf would get the sum of their gradients.
             each = residual.detach()[:, :, None].repeat(1, 1, gradient.shape[2], 1).requires_grad_()
             return torch.autograd.grad(self.read(site, layer, each), each, gradient)[0]
 
@@ -185,6 +186,9 @@ class PatchEdges(_ByCopy):
         columns = columns_of(graph)
         read_at = {reads_from(graph, *site) for site in used}
         senders = [name for name in names if self.edges[:, :, columns[name]].any()]
+        # One forward pass fills these, in the order in which it fires hooks: when a receiver is reached, `other` holds
+        # exactly the senders that wrote before it. Every batch calls `changes` anew, so nothing is left of the last
+        # pass.
         stream: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}
 
@@ -206,6 +210,8 @@ class PatchEdges(_ByCopy):
                 if name in read_at:
                     stream[name] = output
                 if name in senders:
+                    # Less what the sender writes now, patches before it included: that is what the residual stream
+                    # holds.
                     before = self.source[name][prompt][:, -output.shape[1] :].to(output)
                     other[name] = written_by(residual_edges, name, before - output)
                 return new

@@ -21,7 +21,7 @@ def of_lengths(lengths: tuple[int, ...], seed: int) -> Prompts:
 
 
 class Twin:
-    """Runs a model with hooks by hand: whatever is named is frozen, whatever is watched is kept."""
+    """Runs a model with hooks by hand: some hook points frozen, others captured."""
 
     def __init__(self, model: Any, run: Prompts, other: Prompts, start: Tensor | None = None):
         """With `start`, the run begins with these embeddings."""
@@ -44,27 +44,27 @@ class Twin:
 
     def cache(self, prompts: Prompts) -> dict[str, Tensor]:
         kept: dict[str, Tensor] = {}
-        starts = [(name, lambda x, hook, start=start: start(x)) for name, start in self.start.items()]  # noqa: ARG005
-        hooks = [*starts] + [(name, lambda x, hook, name=name: kept.update({name: x.clone()})) for name in self.names()]  # noqa: ARG005
+        starts = [(name, lambda x, start=start, **_: start(x)) for name, start in self.start.items()]
+        hooks = [*starts] + [(name, lambda x, name=name, **_: kept.update({name: x.clone()})) for name in self.names()]
         with torch.no_grad():
             self.model.run_with_hooks(prompts.tokens, fwd_hooks=hooks, **self.inputs)
         return kept
 
     def outcome(
-        self, frozen: dict[str, Callable[[Tensor], Tensor]], watched: dict[str, Tensor] | None = None
+        self, frozen: dict[str, Callable[[Tensor], Tensor]], captured: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """The gold tokens' log-probabilities; `watched` is filled before anything is frozen there."""
+        """The gold tokens' log-probabilities; `captured` is filled before anything is frozen there."""
 
         def hook_at(name: str) -> Any:
-            def hook(x: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001
-                if watched is not None and name in watched:
-                    watched[name] = x.clone()
+            def hook(x: Tensor, **_: Any) -> Tensor | None:
+                if captured is not None and name in captured:
+                    captured[name] = x.clone()
                 return frozen[name](x) if name in frozen else None
 
             return hook
 
         frozen = {**self.start, **frozen}
-        names = [*frozen, *(name for name in watched or {} if name not in frozen)]
+        names = [*frozen, *(name for name in captured or {} if name not in frozen)]
         with torch.no_grad():
             logits = self.model.run_with_hooks(
                 self.run.tokens, fwd_hooks=[(name, hook_at(name)) for name in names], **self.inputs
@@ -83,7 +83,7 @@ class Twin:
     def patched(self, name: str, share: float = 1.0, column: int | None = None, still: Sequence[str] = ()) -> float:
         """What moving an activation does, while others stand still."""
         new = self.moved(name, share, column)
-        frozen = {other: lambda x, other=other: self.base[other] for other in still}  # noqa: ARG005
+        frozen = {other: lambda _, other=other: self.base[other] for other in still}
 
         def give(x: Tensor) -> Tensor:
             return new if column is None else x.index_copy(2, torch.tensor([column]), new[:, :, [column]])
@@ -91,21 +91,21 @@ class Twin:
         return float((self.outcome({**frozen, name: give}) - self.before).mean())
 
     def effect(self, sender: str, receiver: str, *, freeze_mlps: bool, share: float = 1.0) -> float:
-        """What the sender does through the receiver: freeze, watch, then let go."""
+        """What the sender does through the receiver: freeze, capture, then let go."""
         frozen: dict[str, Any] = {}
         for layer in range(self.cfg.n_layers):
             for name in ("attn.hook_z", *(["hook_mlp_out"] if freeze_mlps else [])):
                 name = f"blocks.{layer}.{name}"
-                frozen[name] = lambda x, name=name: self.base[name]  # noqa: ARG005
+                frozen[name] = lambda _, name=name: self.base[name]
         if sender == "input":
-            spoken, column = "blocks.0.hook_resid_pre", None
+            sending, column = "blocks.0.hook_resid_pre", None
         elif sender.startswith("M"):
-            spoken, column = f"blocks.{sender[1:]}.hook_mlp_out", None
+            sending, column = f"blocks.{sender[1:]}.hook_mlp_out", None
         else:
             layer, column = map(int, sender[1:].split("H"))
-            spoken = f"blocks.{layer}.attn.hook_z"
-        said = self.moved(spoken, share, column)
-        frozen[spoken] = lambda _: said
+            sending = f"blocks.{layer}.attn.hook_z"
+        moved_output = self.moved(sending, share, column)
+        frozen[sending] = lambda _: moved_output
         if receiver == "logits":
             return float((self.outcome(frozen) - self.before).mean())
         if receiver.startswith("M"):
@@ -114,9 +114,9 @@ class Twin:
             where, site = receiver.split(".")
             layer, column = map(int, where[1:].replace("KV", "H").split("H"))
             at = f"blocks.{layer}.attn.hook_{site}"
-        watched = {at: torch.empty(0)}
-        self.outcome(frozen, watched)
-        made = watched[at]
+        captured = {at: torch.empty(0)}
+        self.outcome(frozen, captured)
+        made = captured[at]
 
         def give(x: Tensor) -> Tensor:
             if column is None:

@@ -189,13 +189,13 @@ def test_p_values(llamas):
         assert values.std() > 0
 
 
-@pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["cone", "pattern"])
+@pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["replay", "pattern"])
 def test_patches(llamas, pair, sites):
     there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=sites))
 
 
 def test_little_memory(llamas, pair, monkeypatch):
-    """One cell and one prompt at a time."""
+    """One edit set and one prompt at a time."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1, 1))
     there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=["z"]))
     there_as_here(llamas, lambda model: ac.score_heads(model, pair.clean, metrics=["lookup"]))
@@ -214,10 +214,10 @@ def test_edits(llamas, pair, name, engine):
 
     def edited(model: Any) -> ac.Table:
         if name == "patch":
-            held = capture(
+            cached = capture(
                 model, pair.corrupted, [name_of("v", layer) for layer in range(2)], options=ac.RunOptions(engine=engine)
             )
-            edit: Any = ac.Patch(heads, "v", positions=later, values=held)
+            edit: Any = ac.Patch(heads, "v", positions=later, values=cached)
         elif name in ("mean", "resample"):
             edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair.corrupted, how=name, site="z"))
         elif name == "clamp":
@@ -358,19 +358,19 @@ def test_contributions(llamas, prompts):
 def test_recall():
     facts = FactsTask(WORLD, n_facts=2, grammar_len=3)
     stage = Stage(facts, TrainConfig(4, lr=3e-3, log_every=2), batch_size=4)
-    asked = [DemonstrationsTask(WORLD, 2, (1, 3)).sample(4, seed) for seed in range(2)]
-    logs, vectors, said, steered = [], [], [], []
+    groups = [DemonstrationsTask(WORLD, 2, (1, 3)).sample(4, seed) for seed in range(2)]
+    logs, vectors, activations, steered = [], [], [], []
     for device in DEVICES:
         net = without_dropout(small_gpt2(WORLD.d_vocab, 40, d_model=16)).to(device)
         logs.append(train_stage(net, stage, probes={"facts": facts.sample(3, 1)}, progress=False).log)
         model = ac.load(net.eval())
-        vectors.append(task_vectors(model, asked, 1))
-        said.append(representations(model, asked[0], ["blocks.1.hook_attn_out"])["blocks.1.hook_attn_out"])
-        source = representations(model, asked[0], [name_of("z", 1)])[name_of("z", 1)].unflatten(1, (1, -1))
-        answers = {"first": asked[0].column("token")[:4]}
-        steered.append(steer(model, asked[0], 1, source, vectors[-1][1].expand_as(source), answers))
+        vectors.append(task_vectors(model, groups, 1))
+        activations.append(representations(model, groups[0], ["blocks.1.hook_attn_out"])["blocks.1.hook_attn_out"])
+        source = representations(model, groups[0], [name_of("z", 1)])[name_of("z", 1)].unflatten(1, (1, -1))
+        answers = {"first": groups[0].column("token")[:4]}
+        steered.append(steer(model, groups[0], 1, source, vectors[-1][1].expand_as(source), answers))
     pd.testing.assert_frame_equal(*logs, atol=1e-4, rtol=1e-4)
-    for one, other in (vectors, said, steered):
+    for one, other in (vectors, activations, steered):
         alike(one, other, atol=1e-4)
 
 

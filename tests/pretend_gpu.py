@@ -82,16 +82,21 @@ _OF_FLOATS = {
 class Cuda(torch.Tensor):
     """A CPU tensor that says it is on `cuda:0`."""
 
-    held: torch.Tensor
+    stored: torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor):
+    def __new__(cls, stored: torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
+            cls,
+            stored.size(),
+            strides=stored.stride(),
+            storage_offset=stored.storage_offset(),
+            dtype=stored.dtype,
+            device=CUDA,
         )
-        made.held = held
+        made.stored = stored
         return made
 
     @classmethod
@@ -106,13 +111,13 @@ class Cuda(torch.Tensor):
     __array__ = numpy
 
     def untyped_storage(self) -> Any:
-        return self.held.untyped_storage()
+        return self.stored.untyped_storage()
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"Cuda({self.held!r})"
+        return f"Cuda({self.stored!r})"
 
 
 _drawing_on_cuda: set[int] = set()
@@ -154,10 +159,10 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operation on the CPU, once it is sure that CUDA would have run it."""
     tensors: list[torch.Tensor] = []
     _each(tensors.append, (*args, *kwargs.values()))
-    asked = kwargs.get("device")
+    requested = kwargs.get("device")
     on_cuda = any(isinstance(tensor, Cuda) for tensor in tensors)
-    if asked is not None:
-        to_cuda = torch.device(asked).type == "cuda"
+    if requested is not None:
+        to_cuda = torch.device(requested).type == "cuda"
         kwargs = {**kwargs, "device": CPU} if to_cuda else kwargs
     else:
         to_cuda = isinstance(args[0], Cuda) if func in _CROSSING or func in _INDEXING else on_cuda
@@ -168,7 +173,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _INDEXING:
         _check_indexing(*args)
-    elif asked is None and func not in _CROSSING:
+    elif requested is None and func not in _CROSSING:
         _check_alike(func, args, tensors)
     if str(func).endswith("_for_cpu.default"):
         raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
@@ -178,9 +183,9 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     drawing = to_cuda and generator is None and torch.Tag.nondeterministic_seeded in func.tags
     with _own_numbers() if drawing else contextlib.nullcontext():
         out = func(*_each(_unwrapped, args), **{name: _each(_unwrapped, value) for name, value in kwargs.items()})
-    if any(tensor.shape != tensor.held.shape or tensor.stride() != tensor.held.stride() for tensor in given):
+    if any(tensor.shape != tensor.stored.shape or tensor.stride() != tensor.stored.stride() for tensor in given):
         raise NotImplementedError(f"{func} reshapes a tensor in place: the pretended GPU cannot follow")
-    wrapped = {id(tensor.held): tensor for tensor in given}
+    wrapped = {id(tensor.stored): tensor for tensor in given}
     return _each(lambda made: wrapped.get(id(made)) if id(made) in wrapped else Cuda(made), out) if to_cuda else out
 
 
@@ -192,7 +197,7 @@ def _each(change: Any, value: Any) -> Any:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.held if isinstance(tensor, Cuda) else tensor
+    return tensor.stored if isinstance(tensor, Cuda) else tensor
 
 
 def _check_alike(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -228,7 +233,7 @@ def pretend() -> contextlib.ExitStack:
 
     The stack that it returns has to stay open.
     """
-    said: dict[str, Any] = {
+    answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
@@ -245,9 +250,9 @@ def pretend() -> contextlib.ExitStack:
         "is_bf16_supported": lambda *_, **__: True,
         "default_generators": (Generator(CUDA),),
     }
-    for name, value in said.items():
+    for name, value in answers.items():
         setattr(torch.cuda, name, value)
-    torch.cuda.random.current_device = said["current_device"]
+    torch.cuda.random.current_device = answers["current_device"]
     torch.Generator = Generator
     _device_constructors()  # remembers the functions that `with torch.device(...)` is about, before they are wrapped
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (torch.Tensor, "new_tensor")):

@@ -112,6 +112,7 @@ def attribute_heads(
         moves = {(site, layer): (name_of(site, layer), cached.change(name_of(site, layer))) for site, layer in places}
         for site, layer in fixed:
             pattern, heads = name_of("pattern", layer), [head for head in heads_of(cfg) if head[0] == layer]
+            # All heads of a layer at once: a head's pattern depends on its own queries and keys alone.
             edit = Patch(heads, site=site, values=cached.source)
             patched = capture(model, part.base, [pattern], edits=[edit], options=reference)[pattern].to(device)
             moves[site, layer] = (pattern, patched - cached.base[pattern])
@@ -126,6 +127,7 @@ def attribute_heads(
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     sums[place] = sums[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
             for index, place in enumerate(places):
+                # Its own layer does not count: with the gradient stopped at its output, a head has none.
                 averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
                 by_head = sums[place].abs() / averaged if graddrop else sums[place]
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
@@ -236,14 +238,14 @@ def _runs(
     """The hook points scored in each run with gradients, what is changed in it, and the weight of its gradients.
 
     EAP takes one run, the base run. Integrated gradients average over `steps` runs on the way from source to base: with
-    the embedding moved, or with one sender's output moved. `eap_ig_activations` scores only the senders that are moved
-    in a run; `eap_ig_all_activations` scores all senders in every run, and averages over them.
+    the embedding moved, or with one sender's output moved.
     """
     if method in ("eap", "atp_star"):
         yield names, {}, 1.0
         return
     moved = [EMBEDDED] if method == "eap_ig_inputs" else names
     for name in moved:
+        # As published, a run in which one sender is moved scores that sender; as released, it scores them all.
         scored = [name] if method == "eap_ig_activations" else names
         share = 1 / steps if method == "eap_ig_activations" else 1 / (steps * len(moved))
         for step in range(1, steps + 1):
@@ -273,14 +275,12 @@ def _through_attention(
     site: tuple[Reading, int],
     at: Mapping[str, tuple[Tensor, Tensor]],
 ) -> Float[Tensor, "receiver sender prompt"]:
-    """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient.
-
-    Each sender's edge is patched in a copy of the prompts, so that one forward pass serves all senders; the hook at the
-    pattern then sees the exact change of attention, which a gradient through a saturated softmax would miss.
-    """
+    """The scores of all edges into queries or keys of a layer: the change of its attention, times its gradient."""
     graph, count, name = residual_edges.graph, len(part.base), name_of("pattern", site[1])
     places, (before, gradient) = sites_of(graph)[site], at[name]
     senders = graph.edges[places.start].nonzero()[:, 0]
+    # Each sender's edge is patched in a copy of the prompts, so that one forward pass serves all. The hook at the
+    # pattern then reads the exact change of attention, which a gradient through a saturated softmax would miss.
     patched = torch.zeros(len(senders), *graph.edges.shape, dtype=torch.bool)
     for copy, sender in enumerate(senders.tolist()):
         patched[copy, places, sender] = True

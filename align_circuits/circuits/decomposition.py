@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
@@ -27,7 +28,7 @@ compute in float32 whatever the weights are."""
 NARROW = 5e-2
 
 
-def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
+def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
     """Returns the residual edges of a model, after a check on one prompt that it reads and writes as its weights say.
 
     Raises:
@@ -43,6 +44,7 @@ def residual_edges_of(model: Any, prompts: Prompts) -> ResidualEdges:
     graph = residual_edges.graph
     cached = capture(model, prompts[:1], hook_points(graph))
     device = device_of(model)
+    # Without padding, where `capture` returns 0 and not what the model computes.
     cached = {name: value[:, prompts.mask[0].int().argmax() :].to(device) for name, value in cached.items()}
     with torch.no_grad():
         stream = cached[EMBEDDED]

@@ -1,4 +1,4 @@
-"""What heads bring to the answer: directly, by what they add to its logit, and as carriers of a task."""
+"""What heads do for the answer: what they add to its logit directly, and which task they carry."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +17,14 @@ from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
-from align_circuits.models.protocol import check_fits, device_of, model_provenance
+from align_circuits.models.protocol import check_fits, device_of, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics, name_of_metric
 from align_circuits.tables.intervals import weighted_mean
-from align_circuits.tables.tables import Provenance, Table, with_level
+from align_circuits.tables.tables import Table, with_level
 
 PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
@@ -79,7 +79,7 @@ def direct_logits(
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric="direct_logit")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
-    return targets.table(keys, values, _provenance("direct_logits", model, prompts, {"kind": kind}, engine))
+    return targets.table(keys, values, provenance_of("direct_logits", model, prompts, engine, {"kind": kind}))
 
 
 def function_vectors(
@@ -142,7 +142,7 @@ def function_vectors(
         {**pair.clean.task, "metric": name_of_metric(pair.metric or "prob"), "kind": pair.kind or "all"}
         for pair in pairs
     ]
-    provenance = _provenance("function_vectors", model, pairs[0].clean, {"tasks": tasks}, engine)
+    provenance = provenance_of("function_vectors", model, pairs[0].clean, engine, {"tasks": tasks})
     if len(pairs) == 1:
         values, weights = effects[0]
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
@@ -190,7 +190,7 @@ def head_profile(
     columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]
     frame = pd.concat([table.heads().frame.loc[:, columns] for table in tables], ignore_index=True)
     settings = {"kind": kind, "tasks": [dict(pair.clean.task) for pair in pairs]}
-    return Table(frame, _provenance("head_profile", model, prompts, settings, tables[0].provenance.engine))
+    return Table(frame, provenance_of("head_profile", model, prompts, tables[0].provenance.engine, settings))
 
 
 def _readout(
@@ -201,6 +201,7 @@ def _readout(
     The last norm is linear once what it divides by is known.
     """
     unembedding = model.W_U.detach()
+    # Centred over the vocabulary, since a constant added to all logits changes no prediction.
     direction = (unembedding[:, gold] - unembedding.mean(1, keepdim=True)).T
     bias = getattr(model, "b_U", None)
     offset = direction.new_zeros(len(gold)) if bias is None else bias.detach()[gold] - bias.detach().mean()
@@ -213,9 +214,7 @@ def _readout(
     if getattr(norm, "w", None) is not None:  # else it was folded into the unembedding
         direction = direction * norm.w.detach()
     stream = residual - residual.mean(1, keepdim=True) if centred else residual
+    # A layer norm subtracts the mean of what it reads; subtracting the direction's mean gives the same product with
+    # every part, none of which then has to be centred.
     direction = direction - direction.mean(1, keepdim=True) if centred else direction
     return direction / (stream.pow(2).mean(1, keepdim=True) + model.cfg.eps).sqrt(), offset
-
-
-def _provenance(verb: str, model: HookedModel, prompts: Prompts, settings: dict[str, Any], engine: str) -> Provenance:
-    return Provenance(verb, settings=settings, model=model_provenance(model), data=prompts.provenance, engine=engine)

@@ -67,6 +67,7 @@ def patch_edges(
     before, engine = targets.measure(model, options=options)
     effects = []
     for receiver in selected.any(1).nonzero()[:, 0].tolist():
+        # A batch for each receiver: all its senders are patched side by side, in as many copies of the prompts.
         senders = selected[receiver].nonzero()[:, 0]
         patched = torch.zeros(len(senders), *selected.shape, dtype=torch.bool)  # one edge in each copy of the prompts
         patched[torch.arange(len(senders)), receiver, senders] = True
@@ -84,7 +85,7 @@ def patch_paths(
     receivers: Sequence[str] = ("logits",),
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what each sender alone does through each receiver alone, by all paths between them that meet no head.
+    """Returns what each sender alone does through each receiver alone, by all paths that pass no other head.
 
     Three runs give a number. The first records the output of every head. In the second, heads keep these outputs, but
     for the sender, which has its output of the source run; MLPs are computed anew. In the third, the receiver reads
@@ -140,6 +141,7 @@ def patch_paths(
 
 def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit]:
     """Edits that give every head its output of the base run, and the sender its output of the source run."""
+    # With all heads held at their outputs, only MLPs are left to carry the sender's change to the receiver.
     outputs = {name: value for name, value in cached.base.items() if name.endswith("hook_z")}
     edits: list[Edit] = []
     if sender.head is not None and sender.layer is not None:

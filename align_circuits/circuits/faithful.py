@@ -28,7 +28,7 @@ FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges at which Mueller et al. (2025) measure a circuit."""
 
 ROUNDING = 1e-5
-"""An outcome that no prompt changes by more is not changed."""
+"""A smaller change of the metric, in every prompt, is none."""
 
 Circuit = Bool[Tensor, "receiver sender"]
 """The edges that a circuit keeps, as places among a `Graph`'s receivers and senders."""
@@ -48,7 +48,7 @@ def faithfulness(
 
     In a circuit's run the edges that it keeps carry what really arrives, and all others what they carry on the
     corrupted prompts. M is the mean over prompts of the metric of such a run; with all edges it is the model's on clean
-    prompts, with none that on corrupted ones: f is 1 and 0 for these two, exactly. It may leave [0, 1].
+    prompts, with none that on corrupted ones: f is 1 and 0 for these two. It may leave [0, 1].
 
     Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3; Wang et al. (2022); Hanna et al.
     (2024). Edges are kept by score alone; those that lead nowhere change nothing. Misleads as a sign that a circuit is
@@ -68,7 +68,7 @@ def faithfulness(
 
     Returns:
         A table keyed by `circuit` (`"edges"`, or a name of `heads`), `fraction` (share of edges kept), `edges` (their
-        number) and `metric`: `"faithfulness"`, and the outcome itself under its own name. The intervals are over
+        number) and `metric`: `"faithfulness"`, and the pair's metric under its own name. The intervals are over
         prompts, those of a ratio for faithfulness.
 
     Raises:
@@ -88,6 +88,7 @@ def faithfulness(
         kept[tuple(order[:count].T)] = True
         circuits.append(("edges", kept))
     circuits += [(name, graph.among(heads_of_set)) for name, heads_of_set in (heads or {}).items()]
+    # None and all of the edges run like any circuit, not as plain runs: so f is 0 and 1 there exactly.
     values = runs.measure([kept for _, kept in circuits])
     none, all_of = values[0], values[len(counts) - 1]
     if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
@@ -96,9 +97,9 @@ def faithfulness(
     edges = [int(kept.sum()) for _, kept in circuits]
     keys = {"circuit": [name for name, _ in circuits], "fraction": np.array(edges) / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})
-    outcome = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.names[0]}), values, provenance).frame
+    measured = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.names[0]}), values, provenance).frame
     of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
-    return Table(pd.concat([of_model.assign(n=outcome["n"]), outcome], ignore_index=True), provenance)
+    return Table(pd.concat([of_model.assign(n=measured["n"]), measured], ignore_index=True), provenance)
 
 
 def circuit_performance_ratio(table: Table) -> float:
@@ -132,8 +133,8 @@ def completeness(
     """Returns the metric of a circuit of heads and that of the model when both lose the same heads.
 
     F(C - K) beside F(M - K), for sets K of the circuit's heads: none of them, each alone, all of them, and random
-    ones. A circuit that does what the model does, in the same way, loses what the model loses; where the model holds
-    out, it has heads that the circuit lacks. Source: Wang et al. (2022), §4.1.
+    ones. A circuit that does what the model does, in the same way, loses what the model loses; where the model loses
+    less, it has heads that the circuit lacks. Source: Wang et al. (2022), §4.1.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
@@ -151,14 +152,8 @@ def completeness(
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
     runs = _CircuitRuns(model, pair, options)
-    sets = [(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)]
-    sets = list(dict.fromkeys(sets))
-    every: list[Head] = [
-        (sender.layer, sender.head)
-        for sender in runs.graph.senders
-        if sender.layer is not None and sender.head is not None
-    ]
-    remaining = [[head for head in of if head not in removed] for of in (heads, every) for removed in sets]
+    sets = [*dict.fromkeys([(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)])]
+    remaining = [[head for head in of if head not in removed] for of in (heads, runs.graph.heads) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
     circuit, model_values = values[: len(sets)], values[len(sets) :]
     keys = pd.DataFrame(
@@ -184,7 +179,7 @@ def minimality(
     seed: int = 0,
     options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what each head of a circuit is needed for: F(C - K - head) - F(C - K), for the K that shows it most.
+    """Returns how much a circuit needs each of its heads: F(C - K - head) - F(C - K), for the K that shows it most.
 
     Near 0 for a head that the circuit can do without, whatever else it loses. K is empty, or one of the random sets of
     `completeness`, chosen for the largest absolute mean: so noise looks like need, the more the more sets there are.
@@ -268,6 +263,7 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
             "scores of direction 'noise', or by='absolute'"
         )
     value = frame["value"].to_numpy(dtype=float)
+    # Stable: tied edges keep the order of the table, on every machine.
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")
     senders = {sender.name: place for place, sender in enumerate(graph.senders)}
     receivers = {receiver.name: place for place, receiver in enumerate(graph.receivers)}

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
     verb = verb.with_defaults(options)
+    # Noted before the run, so that a refused one leaves no empty folders, and no folder of the user is removed.
     new_folders = [folder for folder in (verb.folder, *verb.folder.parents) if not folder.exists()]
     try:
         verb()

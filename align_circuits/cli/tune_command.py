@@ -13,7 +13,7 @@ from align_circuits.report import plots
 from align_circuits.report.localize_report import save_localization
 from align_circuits.report.page import Section
 from align_circuits.run.evaluation import evaluate
-from align_circuits.training.tuning import TuneConfig, tune
+from align_circuits.training.tuning import TOY_LLAMA, TuneConfig, tune
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class Tune(PromptVerb):
         """Returns the verb with the settings made for toy-llama, if those apply."""
         if (self.defaults or self.model) != "toy-llama":
             return self
-        from align_circuits.papers.icatune.tuned_models import TOY
-
-        # Without examples there is one line to take the loss on.
-        settings = {name: value for name, value in TOY.items() if name != "loss_on" or self.config.method == "ica"}
+        settings = dict(TOY_LLAMA)
+        if self.config.method == "standard":
+            del settings["loss_on"]  # a prompt of one example has one output to take the loss on
         default = Tune(config=TuneConfig(**settings), dtype="float32")
         verb = tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
         kept = ", ".join(f"{name} {value}" for name, value in settings.items() if getattr(verb.config, name) == value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
@@ -64,13 +64,8 @@ def ablate_heads(
         edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
-    provenance = Provenance(
-        "ablate_heads",
-        settings={"how": how, "baseline": (baseline or prompts).digest},
-        model=model_provenance(model),
-        data=prompts.provenance,
-        engine=engine,
-    )
+    settings = {"how": how, "baseline": (baseline or prompts).digest}
+    provenance = provenance_of("ablate_heads", model, prompts, engine, settings)
     keys = pd.DataFrame(selected, columns=["layer", "head"])
     return effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(prompts), provenance)
 
@@ -140,6 +135,7 @@ def _means_by_group(
         length = activation.shape[1]
         real = prompts.mask[rows, -length:].to(activation.device)
         place = group[rows, -length:].to(activation.device)[real]
+        # Sums over thousands of tokens lose digits in float32.
         if name not in sums:
             sums[name] = torch.zeros(count, *activation.shape[2:], dtype=torch.float64, device=activation.device)
         sums[name].index_add_(0, place, activation[real].double())

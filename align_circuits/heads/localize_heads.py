@@ -19,7 +19,7 @@ from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe, heads_of
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -54,7 +54,7 @@ class Thresholds:
     must lie above 0."""
 
     def attends(self, score: Any, attention: Any, best: Any) -> Any:
-        """Returns whether heads attend as a role says, for numbers or arrays of them.
+        """Returns whether heads attend as a role requires, for numbers or arrays of them.
 
         Args:
             score: The standard score of the role.
@@ -153,7 +153,7 @@ def localize(
     The roles are those of `task.roles` that the task's prompts have as relations. Candidates are chosen on one half of
     fresh prompts; every number that is returned comes from the other half. A head is named for a role if
 
-    - it attends as the role says (score, attention),
+    - it attends as the role requires (score, attention),
     - more than its positional bias explains (`permutation_tests`, corrected over all candidates),
     - and the model needs it (mean ablation), or it carries the answer (patching from clean prompts into corrupted
       ones: `task.pairs`).
@@ -209,13 +209,7 @@ def localize(
     pair = Pair(*task.pairs(tested, seed))
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
-    provenance = Provenance(
-        "localize",
-        settings=settings,
-        model=model_provenance(model),
-        data=tested.provenance,
-        engine=scores.provenance.engine,
-    )
+    provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
     table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, names, provenance)
     heads_by_role = _named(table, candidates, names, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
@@ -241,7 +235,7 @@ def localize(
 
 
 def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
-    """The heads that attend as a role says, on the prompts of the search."""
+    """The heads that attend as a role requires, on the prompts that choose candidates."""
     attention = np.stack([scores.grid(f"{role}_attention") for role in roles])
     best = attention.max(0)
     return [
@@ -280,6 +274,7 @@ def _evidence(
             rows: Any = table.where(kind="all", metric="log_prob").frame if len(table) else table.frame
             kept = [head in own for head in zip(rows["layer"], rows["head"], strict=True)]
             rows = rows[np.array(kept, dtype=bool)]
+            # A loss is minus a change, which swaps the ends of its interval.
             low, high = np.sort(np.stack([sign * rows["low"], sign * rows["high"]]).astype(float), axis=0)
             frames.append(rows.assign(metric=metric, role=role, value=sign * rows["value"], low=low, high=high))
     columns = ["level", "layer", "head", "role", "metric", "value", "low", "high", "n"]
@@ -300,6 +295,7 @@ def _named(
             needed.attends(value["score"], value["attention"], best.loc[head])
             and value["q"] <= needed.fdr
             and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
+            # `not ... >=`, since NaN, the score of a task without a control, must not pass.
             and not (_confounded(prompts, role) and not value["control"] >= needed.score)
         ):
             named[role].append((value["score"], head))
@@ -353,6 +349,8 @@ def _group_ablations(
         generator = np.random.default_rng(seed)
         sets += [("random", draw, _as_many(named, others, generator)) for draw in range(draws) if others]
         sets += [("rest", None, others)] if others else []
+    # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another by
+    # its heads alone.
     baseline = ablation_baseline(model, prompts, "mean", options=options)
     edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
     targets = TargetMetrics.of(prompts, ("accuracy",))
@@ -361,8 +359,7 @@ def _group_ablations(
     keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"]).astype({"draw": "Int64"})
     keys = keys.merge(pd.DataFrame({"kind": list(kinds), "metric": "accuracy"}), how="cross")
     means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
-    provenance = Provenance("localize", model=model_provenance(model), data=prompts.provenance, engine=engine)
-    return Table.from_prompts(keys, means, weights, provenance)
+    return Table.from_prompts(keys, means, weights, provenance_of("localize", model, prompts, engine))
 
 
 def _interchanges(

@@ -72,6 +72,7 @@ def patch_heads(
                 if site in LAYER_SITES:
                     place = {"layers": [layer]}
                 for name, mask in masks.items():
+                    # Without a mask the edit skips a `where` over every activation.
                     everywhere = name == EVERYWHERE and bool((mask == pair.clean.mask).all())
                     keys.extend((site, layer, head, name) for head in together)
                     edit_set_of += [len(edit_sets)] * len(together)
@@ -83,7 +84,8 @@ def patch_heads(
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
     changes = values[:, edit_set_of] - values[:, :1]
-    return effects_table(frame, changes, targets, kinds, pair.provenance("patch_heads", model, {}, engine))
+    settings = {"metric": targets.names, "kind": list(kinds)}
+    return effects_table(frame, changes, targets, kinds, pair.provenance("patch_heads", model, settings, engine))
 
 
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:

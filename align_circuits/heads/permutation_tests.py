@@ -99,7 +99,7 @@ def p_values(
 class _Test:
     """The score of every head with the true keys and with redrawn ones."""
 
-    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):  # noqa: ARG002
+    def __init__(self, relation: Relation, layers: int, heads: int):
         self.relation, self.shape = relation, (layers, heads)
         self.prompt, self.query = relation.prompt, relation.query
 
@@ -115,7 +115,7 @@ class _Alignments(_Test):
     """Redraws which input place each phrase translates."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
-        super().__init__(relation, prompts, layers, heads)
+        super().__init__(relation, layers, heads)
         self.places = int(relation.key_label.max()) + 1
         self.phrase = prompts.column("phrase")[relation.target]
         key_value = torch.full((int(self.phrase.max()) + 1,), -1)
@@ -153,7 +153,7 @@ class _Distances(_Test):
     """Redraws how far back the keys lie."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
-        super().__init__(relation, prompts, layers, heads)
+        super().__init__(relation, layers, heads)
         start = prompts.mask.int().argmax(1)[relation.prompt]
         self.furthest = int((relation.query - start).min())
         self.attention = torch.zeros(layers, len(relation), heads, self.furthest)
@@ -170,7 +170,7 @@ class _OtherPrompts(_Test):
     """Redraws the keys of a prompt among those of all prompts."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
-        super().__init__(relation, prompts, layers, heads)
+        super().__init__(relation, layers, heads)
         self.n = len(prompts)
         # Rows of the relation alone would not do: a redraw reads a prompt's attention at the targets of another. So
         # there is a row for each prompt and each target of the layout, which all prompts share.
@@ -209,8 +209,8 @@ class _OtherPrompts(_Test):
 class _Ranks(_Test):
     """Redraws which of a row's candidates are keys, counted from the first."""
 
-    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
-        super().__init__(relation, prompts, layers, heads)
+    def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):  # noqa: ARG002 - one interface
+        super().__init__(relation, layers, heads)
         self.keys = _by_rank(relation)
         if len(relation.prompt.unique_consecutive(return_counts=True)[1].unique()) != 1:
             raise ValueError(f"relation {relation.name!r}: give each prompt equally many rows, so that prompts compare")
@@ -248,7 +248,7 @@ class _Positions(_Test):
     """Redraws which positions are keys, at each target of a prompt, the same for all prompts."""
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
-        super().__init__(relation, prompts, layers, heads)
+        super().__init__(relation, layers, heads)
         keys, candidates = relation.expand()
         self.targets = len(relation) // len(prompts)
         self.keys, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
@@ -265,6 +265,7 @@ class _Positions(_Test):
         scores = np.zeros((*self.shape, REDRAWS + 1))
         for target, (keys, candidates) in enumerate(zip(self.keys, self.candidates, strict=True)):
             true = keys[candidates]
+            # One redraw holds for all prompts, since all share their keys: drawn apart, positions would average out.
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
         return _share_at_least_first(scores)
@@ -273,6 +274,7 @@ class _Positions(_Test):
 def _share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
     """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
     true = scores[..., :1]
+    # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
     return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
 
 

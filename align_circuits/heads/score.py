@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.heads.metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
 from align_circuits.run.forward_pass import forward
@@ -86,14 +86,8 @@ def score_heads(
     engine = forward(
         model, prompts, prompt=scores.prompt, query=scores.query, on_pattern=scores.add, edits=edits, options=options
     )
-    provenance = Provenance(
-        "score_heads",
-        settings={"metrics": list(scores.metrics), **edits_provenance(edits)},
-        model=model_provenance(model),
-        data=prompts.provenance,
-        engine=engine,
-    )
-    return scores.table(provenance)
+    settings = {"metrics": list(scores.metrics), **edits_provenance(edits)}
+    return scores.table(provenance_of("score_heads", model, prompts, engine, settings))
 
 
 @dataclass(frozen=True)
@@ -193,18 +187,15 @@ def resolve(prompts: Prompts, names: Sequence[str] | None) -> dict[str, tuple[Re
 class ScoreAccumulator:
     """Adds up metrics as attention arrives, batch by batch and layer by layer.
 
-    Entries of several relations, or several of one, may read attention at the same row (prompt, query). So rows are
-    computed once each, and the entries of a relation are sorted by row: a binary search finds those of any batch. In a
-    chunk of a batch all keys and candidates become the columns of one mask, and one matrix product sums the attention
-    to each of them; an entry's columns count from its place among the relation's entries at that row. All this is the
-    same for every layer, and computed at the first. Memory grows with layers, heads, metrics and prompts, not with the
-    length of the prompts.
+    Memory grows with layers, heads, metrics and prompts, not with the length of the prompts.
     """
 
     def __init__(self, metrics: dict[str, tuple[Relation, Measure]], layers: int, heads: int, prompts: int):
         self.metrics = metrics
         self.relations = list({id(relation): relation for relation, _ in metrics.values()}.values())
         places = torch.cat([torch.stack([relation.prompt, relation.query], 1) for relation in self.relations])
+        # Several relations, and several entries of one, may read the same row (prompt, query): each row runs once, and
+        # the entries are sorted by row, so that a binary search finds those of any batch.
         rows, row_of = places.unique(dim=0, return_inverse=True)  # sorted by prompt, then by query
         self.prompt, self.query = rows.T.contiguous()
         self.sorted_rows = [part.sort() for part in row_of.split([len(relation) for relation in self.relations])]
@@ -229,6 +220,7 @@ class ScoreAccumulator:
 
     def _chunks(self, rows: Tensor, pattern: Tensor) -> Iterator[tuple[_Chunk, Tensor]]:
         """Cuts a batch into chunks, so that little is in memory at once; the layers of a batch share them."""
+        # The layers of a batch come one by one with the same rows, so masks made at the first serve all.
         size = max(1, _NUMBERS_AT_ONCE // max(1, pattern[:1].numel()))
         for index, (chunk_rows, part) in enumerate(zip(rows.split(size), pattern.split(size), strict=True)):
             chunk = self.chunks.get(index)
@@ -238,6 +230,8 @@ class ScoreAccumulator:
 
     def _chunk(self, rows: Tensor, pattern: Tensor) -> _Chunk:
         """Collects the entries of each relation at some rows, with keys and candidates as masks."""
+        # All keys and candidates of a row become columns of one mask, so that one matrix product sums the attention to
+        # each. Rows have different numbers of entries: an entry takes the columns of its place among those of its row.
         device, chunk_entries, n_columns = pattern.device, [], 0
         for relation, on_device, (sorted_rows, order) in zip(
             self.relations, self.relations_on(device), self.sorted_rows, strict=True

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.names import name_of
-from align_circuits.models.protocol import HookedModel, model_provenance
+from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 
 UNSTEERED = -1.0
 """The `beta` of rows about the model as it is."""
@@ -113,7 +113,7 @@ def steer(
     if not len(prompts) or not answers:
         raise ValueError(f"{len(prompts)} prompts, {len(answers)} answers: give at least one of each")
     if UNSTEERED in betas:
-        raise ValueError(f"a beta of {UNSTEERED:g}, which in the table says that nothing is steered: take another")
+        raise ValueError(f"a beta of {UNSTEERED:g}, which in the table marks the model as it is: take another")
     keys, values, engine = [], [], ""
     for beta in (UNSTEERED, *betas):
         edits: list[Edit] = []
@@ -127,7 +127,7 @@ def steer(
             keys += [{"beta": beta, "answer": name, "metric": metric} for metric in measured]
             values += [value.numpy() for value in measured.values()]
     settings = {"layer": layer, "betas": list(betas)}
-    provenance = Provenance("steer", settings, model_provenance(model), prompts.provenance, engine)
+    provenance = provenance_of("steer", model, prompts, engine, settings)
     stacked = np.stack(values)
     return Table.from_prompts(pd.DataFrame(keys), stacked, np.ones_like(stacked), provenance, bounded=False)
 

@@ -1,5 +1,5 @@
 """Models: `loading.load` for every Hugging Face decoder, `lora` for adapters, `planted` for circuits built by hand.
 
 A name, a folder or a model in memory goes in; a TransformerLens model comes out, with the interface of
-`protocol.HookedModel`, which is all that the other rooms require.
+`hooks.hooked_model.HookedModel`, which is all that the other rooms require.
 """

@@ -178,6 +178,8 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
             f"the weights in {str(folder)!r} lack {len(missing)} tensors that config.json requires, such as "
             f"{missing[0]!r}: download the folder again, or correct config.json"
         )
+    # Checkpoints hold harmless extras, such as rotary tables. An extra of the same name in another layer is no such
+    # thing.
     kinds = {re.sub(r"\d+", "0", name) for name, _ in model.named_parameters()}
     if extra := sorted(name for name in info["unexpected_keys"] if re.sub(r"\d+", "0", name) in kinds):
         raise ValueError(

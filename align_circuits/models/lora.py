@@ -35,6 +35,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
     }
     model = sharing(original, frozen)
 
+    # A bridge wraps its components in place, inside the Hugging Face model: PEFT must see plain layers.
     def strip(module: nn.Module) -> None:
         for name, child in list(module.named_children()):
             inner = compat.without_bridge(child)
@@ -53,6 +54,7 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
 
 def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrainedModel:
     """Returns a copy whose parameters are the given ones, by the id of the original; no weight is copied."""
+    # deepcopy looks every object up by its id in this memo, and takes what it finds there as the copy.
     return copy.deepcopy(model, dict(weights))
 
 

@@ -1,6 +1,7 @@
 """Parameters and provenance of a model, and whether prompts fit it."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
+from align_circuits.tables.tables import Provenance
 
 
 def parameters_of(model: HookedModel) -> dict[str, Tensor]:
@@ -56,11 +58,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
-
-    The hash reads every weight once. It is of each tensor's sum of bits as integers, which is exact on any device and
-    in any order, and of the bits of 1,024 evenly spaced entries, by which models with swapped heads differ.
-    """
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights."""
     parameters = parameters_of(model)
     first = next(iter(parameters.values()))
     config = model.cfg
@@ -78,9 +76,18 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
     }
 
 
+def provenance_of(
+    verb: str, model: HookedModel, prompts: Prompts, engine: str, settings: Mapping[str, Any] | None = None
+) -> Provenance:
+    """Returns where a measurement of a model on prompts came from."""
+    return Provenance(verb, settings or {}, model_provenance(model), prompts.provenance, engine)
+
+
 def _hash(parameters: dict[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, value in sorted(parameters.items()):
+        # Every weight is read once. The sum of bits as integers is exact on any device and in any order, but blind to
+        # swapped heads: the bits of 1,024 evenly spaced entries show those.
         bits = value.contiguous().flatten().view(_INTEGERS[value.element_size()])
         sampled = bits[:: max(1, len(bits) // 1024)][:1024].tolist()
         total = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_AT_ONCE)]).sum()  # sum() widens a copy

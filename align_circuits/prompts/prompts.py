@@ -260,6 +260,8 @@ class Prompts:
         new_index = torch.full((len(self),), IGNORE)  # of each old prompt; IGNORE if it is not chosen
         new_index[chosen] = torch.arange(len(chosen))
         new_prompt = new_index[self.column("prompt")]
+        # Targets must ascend by prompt, in the new order; stable, so that those of one prompt stay in order of
+        # position.
         old_rows = torch.argsort(torch.where(new_prompt == IGNORE, len(self), new_prompt), stable=True)
         old_rows = old_rows[: int((new_prompt != IGNORE).sum())]
         new_row = torch.full((len(self.targets),), IGNORE)

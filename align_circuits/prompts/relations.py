@@ -267,6 +267,7 @@ def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], 
     """
     key_value = ids[rows["prompt"], rows["query"]]
     key_label = torch.full_like(ids, IGNORE)
+    # A position is labelled with the token before it: where that equals the query's token, it followed an earlier copy.
     key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], IGNORE)
     relation = _among_all("induction", mask, key_label=key_label, key_value=key_value, rows=rows)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.heads.attention import attention_from
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -82,6 +82,7 @@ class AttentionView:
         """The attention among `tokens`; NaN in rows that were not measured."""
         start, extra = self.start, int(self.cropped)
         size = len(self.tokens)
+        # NaN, not 0: a row that was not measured is drawn blank.
         square = torch.full((len(self.rows), size, size), torch.nan, dtype=torch.float64)
         measured = torch.tensor(self.positions) - start + extra
         for index, rows in enumerate(self.rows.values()):
@@ -190,10 +191,7 @@ def attention(
     """
     if len(prompt) != 1:
         raise ValueError(f"{len(prompt)} prompts, but attention is drawn on one: give one, such as prompts[0]")
-    layers, width = model.cfg.n_layers, model.cfg.n_heads
-    for layer, head in heads:
-        if not (0 <= layer < layers and 0 <= head < width):
-            raise ValueError(f"no head L{layer}H{head}: the model has layers 0 to {layers - 1}, heads 0 to {width - 1}")
+    heads = heads_of(model.cfg, heads)
     if last is not None and last < 1:
         raise ValueError(f"last={last}: show at least one token, last=1")
     length = prompt.mask.shape[1]

@@ -53,6 +53,7 @@ def write_report(
     Raises:
         ValueError: The page would be larger than `MAX_BYTES`.
     """
+    # Each library is embedded once, and only if a section needs it: plotly alone has megabytes.
     contents = [[content] if isinstance(content, Content) else list(content) for _, _, content in sections]
     scripts = list(_scripts({type(content) for part in contents for content in part}))
     blocks = [

@@ -37,11 +37,10 @@ def run_edited(
     source: Prompts | None = None,
     options: RunOptions = RunOptions(),
 ) -> str:
-    """Runs a model once for each set of edits, and hands over the logits of chosen positions.
+    """Runs a model once for each set of edits, and passes the logits of chosen positions to a callback.
 
-    Where it can, by replay: an edit in layer l at positions from p on changes nothing below l and nothing before p, so
-    only the layers above and the positions from p on are run, with the keys and values of earlier positions kept from
-    one unedited run; many edit sets make one batch.
+    Where it can, by replay (`hooks.replay`): only the layers and positions that an edit can change are run, many edit
+    sets in a batch.
 
     Args:
         model: A model with TransformerLens's hooks.
@@ -128,15 +127,11 @@ def _replay_in_batches(runs: _EditedRuns, options: RunOptions) -> None:
 
 
 def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: torch.device, budget: int) -> None:
-    """Runs every edit set on some prompts, at most `budget` tokens a batch, but at least one edit set.
-
-    The unedited run is kept from the first column at which any edit starts. Edit sets that start at the same column
-    share batches, ordered by the layer of their first edit, so that each joins its batch as late as it can. A patch
-    from other prompts starts where these first differ: before, its values are those of the run itself.
-    """
+    """Runs every edit set on some prompts, at most `budget` tokens a batch, but at least one edit set."""
     batch = Batch.of(runs.prompts, selected, runs.prompt, runs.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
     context = BatchContext(runs.prompts, selected)
+    # A patch from other prompts starts where these first differ: before, its values are those of the run itself.
     differs = _first_difference(runs, selected)
     starts = [
         min(
@@ -145,6 +140,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         )
         for edits in runs.edit_sets
     ]
+    # An edit set that changes nothing up to the last query starts at `end`: its logits are those of the unedited run.
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
     replay = Replay.run(
         runs.model,
@@ -155,6 +151,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
         starts=[start for start in starts if start < end] or [end],
     )
     places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
+    # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
     all_places = torch.equal(places, torch.arange(len(selected) * len(queries), device=places.device))
 
     def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
@@ -167,6 +164,8 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
     if runs.source is not None and replay.start < end:
         tokens = runs.source.tokens[selected, batch.cropped :][:, :end].to(device)
         source_run = replay.other(tokens, set().union(*runs.names))
+    # Edit sets that start at the same column share batches, ordered by the layer of their first edit: so each joins its
+    # batch as late as it can, and those beside it in a batch do not run layers for nothing.
     for start in sorted(set(starts)):
         group = [index for index, first in enumerate(starts) if first == start]
         if start == end:
@@ -204,6 +203,7 @@ def _with_source_values(runs: _EditedRuns, options: RunOptions) -> Iterator[tupl
         return
     cached: dict[str, Tensor] = {}
     for index, edits in enumerate(runs.edit_sets):
+        # Edit sets mostly come layer by layer, so what is captured for one serves many that follow.
         if not set(runs.names[index]) <= cached.keys():
             cached = capture(runs.model, runs.source, _next_names(runs, index), options=options)
         yield index, [replace(edit, values=cached) if _needs_source(edit) else edit for edit in edits]

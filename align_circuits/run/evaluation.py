@@ -1,4 +1,4 @@
-"""Accuracy beside the references that tell what it takes."""
+"""Accuracy beside that of reference predictors without alignment."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from numpy import ndarray
 
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 
 ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""
@@ -26,7 +26,7 @@ def evaluate(
 
     Teacher forcing: each target is predicted from the true tokens before it. A prediction is the argmax over the whole
     vocabulary, and right where the target accepts it: any letter that the true automaton accepts after the true prefix,
-    or the target's own token where the prompts list no accepted letters. Of tied logits the lowest id counts.
+    or the target's own token where the prompts list no `correct` answers. Of tied logits the lowest id counts.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
@@ -48,7 +48,7 @@ def evaluate(
 
         An accuracy shows alignment only where it is above `history`, not above `chance` (paper 1, §3; the two
         ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed automata the
-        mapping may be known by weight, and neither ceiling speaks about context.
+        mapping may be stored in the weights, and neither ceiling is about context.
 
     Raises:
         ValueError: No prompts, no targets, or prompts that do not fit the model.
@@ -57,13 +57,7 @@ def evaluate(
         raise ValueError(f"nothing to evaluate in {prompts!r}: give prompts with at least one target")
     metrics = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values, engine = metrics.measure(model, edits, options=options)
-    provenance = Provenance(
-        "evaluate",
-        settings=edits_provenance(edits),
-        model=model_provenance(model),
-        data=prompts.provenance,
-        engine=engine,
-    )
+    provenance = provenance_of("evaluate", model, prompts, engine, edits_provenance(edits))
     keys, means, weights = summarize_targets(prompts, values[:, 0])
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
 

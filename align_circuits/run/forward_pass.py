@@ -1,4 +1,4 @@
-"""Runs a model on prompts, and hands rows of attention and logits to callbacks, batch by batch."""
+"""Runs a model on prompts, and passes rows of attention and logits to callbacks, batch by batch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ def forward(
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> str:
-    """Runs a model and hands over the attention and the logits of chosen positions, keeping nothing.
+    """Runs a model and passes the attention and the logits of chosen positions to callbacks, keeping nothing.
 
     Memory does not grow with the number of prompts. The callbacks get the indices of their rows (on the CPU) and the
     rows themselves (on the model's device, float32 or wider). Assign by row, do not add up: after an out-of-memory
@@ -67,6 +67,7 @@ def forward(
     check_fits(model, prompts)
     check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
+    # Which hook points an edit reaches does not depend on the prompts: an empty batch gives them all.
     names = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
     engine = choose_engine(model, options, names)
     device = device_of(model)
@@ -87,6 +88,7 @@ def forward(
             if engine == "fast" and probes.silent:
                 raise not_fast(f"{probes.silent[0]} does not fire under it")
             probes.check()
+        # amax passes NaN on, and makes no mask as large as the logits.
         if logits.amax(-1).isnan().any():
             raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
         if on_logits is not None:
@@ -207,9 +209,9 @@ class Batch:
         cls, prompts: Prompts, selected: Int[Tensor, " selected"], prompt: Tensor, query: Tensor, device: torch.device
     ) -> "Batch":
         """Takes the selected prompts, ascending, with their rows."""
-        rows = torch.arange(
-            int(torch.searchsorted(prompt, selected[0])), int(torch.searchsorted(prompt, selected[-1], right=True))
-        )
+        # Rows ascend by prompt, so those of a batch, which is a run of the selected prompts, are contiguous.
+        first = int(torch.searchsorted(prompt, selected[0]))
+        rows = torch.arange(first, int(torch.searchsorted(prompt, selected[-1], right=True)))
         mask = prompts.mask[selected]
         cropped = int(mask.any(0).int().argmax())
         return cls(
@@ -238,10 +240,10 @@ Hooks = Sequence[tuple[str, Callable[..., Tensor | None]]]
 def _run_fast(
     model: HookedModel, batch: Batch, on_pattern: OnPattern | None, within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
-    named: dict[str, list[Change]] = {}
+    changes_at: dict[str, list[Change]] = {}
     for name, change in within:
-        named.setdefault(name, []).append(change)
-    parts = AttentionParts({name: in_order(changes) for name, changes in named.items()}) if within else None
+        changes_at.setdefault(name, []).append(change)
+    parts = AttentionParts({name: in_order(changes) for name, changes in changes_at.items()}) if within else None
     probe = (
         None if on_pattern is None else PatternProbe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
     )
@@ -274,9 +276,11 @@ def _run_reference(
 
 def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) -> Float[Tensor, "row d_vocab"]:
     """Runs a bridge and returns the logits of the rows; no others are computed, so a large vocabulary costs little."""
+    # One column is computed even where no logits are needed: NaN in it shows that the weights are broken.
     kept = batch.query.unique() if keep_logits else batch.query[:1]
     inputs: dict[str, Any] = dict(batch.inputs)
     if inputs:
+        # Left to itself Hugging Face counts positions from the first column, padding included.
         inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
     logits = run(batch.tokens, logits_to_keep=kept, use_cache=False, **inputs)
     return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.models.protocol import model_provenance
+from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
@@ -99,7 +99,8 @@ class Pair:
         return torch.cat(parts, -1)
 
     def _part(self, rows: slice) -> "Pair":
-        """Some of the prompts, with their share of the targets, which may be none; the whole was checked."""
+        """Some of the prompts, with their share of the targets, which may be none."""
+        # `replace` would check the part as a whole pair, and refuse one whose prompts have no targets.
         part = copy(self)
         parts = {"clean": self.clean[rows], "corrupted": self.corrupted[rows]}
         for name, value in {**parts, "target_metrics": self.target_metrics.select(rows)}.items():
@@ -123,23 +124,21 @@ class Pair:
         targets = self.target_metrics
         prompt = targets.prompt.to(logits.device)
         at_targets = logits[prompt, targets.query.to(logits.device)]
-        wide = at_targets.to(
-            torch.promote_types(at_targets.dtype, torch.float32)
-        )  # bfloat16 would round gradients away
+        wide = at_targets.to(torch.promote_types(at_targets.dtype, torch.float32))  # bfloat16 rounds gradients away
         values = targets.numbers(wide, torch.arange(len(prompt)))[0]
         return (values / prompt.bincount(minlength=len(logits))[prompt]).sum()
 
     def provenance(self, verb: str, model: HookedModel, settings: Mapping[str, Any], engine: str) -> Provenance:
-        """Returns where a measurement of the pair came from."""
+        """Returns where a measurement of the pair came from; settings of a verb that measures more come first."""
         settings = {
+            "metric": name_of_metric(self.metric or "log_prob"),
+            "kind": self.kind or "all",
             **settings,
-            "metric": None if self.metric is None else name_of_metric(self.metric),
-            "kind": self.kind,
             "direction": self.direction,
             "corrupted": dict(self.corrupted.task),
             "corrupted_digest": self.corrupted.digest,
         }
-        return Provenance(verb, settings, model_provenance(model), self.clean.provenance, engine)
+        return provenance_of(verb, model, self.clean, engine, settings)
 
     def edge_table(
         self,

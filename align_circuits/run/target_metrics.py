@@ -1,4 +1,4 @@
-"""What a model predicts at its targets, as numbers: one machine for evaluation, patching, attribution and edges."""
+"""What a model predicts at its targets, as numbers: shared by evaluation, patching, attribution and edges."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ class TargetMetrics:
     query: Int[Tensor, " target"]
     """The position where it is predicted."""
     token: Int[Tensor, " target"]
-    """The token that is to be predicted."""
+    """The token to predict."""
     targets: pd.DataFrame
     """Their rows of `prompts.targets`."""
     correct: Bool[Tensor, "target answer"] | None = None
@@ -302,6 +302,8 @@ def means_by_prompt(
     groups: Sequence[Bool[ndarray, " target"]],
 ) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
     """Returns each prompt's mean over each group of targets, and their number; a row for each value and group."""
+    # Means by prompt first: prompts are the unit that intervals resample, and targets of one prompt are no independent
+    # draws.
     counts = np.stack([np.bincount(prompt[rows], minlength=len(prompts)) for rows in groups])
     sums = [
         np.bincount(prompt[rows], weights=value[rows], minlength=len(prompts)) for value in values for rows in groups

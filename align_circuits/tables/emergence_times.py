@@ -51,6 +51,7 @@ def emergence_step(
             f"{len(values)} probes show no rise that {sustained} in a row sustain: probe more often, at least "
             f"{sustained + 1} times"
         )
+    # A probe without a value must reach no level, or a gap would sustain a rise.
     windows = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained)
     reached = windows.min(1)  # by each probe and those after it
     rise = reached.max() - values[0]
@@ -133,7 +134,7 @@ def best_head(frame: Any, last: int) -> Any:
     """Returns, of each group of rows, those of the head that is best on average over the last probes.
 
     Args:
-        frame: Rows of single heads, keyed by step, layer, head and whatever tells groups apart.
+        frame: Rows of single heads, keyed by step, layer, head and the keys of the groups.
         last: The number of probes.
     """
     late = sorted(frame["step"].unique())[-last:]

@@ -5,11 +5,14 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy.stats import binomtest, false_discovery_control
 
-LEVEL = 0.95
+COVERAGE = 0.95
 """The coverage of every interval in the package."""
 
+TAILS = ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
+"""The quantiles at the ends of such an interval."""
+
 RESAMPLES = 2000
-_CELLS_AT_ONCE = 2**21
+_NUMBERS_AT_ONCE = 2**21
 
 
 def weighted_mean(
@@ -28,14 +31,13 @@ def bootstrap(
     weights: Float[ndarray, "row prompt"],
     minus: tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]] | None = None,
     *,
-    level: float = LEVEL,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns the percentile-bootstrap interval of each row's weighted mean over prompts.
 
     Prompts are resampled whole, since the targets of one prompt share its examples (a cluster bootstrap). All rows
-    meet the same resamples, so two rows may be compared; with `minus`, the interval is that of the difference
+    share the resamples, so two rows may be compared; with `minus`, the interval is that of the difference
     "row minus the same row of `minus`", paired by prompt.
 
     A mean on the edge of its range, such as an accuracy of 1.0 in every prompt, has no spread to resample, and the
@@ -46,7 +48,6 @@ def bootstrap(
         values: A mean for each row and prompt; anything, NaN included, where the weight is 0.
         weights: How many targets each mean rests on; 0 where there is none.
         minus: Values and weights of the other side of a paired difference.
-        level: Coverage, in (0, 1).
         resamples: How many times the prompts are redrawn.
         seed: Of the resamples.
 
@@ -57,56 +58,52 @@ def bootstrap(
     n_prompts = values.shape[1]
     if n_prompts == 0:
         raise ValueError("no prompts to resample: give at least one")
+    # A resample matters only by how often it holds each prompt. So it is a column of counts, and one matrix product
+    # gives the weighted sums of all rows in all resamples.
     draws = generator.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts), size=resamples).T.astype(float)
     low, high = np.full(len(values), np.nan), np.full(len(values), np.nan)
-    step = max(1, _CELLS_AT_ONCE // resamples)
+    step = max(1, _NUMBERS_AT_ONCE // resamples)
     for start in range(0, len(values), step):
         rows = slice(start, start + step)
         means = _resampled(values[rows], weights[rows], draws)
         if minus is not None:
             means = means - _resampled(minus[0][rows], minus[1][rows], draws)
         missing = np.isnan(means)
-        tails = [(1 - level) / 2, (1 + level) / 2]
         # numpy sorts whole rows together, but rows with gaps one by one
         for known, quantile in ((~missing.any(1), np.quantile), (missing.any(1) & ~missing.all(1), np.nanquantile)):
             if known.any():
-                low[rows][known], high[rows][known] = quantile(means[known], tails, axis=1)
+                low[rows][known], high[rows][known] = quantile(means[known], TAILS, axis=1)
     alone = (weights > 0).sum(1) < 2  # one prompt has no spread
     low[alone], high[alone] = np.nan, np.nan
     return low, high
 
 
 def proportion(
-    values: Float[ndarray, "row prompt"],
-    weights: Float[ndarray, "row prompt"],
-    *,
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns `bootstrap`'s interval for means in [0, 1], not of length zero at either end.
 
     Where every prompt is all right or all wrong the bootstrap sees no spread. There the bound is the exact binomial
-    one (Clopper and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - level.
+    one (Clopper and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - `COVERAGE`.
     """
-    low, high = bootstrap(values, weights, level=level, resamples=resamples, seed=seed)
+    low, high = bootstrap(values, weights)
     counts = (weights > 0).sum(1)
-    reach = ((1 - level) / 2) ** (1 / np.maximum(counts, 1))
+    reach = TAILS[0] ** (1 / np.maximum(counts, 1))
     mean = weighted_mean(values, weights)
     low, high = np.where(mean == 0, 0.0, low), np.where(mean == 1, 1.0, high)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
 
 
-def binomial_interval(successes: int, trials: int, *, level: float = LEVEL) -> tuple[float, float]:
+def binomial_interval(successes: int, trials: int, *, coverage: float = COVERAGE) -> tuple[float, float]:
     """Returns the exact interval of the chance of success behind `successes` of `trials` (Clopper and Pearson, 1934).
 
-    At the lower end so many successes or more have the probability (1 - level)/2, at the upper end so many or fewer. It
-    covers at least as often as it says, and misleads where trials depend on each other. NaN without trials.
+    At the lower end as many successes or more have the probability (1 - coverage)/2, at the upper end as many or fewer.
+    Covers at least as often as promised; misleads where trials depend on each other. NaN without trials.
 
     Args:
         successes: 0 to `trials`.
         trials: Independent ones, such as seeds.
-        level: Coverage, in (0, 1).
+        coverage: In (0, 1).
 
     Raises:
         ValueError: More successes than trials, or fewer than none.
@@ -115,18 +112,12 @@ def binomial_interval(successes: int, trials: int, *, level: float = LEVEL) -> t
         raise ValueError(f"{successes} successes of {trials} trials: give 0 to {trials}")
     if trials == 0:
         return np.nan, np.nan
-    interval = binomtest(successes, trials).proportion_ci(level, "exact")
+    interval = binomtest(successes, trials).proportion_ci(coverage, "exact")
     return float(interval.low), float(interval.high)
 
 
 def ratio(
-    above: Float[ndarray, "row prompt"],
-    below: Float[ndarray, " prompt"],
-    weights: Float[ndarray, " prompt"],
-    *,
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    above: Float[ndarray, "row prompt"], below: Float[ndarray, " prompt"], weights: Float[ndarray, " prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns each row's ratio of weighted means over prompts, with its percentile-bootstrap interval.
 
@@ -137,9 +128,6 @@ def ratio(
         above: A mean for each row and prompt.
         below: The same for the denominator, which all rows share.
         weights: How many targets each prompt's means rest on.
-        level: Coverage, in (0, 1).
-        resamples: How many times the prompts are redrawn.
-        seed: Of the resamples.
 
     Returns:
         The ratios, and the lower and upper ends.
@@ -147,10 +135,10 @@ def ratio(
     rows = np.concatenate([above, below[None]])
     wide = np.broadcast_to(weights, rows.shape)
     means = weighted_mean(rows, wide)
-    draws = np.random.default_rng(seed).multinomial(len(weights), np.full(len(weights), 1 / len(weights)), resamples)
+    draws = np.random.default_rng(0).multinomial(len(weights), np.full(len(weights), 1 / len(weights)), RESAMPLES)
     resampled = _resampled(rows, wide, draws.T.astype(float))
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanquantile(resampled[:-1] / resampled[-1], [(1 - level) / 2, (1 + level) / 2], axis=1)
+        low, high = np.nanquantile(resampled[:-1] / resampled[-1], TAILS, axis=1)
     return means[:-1] / means[-1], low, high
 
 

@@ -29,7 +29,7 @@ FILES = ("table.csv", "table.csv.xz")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Enough to run a table again, and to tell two tables apart."""
+    """Enough to repeat a measurement, and to distinguish two tables."""
 
     verb: str
     """The public function that made it, such as `"score_heads"`."""
@@ -40,7 +40,7 @@ class Provenance:
     data: Mapping[str, Any] = field(default_factory=dict)
     """The task and its seed, and a hash of the tokens."""
     engine: str = ""
-    """What ran: `"cone"` (a sweep, only what each edit changes), `"fast"` or `"reference"`."""
+    """What ran: `"replay"`, `"fast"` or `"reference"`."""
     versions: Mapping[str, str] = field(default_factory=lambda: dict(_versions()))
 
     def to_json(self) -> str:
@@ -103,6 +103,8 @@ class Table:
             bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.bootstrap`'s.
         """
         low, high = np.full((2, len(values)), np.nan)
+        # A share that is 1 in every prompt has a bootstrap interval of length 0; other metrics have no bound to fall
+        # back on.
         for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.bootstrap)):
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
@@ -257,6 +259,7 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
     for name in (name for name in INTEGER_KEYS if name in frame):
         column: Any = frame[name]
         if pd.api.types.infer_dtype(column, skipna=True) in _NUMBERS and (column.dropna() % 1 == 0).all():
+            # Nullable only where a key is missing, so that whole columns merge and save as plain integers.
             types[name] = "Int64" if column.isna().any() else "int64"
     return frame.astype(types)
 

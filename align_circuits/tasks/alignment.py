@@ -44,6 +44,7 @@ def sample_alignment(
         return tuple(range(x_len))
     if kind == "prior":
         assert decay is not None
+        # The last edge, 1 up to rounding, is left out: a number just below 1 must not fall beyond the last position.
         edges = alignment_prior(x_len, decay, form).cumsum(1)[:, :-1].contiguous()
         drawn = rng.uniform("alignment", x_len, 1).double()
         return tuple(torch.searchsorted(edges, drawn, right=True)[:, 0].tolist())

@@ -77,7 +77,7 @@ class Automata:
         )
 
     def walk(
-        self, symbol: Int[Tensor, "prompt *phrase"], uniform: Float[Tensor, "prompt *phrase offset"]
+        self, symbol: Int[Tensor, " prompt *phrase"], uniform: Float[Tensor, "prompt *phrase offset"]
     ) -> tuple[Int[Tensor, "prompt *phrase offset"], Int[Tensor, "prompt *phrase offset"]]:
         """Writes one phrase for each entry of `symbol`.
 
@@ -121,14 +121,14 @@ class Automata:
         return torch.stack(states, -1), torch.stack(probabilities, -1)
 
     def accepted(
-        self, symbol: Int[Tensor, "prompt *which"], state: Int[Tensor, "prompt *which"], n_letters: int
-    ) -> Bool[Tensor, "prompt *which letter"]:
+        self, symbol: Int[Tensor, " prompt *which"], state: Int[Tensor, " prompt *which"], n_letters: int
+    ) -> Bool[Tensor, " prompt *which letter"]:
         """Returns which letters an edge out of each state has; none if the state is `NONE`."""
         letters = self._edges(self.letter, symbol, state).long()
         mask = torch.zeros(*symbol.shape, n_letters + 1, dtype=torch.bool)
         return mask.scatter_(-1, torch.where(letters == NONE, n_letters, letters), True)[..., :-1]
 
-    def _first_row(self, symbol: Int[Tensor, "prompt *which"]) -> Int[Tensor, "prompt *which"]:
+    def _first_row(self, symbol: Int[Tensor, " prompt *which"]) -> Int[Tensor, " prompt *which"]:
         """The row of each automaton's start state when prompts, symbols and states are flattened."""
         prompts, symbols, states = self.n_edges.shape
         prompt = torch.arange(prompts).view(-1, *[1] * (symbol.ndim - 1))

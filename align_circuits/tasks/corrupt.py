@@ -67,6 +67,7 @@ def corrupt_seq2seq(
             raise ValueError(
                 "all phrases translate the same input position, so no order of phrases contradicts the alignment"
             )
+        # Phrases may share a position, and exchanging two that do contradicts nothing: positions are compared.
         position = torch.tensor(aligned)
         rows = order[:, :-1, 0].numel()
         moved = _redraw(lambda n: rng.order("phrases", n, m), lambda new, _: (position[new] != position).any(1), rows)

@@ -91,6 +91,7 @@ def align_by_em(
     letters, y = y.unique(return_inverse=True)
     entry = x[:, None, :] * len(letters) + y[:, :, None]  # the index of β(y_j | x_p): [example token pos]
     noise = Rng(seed, "em").uniform("dictionary", restarts, len(symbols), len(letters)).double()
+    # Away from 0, where a probability would stay for good: every update multiplies it.
     dictionary = _normalised(noise + 0.1)
     probability = torch.full((restarts, n, m), 1 / m, dtype=torch.float64)
     likelihoods = []
@@ -178,11 +179,13 @@ def align_by_likelihood(
         if i:
             seen = pairs[rows[:, None], symbol, y[i]] + smoothing
             score += (seen / (pairs.sum(2).gather(1, symbol) + smoothing * len(letters))).log().sum(1)
+        # After the score: an example is predicted from those before it. `accumulate`, since a mapping may send several
+        # letters of an example to one symbol.
         pairs.index_put_(
             (rows[:, None], symbol, y[i].expand_as(symbol)), torch.ones(1, dtype=torch.float64), accumulate=True
         )
     best = score.max()
-    tied = (score >= best - 1e-9) | (score == best)
+    tied = score >= best - 1e-9
     return LikelihoodResult(tuple(candidates[tied.int().argmax()].tolist()), int(tied.sum()), float(best))
 
 

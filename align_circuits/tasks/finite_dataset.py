@@ -55,6 +55,7 @@ def in_context(
         )
     if test is None:
         own = rng.order("test", 1, len(dataset))[0, :n]
+        # Drawn among one fewer, then shifted past the prompt's own: uniform among the others without a rejected draw.
         rows = rng.order("examples", n, len(dataset) - 1)[:, :k]
         rows, test = rows + (rows >= own[:, None]), dataset[own]  # skips the prompt's own test example
     else:

@@ -97,6 +97,7 @@ def _lookup(places: Layout, rows: Mapping[str, Tensor], symbol: Int[Tensor, "pro
     """From each target to the letters of earlier examples that translate the same symbol."""
     c = places.outputs.shape[2]
     none = torch.full_like(symbol, IGNORE)
+    # The test example's own phrases hold the answers, so they are no candidates.
     label = torch.cat([symbol[:, :-1], none[:, -1:]], dim=1)
     key = places.write(torch.full((len(FIXED),), IGNORE), none, label[..., None].expand(-1, -1, -1, c), none)
     key_value = symbol[:, -1]

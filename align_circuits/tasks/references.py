@@ -62,6 +62,7 @@ def _blind(
     """The accuracy of the letter that is correct with the highest probability under a belief over symbols."""
     belief = belief / belief.sum(-1, keepdim=True)
     expected = torch.einsum("npos,nposl->npol", belief, by_symbol.double())
+    # Letters of equal probability tie, whatever rounding made of their sums.
     best = expected >= expected.amax(-1, keepdim=True) - 1e-9
     return _share(best, correct)
 
@@ -96,6 +97,7 @@ def oracle_accuracy(
         letters = earlier[:, None, :, offset].expand_as(same)
         votes = torch.zeros(n, m, n_letters).scatter_add_(2, letters, best.float())
         accuracy[:, :, offset] = _share(votes == votes.amax(-1, keepdim=True), correct[:, :, offset])
+        # A binary number with the latest letter in its highest bit: it outweighs all before it, as the order demands.
         agreement += (earlier[:, None, :, offset] == test[:, :, None, offset]).long() << offset
     return accuracy
 

@@ -127,6 +127,8 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     if key in _CHECKED.setdefault(tokenizer, set()):
         return
     roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
+    # Tokenizers merge neighbours: if every pair that may stand side by side survives, so does nearly every text. The
+    # whole prompt catches what depends on more than two.
     neighbours = dict.fromkeys(pairwise(roles))
     pairs = [(a, b) for left, right in neighbours for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
     prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))

@@ -46,7 +46,8 @@ def run_folder(path: str | Path) -> Iterator[Path]:
     """
     folder = writable_folder(path)
     with (folder / ".lock").open("w") as lock:
-        # Jobs that build on one pretrained model open its folder at the same time, each only to load the finished run.
+        # The system drops the lock with the process, however it ends: no stale lock file can block a run. Jobs that
+        # build on one pretrained model open its folder at the same time, each only to load the finished run.
         given_up = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -193,7 +193,9 @@ def train(
                 total = nn.utils.get_total_norm(gradients)
                 if config.clip is not None:
                     nn.utils.clip_grads_with_norm_(trained.values(), config.clip, total)
+                # Both in one transfer: on a GPU every one waits for all work before it.
                 loss_value, grad_norm = torch.stack([value.detach().double(), total.double()]).tolist()
+                # Before the optimiser's step, which would write NaN into every weight and moment.
                 if not math.isfinite(loss_value + grad_norm):
                     raise FloatingPointError(
                         f"step {step}: the loss is {loss_value}, its gradient has the norm {grad_norm}. The model is "
@@ -201,6 +203,8 @@ def train(
                     )
                 for optimizer in dict.fromkeys(optimizers.values()):
                     for group in optimizer.param_groups:
+                        # Set from the step alone, not by a scheduler: there is no state to save, and `rest_lr` follows
+                        # the same course.
                         group["lr"] = optimizer.defaults["lr"] * (learning_rate(config, step) / config.lr)
                     optimizer.step()
                 loss_sum += loss_value
@@ -260,6 +264,7 @@ def _state(
     model: nn.Module, trained: Mapping[str, nn.Parameter], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, Shaped[Tensor, "..."]]:
     """The tensors that the next step depends on and may change, by name; not copies."""
+    # Buffers that are not persistent, such as rotary angles, are made anew with the model.
     persistent = model.state_dict(keep_vars=True).keys()
     changing = {**trained, **{name: buffer for name, buffer in model.named_buffers() if name in persistent}}
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in changing.items()}
@@ -286,6 +291,7 @@ def _restore(
 
 def _seeds(seed: int, step: int) -> list[int]:
     """Three independent seeds of a step: for its batch, for the model, for the metrics."""
+    # Seeds of each step, so that a run that goes on needs no generator's state. 63 bits: torch takes signed numbers.
     return [int(word) >> 1 for word in np.random.SeedSequence((seed, step)).generate_state(3, np.uint64)]
 
 

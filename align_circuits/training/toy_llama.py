@@ -212,6 +212,7 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    # Hugging Face draws weights, all replaced below, from the global generator, which must not move.
     with torch.random.fork_rng():
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)

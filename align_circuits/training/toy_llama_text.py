@@ -44,7 +44,7 @@ class DocumentSampler:
     echoed: tuple[float, float]
     """In echoes, the least and the greatest share of letters that are replaced by their symbol."""
 
-    def phrases(self, symbol: Int[ndarray, "line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
+    def phrases(self, symbol: Int[ndarray, " line *phrase"], length: int) -> Int[ndarray, "line *phrase offset"]:
         """Writes a phrase for each symbol, as token ids."""
         uniform = torch.from_numpy(self.rng.random((1, *symbol.shape, length), dtype=np.float32))
         letters, _ = self.automata.walk(torch.from_numpy(symbol)[None], uniform)

@@ -92,10 +92,10 @@ def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pa
             assert value == pytest.approx(plain[at, layer, head])
             continue
         heads = [head] if site == "q" else [head // 2 * 2, head // 2 * 2 + 1]
-        watched = {f"blocks.{layer}.attn.hook_pattern": torch.empty(0)}
-        asked = f"blocks.{layer}.attn.hook_{site}"
-        twin.outcome({asked: lambda _, asked=asked: twin.other[asked]}, watched)
-        ((name, pattern),) = watched.items()
+        captured = {f"blocks.{layer}.attn.hook_pattern": torch.empty(0)}
+        edited = f"blocks.{layer}.attn.hook_{site}"
+        twin.outcome({edited: lambda _, edited=edited: twin.other[edited]}, captured)
+        ((name, pattern),) = captured.items()
         before = twin.base[name]
         change = torch.zeros_like(before)
         change[:, heads] = (pattern - before)[:, heads]
@@ -161,8 +161,8 @@ def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
         attribute_edges(model, ac.Pair(**pair, direction="noise"), method="eap_ig_all_activations", steps=steps)
     )
     twin = Twin(model, *pair.values())
-    said = "blocks.0.hook_resid_pre"
-    names = [said, *(f"blocks.{layer}.{SITES[site]}" for layer in range(2) for site in ("z", "mlp_out"))]
+    embedded = "blocks.0.hook_resid_pre"
+    names = [embedded, *(f"blocks.{layer}.{SITES[site]}" for layer in range(2) for site in ("z", "mlp_out"))]
     for layer in range(2):
         total = 0.0
         for name in names:
@@ -170,10 +170,10 @@ def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
                 between = torch.lerp(twin.other[name], twin.base[name], step / steps)
                 moved = torch.zeros((), dtype=torch.float64, requires_grad=True)
                 handle = model.blocks[layer].ln2.original_component.register_forward_pre_hook(
-                    lambda _, read: (read[0] + moved * (twin.other[said] - twin.base[said]),)  # noqa: B023
+                    lambda _, read: (read[0] + moved * (twin.other[embedded] - twin.base[embedded]),)  # noqa: B023
                 )
                 with torch.enable_grad():
-                    hooks = [(name, lambda _, hook: between)]  # noqa: ARG005, B023
+                    hooks = [(name, lambda *_, **__: between)]  # noqa: B023
                     logits = model.run_with_hooks(pair["clean"].tokens, fwd_hooks=hooks)
                     outcome = logits[:, 7].log_softmax(-1)[:, 7].mean()
                     (gradient,) = torch.autograd.grad(outcome, moved, allow_unused=True)
@@ -241,7 +241,7 @@ def test_integrated_gradients_are_means_over_runs_between(model, pair):
     )
     whole = Twin(model, clean, corrupted)
     name, first = "blocks.0.attn.hook_z", "blocks.0.hook_resid_pre"
-    said = {head: whole.other[name][:, :, head] - whole.base[name][:, :, head] for head in range(4)}
+    change = {head: whole.other[name][:, :, head] - whole.base[name][:, :, head] for head in range(4)}
     senders = [first, *(f"blocks.{layer}.{site}" for layer in (0, 1) for site in ("attn.hook_z", "hook_mlp_out"))]
     of_head, of_input, of_activation, of_every = 0.0, 0.0, 0.0, 0.0
     for step in range(1, steps + 1):
@@ -249,13 +249,13 @@ def test_integrated_gradients_are_means_over_runs_between(model, pair):
 
         def move(share: float) -> float:
             new = between.base[name].clone()  # noqa: B023
-            new[:, :, 2] += share * said[2]
+            new[:, :, 2] += share * change[2]
             return float((between.outcome({name: lambda _: new}) - between.before).mean())  # noqa: B023
 
         def last(share: float) -> float:
             """Head 2 to the logits, beside a run whose last residual stream is as in this one."""
             wide = torch.zeros_like(whole.base[name])
-            wide[:, :, 2] = share * said[2]
+            wide[:, :, 2] = share * change[2]
             added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
             return float((between.outcome({"blocks.1.hook_resid_post": lambda x: x + added}) - between.before).mean())  # noqa: B023
 
@@ -267,7 +267,7 @@ def test_integrated_gradients_are_means_over_runs_between(model, pair):
 
             def after(share: float) -> float:
                 wide = torch.zeros_like(whole.base[name])
-                wide[:, :, 2] = share * said[2]
+                wide[:, :, 2] = share * change[2]
                 added = torch.einsum("nphe,hed->npd", wide, model.blocks[0].attn.W_O.detach())
                 frozen = {sender: lambda _: halfway, "blocks.1.hook_resid_post": lambda x: x + added}  # noqa: B023
                 return float((whole.outcome(frozen) - base).mean())  # noqa: B023

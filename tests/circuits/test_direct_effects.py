@@ -26,11 +26,11 @@ def test_direct_logits_equal_transformer_lens(random_hf_model, char_tokenizer, p
     """Its cache divides what heads and MLPs wrote by the last norm's scale."""
     model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
     table: Any = direct_logits(model, prompts).frame.set_index("sender")["value"]
-    asked = (prompts.column("prompt"), prompts.column("query_pos"))
+    at_targets = (prompts.column("prompt"), prompts.column("query_pos"))
     gold = prompts.column("token")
     with torch.no_grad():
         logits, cache = model.run_with_cache(prompts.tokens)
-        scale = cache["ln_final.hook_scale"][asked]
+        scale = cache["ln_final.hook_scale"][at_targets]
         norm = model.ln_final.original_component
         direction = (model.W_U[:, gold] - model.W_U.mean(1, keepdim=True)).T
         for sender in ("L0H2", "L1H3", "M1", "input"):
@@ -40,11 +40,11 @@ def test_direct_logits_equal_transformer_lens(random_hf_model, char_tokenizer, p
                 written = cache[f"blocks.{layer}.attn.hook_z"][:, :, head] @ model.blocks[layer].attn.W_O[head]
             else:
                 written = cache["blocks.1.hook_mlp_out" if sender == "M1" else "blocks.0.hook_resid_pre"]
-            written = written[asked]
+            written = written[at_targets]
             written = written - written.mean(-1, keepdim=True) if name == "gpt2" else written
             expected = float(((written / scale * norm.weight) * direction).sum(-1).mean())
             assert table[sender] == pytest.approx(expected, abs=1e-5)
-        above = logits[asked].gather(1, gold[:, None])[:, 0] - logits[asked].mean(1)
+        above = logits[at_targets].gather(1, gold[:, None])[:, 0] - logits[at_targets].mean(1)
     assert table.sum() == pytest.approx(float(above.mean()), abs=1e-4)
 
 
@@ -72,7 +72,7 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
             name = f"blocks.{layer}.attn.hook_z"
             mean = cache[name][prompt, query, head].mean(0)
 
-            def put(x: torch.Tensor, hook: Any) -> torch.Tensor:  # noqa: ARG001
+            def put(x: torch.Tensor, **_: Any) -> torch.Tensor:
                 x = x.clone()
                 x[prompt, query, head] = mean  # noqa: B023
                 return x
@@ -86,7 +86,7 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
 
 
 def test_the_profile_of_planted_heads(char_tokenizer):
-    """Lookup heads look, write, and carry no task; nobody here is a function-vector head."""
+    """Lookup heads attend, write, and carry no task; there are no function-vector heads here."""
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
     model, prompts = ac.planted_circuit(task, seed=0), task.sample(6, char_tokenizer, seed=1)
     found = head_profile(model, prompts, [ac.Pair(prompts, task.corrupt(prompts, "labels", seed=2))])

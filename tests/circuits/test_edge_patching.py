@@ -80,7 +80,7 @@ def test_the_graph_of_grouped_queries(models):
             ]
         ).sum()
     )
-    with pytest.raises(ValueError, match="no head L0H4: there are layers 0 to 1 with heads 0 to 3"):
+    with pytest.raises(ValueError, match="no head L0H4: this model has layers 0 to 1 with heads 0 to 3"):
         graph.among([(0, 4)])
 
 

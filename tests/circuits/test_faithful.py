@@ -47,25 +47,25 @@ def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair):
         ac.Pair(**pair, direction="noise"),
         heads={"all heads": [(i, j) for i in range(2) for j in range(4)]},
     )
-    said: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
+    log_probs: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
     ends = {name: float(TargetMetrics.of(pair[name]).measure(llama)[0].mean()) for name in ("clean", "corrupted")}
     n = int(Graph.of(llama.cfg).edges.sum())
-    assert said["edges", n] == pytest.approx(ends["clean"], abs=1e-5)
-    assert said["edges", 0] == pytest.approx(ends["corrupted"], abs=1e-5)
-    assert said["all heads", n] == pytest.approx(ends["clean"], abs=1e-5)
+    assert log_probs["edges", n] == pytest.approx(ends["clean"], abs=1e-5)
+    assert log_probs["edges", 0] == pytest.approx(ends["corrupted"], abs=1e-5)
+    assert log_probs["all heads", n] == pytest.approx(ends["clean"], abs=1e-5)
     f: Any = curve.where(metric="faithfulness", circuit="edges").frame.set_index("edges")["value"]
     assert (f[0], f[n]) == (0, 1)
     assert sorted(f.index.unique()) == sorted({0, *(round(share * n) for share in FRACTIONS)})
     middle = round(0.5 * n)
-    expected = (said["edges", middle] - ends["corrupted"]) / (ends["clean"] - ends["corrupted"])
+    expected = (log_probs["edges", middle] - ends["corrupted"]) / (ends["clean"] - ends["corrupted"])
     assert f[middle] == pytest.approx(expected, abs=1e-3)
     kept: Any = scores.frame.nsmallest(round(0.2 * n), "value")
     frozen = circuit_by_hand(llama, pair, set(zip(kept["sender"], kept["receiver"], strict=True)))
-    assert said["edges", round(0.2 * n)] == pytest.approx(frozen, abs=1e-5)
+    assert log_probs["edges", round(0.2 * n)] == pytest.approx(frozen, abs=1e-5)
 
 
 def circuit_by_hand(model: Any, pair: dict[str, ac.Prompts], kept: set[tuple[str, str]]) -> float:
-    """Every receiver in turn reads the sum of what its senders say, in Hugging Face's own words."""
+    """Every receiver in turn reads the sum of its senders' outputs, by Hugging Face's own modules."""
     _, corrupted = model.run_with_cache(pair["corrupted"].tokens)
     layers, tokens = model.original_model.model.layers, pair["clean"].tokens
     cos, sin = (corrupted[f"rotary_emb.hook_{part}"] for part in ("cos", "sin"))
@@ -75,13 +75,13 @@ def circuit_by_hand(model: Any, pair: dict[str, ac.Prompts], kept: set[tuple[str
         turned = torch.cat([-x[..., half:], x[..., :half]], -1)
         return x * cos[:, :, None] + turned * sin[:, :, None]
 
-    said, other = (
+    outputs, other = (
         {"input": model.original_model.model.embed_tokens(tokens)},
         {"input": corrupted["blocks.0.hook_resid_pre"]},
     )
 
     def reads(receiver: str) -> torch.Tensor:
-        return sum(said[name] if (name, receiver) in kept else other[name] for name in said)  # pyright: ignore[reportReturnType]
+        return sum(outputs[name] if (name, receiver) in kept else other[name] for name in outputs)  # pyright: ignore[reportReturnType]
 
     with torch.no_grad():
         for number, layer in enumerate(layers):
@@ -102,8 +102,8 @@ def circuit_by_hand(model: Any, pair: dict[str, ac.Prompts], kept: set[tuple[str
                 new[f"L{number}H{head}"] = scores.softmax(-1) @ v @ out[:, head].T
                 z = corrupted[f"blocks.{number}.attn.hook_z"][:, :, head]
                 other[f"L{number}H{head}"] = z @ out[:, head].T
-            said |= new
-            said[f"M{number}"] = layer.mlp(layer.post_attention_layernorm(reads(f"M{number}")))
+            outputs |= new
+            outputs[f"M{number}"] = layer.mlp(layer.post_attention_layernorm(reads(f"M{number}")))
             other[f"M{number}"] = corrupted[f"blocks.{number}.hook_mlp_out"]
         logits = model.original_model.lm_head(model.original_model.model.norm(reads("logits")))
     clean = pair["clean"]

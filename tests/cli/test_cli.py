@@ -10,9 +10,8 @@ import torch
 import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.cli.entry import VERBS
-from align_circuits.papers.icatune.tuned_models import TOY
 from align_circuits.tables.tables import Table
-from align_circuits.training.tuning import TuneConfig
+from align_circuits.training.tuning import TOY_LLAMA, TuneConfig
 
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
 
@@ -192,9 +191,9 @@ def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, m
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], TuneConfig(**TOY)),
-        (["--steps", "7"], TuneConfig(**{**TOY, "steps": 7})),
-        (["--steps", str(TuneConfig().steps)], TuneConfig(**{**TOY, "steps": TuneConfig().steps})),
+        ([], TuneConfig(**TOY_LLAMA)),
+        (["--steps", "7"], TuneConfig(**{**TOY_LLAMA, "steps": 7})),
+        (["--steps", str(TuneConfig().steps)], TuneConfig(**{**TOY_LLAMA, "steps": TuneConfig().steps})),
         (["--steps", "7", "--defaults", "paper"], TuneConfig(steps=7)),
     ],
 )

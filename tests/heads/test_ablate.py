@@ -65,11 +65,11 @@ def judged(prompts: Prompts, logits: Tensor) -> dict[tuple[str, int], tuple[floa
 
 def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[tuple, float]:
     """What ablating each head changes, by layer, head, kind and metric."""
-    held, means = z_of(model, reference), {}
+    cached, means = z_of(model, reference), {}
     groups, alike = group_of(prompts), group_of(reference)
     for layer in range(2):
         for group in set(alike.values()):
-            tokens = [held[layer][token] for token, its in alike.items() if its == group]
+            tokens = [cached[layer][token] for token, its in alike.items() if its == group]
             means[layer, group] = torch.stack(tokens).mean(0)
     with torch.no_grad():
         intact = judged(prompts, model(prompts.tokens))
@@ -77,13 +77,13 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
     for layer in range(2):
         for head in range(4):
 
-            def ablate(z: Tensor, hook: Any, layer: int = layer, head: int = head) -> Tensor:  # noqa: ARG001
+            def ablate(z: Tensor, layer: int = layer, head: int = head, **_: Any) -> Tensor:
                 for i in range(len(prompts)):
                     for pos in range(z.shape[1]):
                         if how == "zero":
                             z[i, pos, head] = 0
                         elif how == "resample":
-                            z[i, pos, head] = held[layer][(i + 1) % len(prompts), pos, head]
+                            z[i, pos, head] = cached[layer][(i + 1) % len(prompts), pos, head]
                         else:
                             z[i, pos, head] = means[layer, groups[i, pos]][head]
                 return z
@@ -118,10 +118,10 @@ def test_intervals_and_provenance(llama, prompts):
     assert (frame["low"] < frame["high"])[frame["metric"] == "log_prob"].all()
     assert frame.set_index("kind")["n"].to_dict() == {"all": 12, "first": 6, "later": 6}
     assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
-    told = table.provenance
-    assert (told.verb, told.engine) == ("ablate_heads", "replay")
-    assert told.settings == {"how": "mean", "baseline": prompts.digest}
-    assert told.data["digest"] == prompts.digest
+    provenance = table.provenance
+    assert (provenance.verb, provenance.engine) == ("ablate_heads", "replay")
+    assert provenance.settings == {"how": "mean", "baseline": prompts.digest}
+    assert provenance.data["digest"] == prompts.digest
     assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty
 
 

@@ -27,7 +27,7 @@ def attention(draw) -> tuple[Tensor, Tensor, Tensor]:
     return pattern / pattern.sum(-1, keepdim=True).clamp(min=1), keys, candidates
 
 
-def cells(pattern: Tensor, keys: Tensor, candidates: Tensor):
+def entries(pattern: Tensor, keys: Tensor, candidates: Tensor):
     """Each row and head with its attention, its keys and its candidates as plain lists."""
     for row in range(pattern.shape[0]):
         key = [k for k in range(pattern.shape[2]) if keys[row, k]]
@@ -39,22 +39,22 @@ def cells(pattern: Tensor, keys: Tensor, candidates: Tensor):
 @given(attention())
 def test_hit_rate_is_the_argmax_among_candidates(drawn):
     got = hit_rate(*drawn)
-    for cell, attends, keys, candidates in cells(*drawn):
+    for entry, attends, keys, candidates in entries(*drawn):
         most = max((attends[k] for k in candidates), default=0)
         best = [k for k in candidates if attends[k] == most]
         expected = sum(k in keys for k in best) / len(best) if most > 0 else 0
-        assert got[cell].item() == pytest.approx(expected)
+        assert got[entry].item() == pytest.approx(expected)
 
 
 @given(attention())
 def test_entropy_among_candidates(drawn):
     pattern, _, among = drawn
     got = entropy(pattern, among)
-    for cell, attends, _, candidates in cells(*drawn):
+    for entry, attends, _, candidates in entries(*drawn):
         whole = sum(attends[k] for k in candidates)
         shares = [attends[k] / whole for k in candidates] if whole else []
         expected = -sum(p * math.log(p) for p in shares if p > 0) if whole else math.nan
-        assert got[cell].item() == pytest.approx(expected, nan_ok=True, abs=1e-12)
+        assert got[entry].item() == pytest.approx(expected, nan_ok=True, abs=1e-12)
 
 
 def test_uniform_attention_scores_chance():

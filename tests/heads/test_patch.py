@@ -65,7 +65,7 @@ def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tens
         for head in [None] if site in LAYER_SITES else range(4):
             name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
-            def patch(x: Tensor, hook: Any, name: str = name, head: Any = head) -> Tensor:  # noqa: ARG001
+            def patch(x: Tensor, name: str = name, head: Any = head, **_: Any) -> Tensor:
                 x = x.clone()
                 here = (positions,) if site in LAYER_SITES else (positions, head // shared)
                 new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cache[name]))

@@ -81,8 +81,8 @@ def looped_exchange(attention: Tensor, prompts: Prompts, name: str) -> float:
     """Every permutation of prompts, where `p_values` draws from them."""
     relation, n = prompts.relations[name], len(prompts)
     per = len(prompts.targets) // n
-    told = zip(relation.prompt.tolist(), relation.target.tolist(), strict=True)
-    gold = {(prompt, target % per): relation.keys_of(row) for row, (prompt, target) in enumerate(told)}
+    rows_of = zip(relation.prompt.tolist(), relation.target.tolist(), strict=True)
+    gold = {(prompt, target % per): relation.keys_of(row) for row, (prompt, target) in enumerate(rows_of)}
     query = prompts.column("query_pos").tolist()
     scores = []
     for order in permutations(range(n)):
@@ -180,8 +180,8 @@ class TestMeaning:
         task = ac.Seq2SeqTask(x_len=m, phrase_len=1, n_examples=3, alignment="permutation", task_seed=1)
         prompts = task.sample(12, char_tokenizer, seed=0)
         relation, length = prompts.relations[name], prompts.mask.shape[1]
-        asked = zip(relation.prompt.tolist(), relation.query.tolist(), strict=True)
-        gold = {place: relation.keys_of(row) for row, place in enumerate(asked)}
+        places = zip(relation.prompt.tolist(), relation.query.tolist(), strict=True)
+        gold = {place: relation.keys_of(row) for row, place in enumerate(places)}
         symbols = ((prompts.example[0] == prompts.example.max()) & (prompts.roles[0] == Role.INPUT)).nonzero()[:, 0]
 
         def attention(prompt: int, query: int) -> Tensor:
@@ -198,7 +198,7 @@ class TestMeaning:
                 ]
             )
 
-        knows, partly, *habits = p_values(attending(attention), prompts, [name])[name][0]
+        knows, partly, *biases = p_values(attending(attention), prompts, [name])[name][0]
         smallest = {"align_query": 24, "align_key": 24, "lookup": REDRAWS + 1}
         if name == "previous":
             assert knows == partly == 1 / int(relation.query.min())
@@ -206,8 +206,8 @@ class TestMeaning:
             assert knows == partly == pytest.approx(1 / smallest[name], rel=0.5)
         else:
             assert knows == partly <= 3 / (REDRAWS + 1), "of 40,320 orders some are drawn"
-        assert min(habits) > 0.04, "a habit is no knowledge, even where it is right"
-        assert habits[:2] == [1, 1], "what never moves scores the same under every redraw"
+        assert min(biases) > 0.04, "a positional bias passes no test, even where it is right"
+        assert biases[:2] == [1, 1], "what never moves scores the same under every redraw"
 
     @pytest.mark.parametrize("name", ["align_query", "lookup", "previous"])
     def test_chance_is_uniform(self, attending, char_tokenizer, name):
@@ -294,5 +294,5 @@ def test_fixed_offset(char_tokenizer, prompts):
         most = Counter(back for row in rows for back in row).most_common(1)[0][1]
         assert fixed_offset(relation) == pytest.approx(most / len(rows))
     assert fixed_offset(prompts.relations["align_query"]) < 1 == fixed_offset(prompts.relations["previous"])
-    nobody = prompts.relations["lookup"].select(torch.zeros(len(prompts.relations["lookup"]), dtype=torch.bool))
-    assert fixed_offset(nobody) == 0
+    empty = prompts.relations["lookup"].select(torch.zeros(len(prompts.relations["lookup"]), dtype=torch.bool))
+    assert fixed_offset(empty) == 0

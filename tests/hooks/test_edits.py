@@ -96,7 +96,7 @@ def computed(model: Any, prompts: Prompts, site: Any, layer: int) -> list[Tensor
     for index in range(len(prompts)):
         model.run_with_hooks(
             alone(prompts, index)[0],
-            fwd_hooks=[(name_of(site, layer), lambda x, hook: found.append(x[0].detach().clone()))],  # noqa: ARG005
+            fwd_hooks=[(name_of(site, layer), lambda x, **_: found.append(x[0].detach().clone()))],
         )
     return found
 
@@ -121,7 +121,7 @@ def by_hand(model: Any, prompts: Prompts, site: Any, new: New, positions: Tensor
         tokens, left = alone(prompts, index)
 
         def hooked(layer: int, columns: list[Any], index: int = index, left: int = left) -> Callable[..., Tensor]:
-            def hook(activation: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+            def hook(activation: Tensor, **_: Any) -> Tensor:
                 activation = activation.clone()
                 for pos in range(activation.shape[2 if site == "pattern" else 1]):
                     if positions is None or positions[index, left + pos]:
@@ -171,7 +171,7 @@ class TestBesideHooksByHand:
         model = models(name)
         vector = torch.randn(8 if site in HEAD_SITES else 32, generator=torch.Generator().manual_seed(5))
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(_layer, _column, _index, _pos, old):
             return old + 1.5 * vector
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
@@ -182,13 +182,13 @@ class TestBesideHooksByHand:
     def test_patch(self, models, name, site):
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         names = [name_of(site, layer) for layer in LAYERS]
-        held = {layer: computed(model, other, site, layer) for layer in LAYERS}
+        cached = {layer: computed(model, other, site, layer) for layer in LAYERS}
         values = capture(model, other, names, options=ac.RunOptions(engine="reference", batch_size=2))
         expected = by_hand(
             model,
             PADDED,
             site,
-            lambda layer, column, index, pos, _: part(held[layer][index], site, column, pos),
+            lambda layer, column, index, pos, _: part(cached[layer][index], site, column, pos),
             POSITIONS,
         )
         assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
@@ -211,7 +211,7 @@ class TestBesideHooksByHand:
                     means.setdefault(group(others, layer, index, pos), []).append(token)
         assert len(means) == 12, "three roles, before and in the test example, in two layers"
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(layer, column, index, pos, _old):
             return torch.stack(means[group(PADDED, layer, index, pos)]).mean(0)[column]
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
@@ -223,10 +223,10 @@ class TestBesideHooksByHand:
     @pytest.mark.parametrize("name", NAMES)
     def test_resample(self, models, name, site):
         model, others = models(name), random_prompts((9, 9, 9), seed=9)
-        held = {layer: computed(model, others, site, layer) for layer in LAYERS}
+        cached = {layer: computed(model, others, site, layer) for layer in LAYERS}
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
-            return part(held[layer][[1, 2, 0][index]], site, column, pos)
+        def new(layer, column, index, pos, _old):
+            return part(cached[layer][[1, 2, 0][index]], site, column, pos)
 
         edit = ac.Ablate(
             **place(site), how="resample", reference=ablation_baseline(model, others, "resample", site=site)
@@ -242,7 +242,7 @@ class TestBesideHooksByHand:
         }  # with padding
         assert relation == "previous" or max(map(len, keys.values())) > 1, "equally to several"
 
-        def new(layer, column, index, pos, old):  # noqa: ARG001
+        def new(_layer, _column, index, pos, old):
             left = alone(PADDED, index)[1]
             if (index, left + pos) not in keys:
                 return old
@@ -256,7 +256,7 @@ class TestBesideHooksByHand:
         prompts, model = task.sample(2, char_tokenizer, seed=1), ac.planted_circuit(task, seed=0)
         layer, head = next(place for place, kind in model.kinds.items() if kind == "align_query")
 
-        def silence(z, hook):  # noqa: ARG001
+        def silence(z, **_):
             z[:, :, head] = 0
             return z
 
@@ -273,7 +273,7 @@ class TestTogether:
         steer, zero = ac.Steer([(1, 1), (1, 2)], vector=vector), ac.Ablate([(1, 1)])
         for edits, ones in (([zero, steer], True), ([steer, zero], False)):
 
-            def hook(z, hook, ones=ones):  # noqa: ARG001
+            def hook(z, ones=ones, **_):
                 z[:, :, 1] = float(ones)
                 z[:, :, 2] += 1
                 return z
@@ -430,11 +430,11 @@ class TestEngines:
     def test_capture_is_what_each_prompt_computes_alone(self, models, name):
         model = models(name)
         for site in SITES:
-            held, expected = (
+            cached, expected = (
                 capture(model, PADDED, [name_of(site, 1)], options=ac.RunOptions(batch_size=2)),
                 computed(model, PADDED, site, 1),
             )
-            for index, activation in enumerate(held[name_of(site, 1)]):
+            for index, activation in enumerate(cached[name_of(site, 1)]):
                 left = alone(PADDED, index)[1]
                 mine = activation[:, left:, left:] if site == "pattern" else activation[left:]
                 assert_equal(mine, expected[index])
@@ -468,7 +468,7 @@ class TestAfterwards:
 
     def test_the_callers_hooks_stay(self, random_hf_model):
         model = ac.load(random_hf_model("llama"))
-        model.add_hook("blocks.0.attn.hook_z", lambda z, hook: z * 0)  # noqa: ARG005
+        model.add_hook("blocks.0.attn.hook_z", lambda z, **_: z * 0)
         ac.Ablate(HEADS).fwd_hooks(model)
         ac.evaluate(model, EQUAL, edits=[ac.Ablate(HEADS)])
         assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
@@ -491,7 +491,7 @@ class TestAfterwards:
 class TestRefusals:
     def test_hooks_that_never_fire(self):
         model = plain_model()
-        model.blocks[1].forward = lambda residual, hidden: residual  # noqa: ARG005
+        model.blocks[1].forward = lambda residual, _hidden: residual
         for edit in (ac.Ablate([(1, 0)]), ac.Ablate(layers=[1], site="mlp_out")):
             with pytest.raises(ValueError, match=r"'blocks.1.*' never fired.*silent are 1 of 1"):
                 edit.fwd_hooks(model)
@@ -615,16 +615,16 @@ def test_provenance_tells_edits_apart(models):
     steer = ac.Steer(layers=[1], site="mlp_out", vector=torch.ones(32), scale=2.0)
     edits = [ac.Ablate([(0, 1)], how="zero"), ac.Clamp([(1, 2)], "induction"), steer]
     sha = hashlib.sha256(b" (32,) torch.float32" + torch.ones(32).numpy().tobytes()).hexdigest()
-    told = [
+    records = [
         {"edit": "Ablate", "heads": [[0, 1]], "site": "z", "how": "zero"},
         {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
         {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
     ]
     opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
-    assert opposite == [{**told[2], "vector": opposite[0]["vector"]}] != [told[2]]
+    assert opposite == [{**records[2], "vector": opposite[0]["vector"]}] != [records[2]]
     evaluated, scored = ac.evaluate(model, EQUAL, edits=edits), ac.score_heads(model, EQUAL, ["previous"], edits=edits)
-    assert evaluated.provenance.settings == {"edits": told}
-    assert scored.provenance.settings == {"metrics": ["previous"], "edits": told}
+    assert evaluated.provenance.settings == {"edits": records}
+    assert scored.provenance.settings == {"metrics": ["previous"], "edits": records}
     assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
     assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (

@@ -99,7 +99,7 @@ def effect(cached, prompts: Prompts, place: tuple[int, int]) -> float:
     for role in prompts.roles.unique():
         mean[prompts.roles == role] = z[prompts.roles == role].mean(0)
 
-    def ablate(z, hook):  # noqa: ARG001
+    def ablate(z, **_):
         z[:, :, head] = mean
         return z
 
@@ -214,7 +214,7 @@ class TestHeads:
             for place, role in model.roles.items():
                 layer, head = place
 
-                def patch(z, hook, layer=layer, head=head):  # noqa: ARG001
+                def patch(z, layer=layer, head=head, **_):
                     z[:, :, head] = other["z", layer][:, :, head]
                     return z
 
@@ -329,7 +329,7 @@ class TestModel:
             assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=hooks), before)
             assert sorted(fired) == sorted(model.hook_dict)
 
-            def fail(value, hook):  # noqa: ARG001
+            def fail(*_, **__):
                 raise RuntimeError("stop")
 
             with pytest.raises(RuntimeError, match="stop"):

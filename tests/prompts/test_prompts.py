@@ -200,7 +200,7 @@ def test_bad_tokens(tokens, message, monkeypatch):
 def test_a_relation_of_ones_own_has_keys_in_every_row():
     """A row without keys would count as a miss."""
 
-    def the_three(ids, mask, **rows):  # noqa: ARG001 - a maker's arguments
+    def the_three(ids, _mask, **rows):
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
         keys = torch.where(ids == 3, 0, IGNORE)

@@ -76,7 +76,7 @@ class Case:
     lengths: tuple[int, ...]
     shared: int
     """How many columns the other prompts share."""
-    cells: tuple[tuple[tuple[str, str, int, int, int | None], ...], ...]
+    edit_sets: tuple[tuple[tuple[str, str, int, int, int | None], ...], ...]
     """Of each edit what it does, at which site, layer and head, from which column."""
     seed: int
     engine: str
@@ -99,7 +99,7 @@ def cases() -> st.SearchStrategy[Case]:
         lengths=st.lists(st.integers(4, 12), min_size=1, max_size=3).map(tuple)
         | st.integers(2, 3).map(lambda n: (9,) * n),
         shared=st.integers(0, 12),
-        cells=st.lists(st.lists(edits, max_size=2).map(tuple), min_size=1, max_size=6).map(tuple),
+        edit_sets=st.lists(st.lists(edits, max_size=2).map(tuple), min_size=1, max_size=6).map(tuple),
         seed=st.integers(0, 10**6),
         engine=st.sampled_from(["auto", "fast"]),
         batch_size=st.sampled_from(["auto", "auto", 1, 2]),
@@ -116,9 +116,9 @@ def prompts_of(case: Case, seed: int) -> Prompts:
     return replace(prompts, roles=roles, example=torch.zeros_like(roles).where(prompts.mask, -1))
 
 
-def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | None], seed: int) -> Edit:
+def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | None], seed: int) -> Edit:
     """The edit that a case tells of."""
-    what, site, layer, head, first = told
+    what, site, layer, head, first = spec
     if model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
         site = "z"  # whose hooks never fire here
     of_heads = site in HEAD_SITES + ROTATED_SITES
@@ -144,17 +144,23 @@ def edit_of(model: Any, prompts: Prompts, told: tuple[str, str, int, int, int | 
 
 
 def logits_of(
-    model: Any, prompts: Prompts, cells: Any, rows: Any, engine: Any = "auto", batch_size: Any = "auto", **options: Any
+    model: Any,
+    prompts: Prompts,
+    edit_sets: Any,
+    rows: Any,
+    engine: Any = "auto",
+    batch_size: Any = "auto",
+    **options: Any,
 ) -> tuple[Tensor, str]:
-    """The logits [cell row d_vocab], and what ran."""
-    found = torch.full((len(cells), len(rows[0]), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
+    """The logits [edit_set row d_vocab], and what ran."""
+    found = torch.full((len(edit_sets), len(rows[0]), model.cfg.d_vocab), torch.nan, dtype=torch.float64)
 
-    def keep(cell: int, some: Tensor, logits: Tensor) -> None:
-        found[cell, some] = logits.double()
+    def keep(edit_set: int, batch: Tensor, logits: Tensor) -> None:
+        found[edit_set, batch] = logits.double()
 
     options |= {"on_logits": keep, "options": ac.RunOptions(engine, batch_size)}
-    ran = run_edited(model, prompts, cells, prompt=rows[0], query=rows[1], **options)
-    assert not found.isnan().any(), "every row of every cell is handed over"
+    ran = run_edited(model, prompts, edit_sets, prompt=rows[0], query=rows[1], **options)
+    assert not found.isnan().any(), "every row of every edit set is handed over"
     return found, ran
 
 
@@ -165,15 +171,17 @@ def test_replay_equals_the_reference_engine(models, case):
     others = prompts_of(case, case.seed + 1)
     same = torch.arange(prompts.mask.shape[1]) < case.shared
     source = replace(others, inputs=torch.where(same, prompts.tokens, others.tokens))
-    cells = [[edit_of(model, prompts, told, case.seed + i) for i, told in enumerate(cell)] for cell in case.cells]
+    edit_sets = [
+        [edit_of(model, prompts, spec, case.seed + i) for i, spec in enumerate(edit_set)] for edit_set in case.edit_sets
+    ]
     chosen = torch.rand(len(prompts.targets), generator=torch.Generator().manual_seed(case.seed)) < 0.6
     rows = [prompts.column(name)[chosen] for name in ("prompt", "query_pos")]
-    expected, ran = logits_of(model, prompts, cells, rows, source=source, engine="reference")
+    expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
     assert ran == "reference"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batching, "CPU_TOKENS", case.tokens)
         options = {"source": source, "batch_size": case.batch_size}
-        found, ran = logits_of(model, prompts, cells, rows, engine=case.engine, **options)
+        found, ran = logits_of(model, prompts, edit_sets, rows, engine=case.engine, **options)
     assert ran == "replay"
     atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype] * max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
@@ -190,7 +198,7 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
     """Counts the tokens that pass each layer's MLP."""
     model, prompts = models("qwen3", torch.float32), prompts_of(PLAIN, 0)
     source = replace(prompts, inputs=torch.where(torch.arange(9) < 5, prompts.tokens, prompts.tokens.flip(0)))
-    cells = [[ac.Patch([(layer, head)])] for layer in (1, 2) for head in range(4)]
+    edit_sets = [[ac.Patch([(layer, head)])] for layer in (1, 2) for head in range(4)]
     rows = [torch.arange(3), torch.full((3,), 7)]
     passed = dict.fromkeys(range(3), 0)
     hooks = [
@@ -199,7 +207,7 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
         )
         for layer, block in enumerate(model.blocks)
     ]
-    _, ran = logits_of(model, prompts, cells, rows, source=source)
+    _, ran = logits_of(model, prompts, edit_sets, rows, source=source)
     for hook in hooks:
         hook.remove()
     once, other, one = 3 * 8, 3 * 3, 3 * 1  # columns up to the query, from the first other token on, and the query
@@ -220,8 +228,8 @@ def test_attention_that_is_not_fused_equals_the_fused_one(masked):
 
 def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
     model, prompts = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0)
-    cells = [[ac.Ablate([(layer, head)])] for layer in (0, 1) for head in range(4)]
-    expected, _ = logits_of(model, prompts, cells, every_row(prompts))
+    edit_sets = [[ac.Ablate([(layer, head)])] for layer in (0, 1) for head in range(4)]
+    expected, _ = logits_of(model, prompts, edit_sets, every_row(prompts))
     sizes = []
 
     def small_memory(_: Any, args: Any) -> None:
@@ -230,18 +238,18 @@ def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
             raise torch.OutOfMemoryError("out of memory")
 
     model.blocks[1].mlp.original_component.down_proj.register_forward_pre_hook(small_memory)
-    found, ran = logits_of(model, prompts, cells, every_row(prompts))
+    found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
     assert ran == "replay" and max(sizes) > 30 >= sizes[-1]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     with pytest.raises(torch.OutOfMemoryError):
-        logits_of(model, prompts, cells, every_row(prompts), batch_size=8)
+        logits_of(model, prompts, edit_sets, every_row(prompts), batch_size=8)
 
 
 def test_bfloat16_stays_near(random_hf_model):
     model, prompts = ac.load(random_hf_model("llama").to(torch.bfloat16)), prompts_of(PLAIN, 0)
-    cells = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
-    found, ran = logits_of(model, prompts, cells, every_row(prompts))
-    expected, _ = logits_of(model, prompts, cells, every_row(prompts), engine="reference")
+    edit_sets = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
+    found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
+    expected, _ = logits_of(model, prompts, edit_sets, every_row(prompts), engine="reference")
     assert ran == "replay"
     scale = expected.abs().mean()
     assert (found - expected).abs().mean() < 0.02 * scale and (expected[1] - expected[0]).abs().mean() > 0.1 * scale
@@ -257,9 +265,12 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
     other = ac.load(random_hf_model("gemma2"))
     zero = [ac.Ablate([(0, 1)])]
     assert logits_of(other, prompts, [zero], rows)[1] == "reference"
-    for model, cell, message in [(other, zero, "Gemma2ForCausalLM caps its attention scores"), (gpt2, q, "not fire")]:
+    for model, edit_set, message in [
+        (other, zero, "Gemma2ForCausalLM caps its attention scores"),
+        (gpt2, q, "not fire"),
+    ]:
         with pytest.raises(ValueError, match=message):
-            logits_of(model, prompts, [cell], rows, engine="fast")
+            logits_of(model, prompts, [edit_set], rows, engine="fast")
 
 
 def test_refusals(models):

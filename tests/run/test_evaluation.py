@@ -187,8 +187,8 @@ def test_two_targets_may_be_asked_for_at_one_position(llama):
     prompts = Prompts.from_tokens([[5, 6, 7, 8], [9, 6, 5, 8]])
     last = prompts.targets.groupby("prompt").tail(1)
     both = pd.concat([last, last.assign(token=11)]).sort_values(["prompt", "token"]).reset_index(drop=True)
-    asked = replace(prompts, targets=both, relations={})
-    found = evaluate(llama, asked).where(metric="log_prob").frame["value"].iloc[0]
+    rescored = replace(prompts, targets=both, relations={})
+    found = evaluate(llama, rescored).where(metric="log_prob").frame["value"].iloc[0]
     with torch.no_grad():
-        said = llama(prompts.tokens)[:, 2].log_softmax(-1)
-    assert found == pytest.approx(float(said[:, [8, 11]].mean()), abs=1e-5)
+        expected = llama(prompts.tokens)[:, 2].log_softmax(-1)
+    assert found == pytest.approx(float(expected[:, [8, 11]].mean()), abs=1e-5)

@@ -192,7 +192,7 @@ def test_auto_is_reference_while_hooks_are_attached(random_hf_model, prompts):
     plain = run(model, prompts)
     assert plain[2] == "fast"
 
-    def first_token_only(pattern, hook):  # noqa: ARG001
+    def first_token_only(pattern, **_):
         return torch.zeros_like(pattern).index_fill(-1, torch.tensor([0]), 1.0)
 
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_pattern", first_token_only)]):
@@ -241,7 +241,7 @@ class Bare(HookedRootModule):
         self.point, self.reached = getattr(attention, point), reached
         self.setup()
 
-    def forward(self, tokens, attention_mask=None):  # noqa: ARG002
+    def forward(self, tokens, **_):
         if self.reached:
             self.point(torch.eye(tokens.shape[1]).expand(len(tokens), 1, -1, -1))
         return self.weight.expand(*tokens.shape, 64)

@@ -16,9 +16,9 @@ def looped(steps, values, min_rise, sustained):
     """Tries every probe."""
     best = -math.inf
     for at in range(len(values) - sustained + 1):
-        held = values[at : at + sustained]
-        if not any(math.isnan(value) for value in held):
-            best = max(best, min(held))
+        window = values[at : at + sustained]
+        if not any(math.isnan(value) for value in window):
+            best = max(best, min(window))
     if best - values[0] < min_rise:
         return math.nan
     for at in range(len(values) - sustained + 1):

@@ -73,7 +73,7 @@ def test_one_prompt_has_no_interval():
 def test_chunks_of_rows_do_not_change_the_interval(monkeypatch):
     values, weights = drawn(7, 5, 0)
     whole = stats.bootstrap(values, weights, resamples=100)
-    monkeypatch.setattr(stats, "_CELLS_AT_ONCE", 250)
+    monkeypatch.setattr(stats, "_NUMBERS_AT_ONCE", 250)
     assert np.allclose(whole, stats.bootstrap(values, weights, resamples=100))
 
 
@@ -95,14 +95,14 @@ def chance_of(successes: range, trials: int, rate: float) -> float:
     return sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in successes)
 
 
-@pytest.mark.parametrize("level", [0.5, 0.95])
+@pytest.mark.parametrize("coverage", [0.5, 0.95])
 @pytest.mark.parametrize("trials", [1, 5, 12])
-def test_the_ends_of_a_binomial_interval_leave_each_tail_its_half(trials, level):
+def test_the_ends_of_a_binomial_interval_leave_each_tail_its_half(trials, coverage):
     """Clopper and Pearson's own definition, with the probabilities summed by hand."""
     for successes in range(trials + 1):
-        low, high = stats.binomial_interval(successes, trials, level=level)
+        low, high = stats.binomial_interval(successes, trials, coverage=coverage)
         as_many, as_few = range(successes, trials + 1), range(successes + 1)
-        tail = pytest.approx((1 - level) / 2)
+        tail = pytest.approx((1 - coverage) / 2)
         assert (low == 0) if successes == 0 else (chance_of(as_many, trials, low) == tail)
         assert (high == 1) if successes == trials else (chance_of(as_few, trials, high) == tail)
 

@@ -134,8 +134,8 @@ def test_every_tokenizer_shows_each_symbol_as_one_token_and_reads_the_text_back(
     prompts = task.sample(4, tokenizer, seed=1)
     assert prompts.task["bos"] == (tokenizer.bos_token_id is not None)
     start = int(prompts.task["bos"])
-    for ids, pieces in zip(prompts.tokens.tolist(), prompts.token_text, strict=True):
-        assert tokenizer("".join(pieces[start:]), add_special_tokens=False)["input_ids"] == ids[start:]
+    for ids, token_texts in zip(prompts.tokens.tolist(), prompts.token_text, strict=True):
+        assert tokenizer("".join(token_texts[start:]), add_special_tokens=False)["input_ids"] == ids[start:]
     same = task.sample(4, TOKENIZER, seed=1)
     assert [[t.strip() for t in row[start:]] for row in prompts.token_text] == [
         [t.strip() for t in row[1:]] for row in same.token_text

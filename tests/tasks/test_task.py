@@ -13,7 +13,7 @@ from align_circuits.tasks.task import Task, exchanged
 class Doubled(Task):
     """Random tokens, written twice."""
 
-    def sample(self, n, tokenizer=None, seed=0):  # noqa: ARG002
+    def sample(self, n, tokenizer=None, seed=0):  # noqa: ARG002 - the interface of a task
         generator = torch.Generator().manual_seed(seed)
         rows = torch.stack([torch.randperm(55, generator=generator)[:10] for _ in range(n)]) + 5
         prompts = ac.Prompts.from_tokens(rows.repeat(1, 2))
@@ -31,7 +31,7 @@ class Shifted(Doubled):
     roles: ClassVar = {"induction": "attends to the next token of the first copy"}
     target_name = "A repeated token"
 
-    def corrupt(self, prompts, *, seed=0):  # noqa: ARG002
+    def corrupt(self, prompts, **_):
         return replace(prompts, inputs=prompts.tokens.roll(1, 1))
 
     def control(self):

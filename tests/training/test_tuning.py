@@ -358,7 +358,7 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
         run(ac.load(random_hf_model("llama")))
     with pytest.raises(ValueError, match="has an adapter already"):
         run(run(llama).model)
-    hook = ("blocks.0.hook_resid_post", lambda value, hook: value)  # noqa: ARG005
+    hook = ("blocks.0.hook_resid_post", lambda value, **_: value)
     with llama.hooks(fwd_hooks=[hook]), pytest.raises(ValueError, match="hooks are attached"):
         run(llama)
     (tmp_path / "file").write_text("")

@@ -110,6 +110,8 @@ def positions(stream: Subspaces, n_ctx: int, bos: bool) -> Float[Tensor, "n_ctx 
 def boundary(task: Seq2SeqTask, stream: Subspaces) -> HeadSpec:
     """Attends to the latest delimiter, as a delimiter and as late; writes its distance and whether it is a colon."""
     m, n = task.x_len, task.x_len * task.phrase_len
+    # Of two delimiters, at least min(m, n) + 1 tokens apart, the later wins by BOUNDARY_MARGIN; a delimiter wins by as
+    # much over the tokens after it, of which there are at most max(m, n).
     recency = BOUNDARY_MARGIN / (min(m, n) + 1)
     return HeadSpec(
         (
@@ -123,6 +125,7 @@ def boundary(task: Seq2SeqTask, stream: Subspaces) -> HeadSpec:
 def place_units(task: Seq2SeqTask, stream: Subspaces) -> tuple[ReLUUnits, ...]:
     """Turn the distance to the delimiter into a place in the input, or into the phrase and offset that come next."""
     m, c = task.x_len, task.phrase_len
+    # Longer than any distance: it moves the distances of outputs out of the range of the units for inputs, and back.
     longest = float(m * (c + 1) + 2)
     coming = torch.arange(m * c)
     following = stream["next phrase"][:, coming // c] + stream["next offset"][:, coming % c]
@@ -164,6 +167,8 @@ def aligner(
     symbol = {"next start": "query symbol", "own phrase": "key symbol"}[phrase]
     return HeadSpec(
         (
+            # An aligned symbol (4) beats a delimiter (2), and that the rest (0): positions within an example, of m + n
+            # + 2 tokens, add less than one MARGIN. Between examples they add one, so the latest example wins.
             QKTerm(stream[phrase], stream["input place"][:, aligned], 4 * MARGIN),
             QKTerm(stream["one"], stream["delimiter"], 2 * MARGIN),
             QKTerm(stream["one"], stream["position"], MARGIN / (m + n + 2)),
@@ -179,6 +184,7 @@ def continuing_units(stream: Subspaces) -> ReLUUnits:
     """
     own, ends = stream["key symbol"], stream["own offset"][:, -1:]
     both = torch.cat([own, -own], dim=1)
+    # Two units a bit, since a ReLU passes one sign only.
     query = torch.cat([stream["query symbol"], -stream["query symbol"]], dim=1)
     return ReLUUnits(both - ends, torch.zeros(both.shape[1]), query)
 
@@ -190,6 +196,7 @@ def lookup(task: Seq2SeqTask, stream: Subspaces, share: float = 1.0) -> HeadSpec
     one in the letter before it. So a later letter outweighs all earlier ones.
     """
     c = task.phrase_len
+    # Weights halve from the latest letter back, so the earliest of them still decides by MARGIN.
     weight = MARGIN * 2 ** (c - 1)
     letters = ["letter", *(f"{back} before" for back in range(1, c))]
     return HeadSpec(
@@ -217,6 +224,8 @@ def diffuse(stream: Subspaces, generator: torch.Generator, n_ctx: int) -> HeadSp
     """Attends almost equally to all tokens; raises the letters of the prompt, each by `PRESENCE` or more."""
     return HeadSpec(
         (_random_qk(stream, generator),),
+        # Scores lie in [-1, 1], so a token gets at least 1 / (n_ctx e²) of the attention: a letter that occurs is
+        # raised by PRESENCE or more, and `presence_units` cut off what is above.
         (OVTerm(stream["letter"], stream["prediction"], PRESENCE * n_ctx * math.e**2),),
     )
 

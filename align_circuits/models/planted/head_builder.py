@@ -69,6 +69,7 @@ class HeadSpec:
             start = 0
             for term in self.qk:
                 columns = slice(start, start := start + term.query.shape[1])
+                # Attention divides scores by the root of d_head, which depends on the widest head of the model.
                 attention.W_Q[head, :, columns] = term.query * term.weight * model.cfg.d_head**0.5
                 attention.W_K[head, :, columns] = term.key
             start = 0

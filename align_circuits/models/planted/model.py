@@ -123,6 +123,7 @@ def planted_circuit(
     bos = task.bos and token_ids.bos is not None
     _check(task, bos, strength, decoys, n_layers, n_heads, n_ctx)
     generator = torch.Generator().manual_seed(seed)
+    # In the order of the stages, but in any layers: no method may find a head by its place.
     layers = sorted(torch.randperm(n_layers, generator=generator)[:STAGES].tolist())
     stream = circuit.residual_stream(task, n_ctx)
     placements = [

@@ -106,6 +106,7 @@ class HandBuilt(HookedRootModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "HandBuilt":
         super()._apply(fn, recurse)
+        # TransformerLens reads the device from `cfg`, which `.to()` of a plain module would leave behind.
         self.cfg = replace(self.cfg, device=self.W_E.device, dtype=self.W_E.dtype)
         return self
 

@@ -19,23 +19,12 @@ from align_circuits.tables.emergence_times import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.probe import PROBED
-from align_circuits.training.tuning import TuneConfig, TuneRun, tune
+from align_circuits.training.tuning import TOY_LLAMA, TuneConfig, TuneRun, tune
 
 TASK: Mapping[str, Any] = {"x_len": 5, "phrase_len": 2, "n_examples": 10}
 """What the bundled model is tuned on."""
 
-TOY: Mapping[str, Any] = {
-    "loss_on": "all",
-    "steps": 200,
-    "batch": 8,
-    "lr": 3e-3,
-    "r": 16,
-    "alpha": 64.0,
-    "dropout": 0.0,
-    "projections": ("q", "k", "v", "o"),
-    "probe_every": 5,
-    "probe_prompts": 10,
-}
+TOY: Mapping[str, Any] = TOY_LLAMA
 """How the bundled model is tuned: at most 5 minutes on two cores."""
 
 PAPER: Mapping[str, Any] = {"precision": "bf16", "checkpointing": True, "probe_prompts": 10}

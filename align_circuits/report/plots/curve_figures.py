@@ -18,7 +18,7 @@ def curves(
     Args:
         panels: A frame for each panel by its caption, with the columns `x`, `by`, value, low and high.
         x: The column along x.
-        by: The column whose values are told apart by colour and symbol.
+        by: The column whose values differ in colour and symbol.
         label: The title of the x axis.
         title: Above the panels.
         value: The title of the y axis, with the unit.
@@ -55,7 +55,7 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     Args:
         frame: With the columns `row`, `by`, value, low and high.
         row: The column whose values are rows, in order from the top.
-        by: The column whose values are told apart by colour and symbol.
+        by: The column whose values differ in colour and symbol.
         label: The title of the values, with their unit.
         title: Above the figure.
     """

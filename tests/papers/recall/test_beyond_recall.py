@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.heads.metrics import MATCHES
 from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER, last_demonstrations, measure, token_groups
 from align_circuits.papers.recall.beyond.mixed_training import MIXING
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE, SITES, parts_of, swapped
+from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import MixedTask
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask

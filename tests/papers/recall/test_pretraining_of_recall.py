@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 import align_circuits as ac
-from align_circuits.heads.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.heads.task_vector_effects import representations, steer, task_vectors
+from align_circuits.papers.recall.metrics import MATCHES, group_cosines, recall_matches, silhouette
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import Stage, next_token_loss, probe, train_stage
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
@@ -263,5 +263,5 @@ def test_steering_without_answers_is_refused():
     vectors = task_vectors(model, groups, 1)[type_]
     with pytest.raises(ValueError, match="60 prompts, 0 answers"):
         steer(model, prompts, 1, vectors, vectors, {})
-    with pytest.raises(ValueError, match="a beta of -1, which in the table says that nothing is steered"):
+    with pytest.raises(ValueError, match="a beta of -1, which in the table marks the model as it is"):
         steer(model, prompts, 1, vectors, vectors, {"own": prompts.column("token")}, betas=(0.5, -1.0))

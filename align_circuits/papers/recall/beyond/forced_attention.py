@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.heads.metrics import recall_matches
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
@@ -23,6 +22,7 @@ from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
+from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts

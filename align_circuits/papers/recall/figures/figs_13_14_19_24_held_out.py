@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.metrics import MATCHES
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures.attention_only_models import (
     PAPER,
@@ -22,6 +21,7 @@ from align_circuits.papers.recall.figures.attention_only_models import (
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure
 from align_circuits.papers.recall.figures.gpt2_models import SOURCE, log_rows
 from align_circuits.papers.recall.figures.training_curves import at_end, at_start, mean_curves
+from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.metrics import MATCHES
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures.gpt2_models import CPU, PAPER, SMOKE, SOURCE, Finetuned
 from align_circuits.papers.recall.figures.training_curves import (
@@ -18,6 +17,7 @@ from align_circuits.papers.recall.figures.training_curves import (
     mean_curves,
     reached,
 )
+from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.papers.study import Experiment
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.metrics import group_cosines, silhouette
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
+from align_circuits.papers.recall.metrics import group_cosines, silhouette
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
 from align_circuits.prompts.prompts import Prompts

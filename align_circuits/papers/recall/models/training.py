@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from align_circuits.heads.metrics import recall_matches
+from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
