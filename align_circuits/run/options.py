@@ -1,6 +1,7 @@
 """How a model is run, whatever is measured."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Engine = Literal["auto", "fast", "reference"]
@@ -19,6 +20,11 @@ class RunOptions:
     takes the fast one wherever it applies and every hook fires."""
     batch_size: int | Literal["auto"] = "auto"
     """Prompts at a time; `"auto"` fits it to the device and halves it when memory runs out."""
+    progress: bool | Literal["auto"] = "auto"
+    """Whether sweeps of more than a second draw a bar with the time left; `"auto"`: on a terminal and in a notebook."""
+    out: str | Path | None = None
+    """A folder that keeps the parts of patching and ablation sweeps: the same call goes on where a killed one stopped.
+    None keeps nothing."""
 
     def __post_init__(self):
         if self.engine not in ("auto", "fast", "reference"):

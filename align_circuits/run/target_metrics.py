@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -11,12 +12,14 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.hooks.edits import Edit
+from align_circuits.hooks.edits import Edit, edits_digests
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
+from align_circuits.run.sweeps import EDIT_SETS_A_PART, SweepParts, progress_bar
 from align_circuits.tables.tables import Provenance, Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
@@ -247,9 +250,34 @@ class TargetMetrics:
     ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
         """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does."""
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
+        engine, step = "", max(1, len(edit_sets))
+        identity = {}
+        if options.out is not None:
+            step = EDIT_SETS_A_PART
+            identity = self._identity(model, source, options) | {"edits": edits_digests(edit_sets)}
+        parts = SweepParts(options, identity)
+        with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
+            for start in range(0, len(edit_sets), step):
+                part = slice(start, start + step)
+                compute = partial(self._measure_edit_sets, model, edit_sets[part], source, options, bar)
+                values[part], engine = parts.measure(f"edit-sets-{start:05d}", compute)
+                bar.update(max(0, min(start + step, len(edit_sets)) * len(self.token) - bar.n))
+        return values.swapaxes(0, 1), engine
+
+    def _measure_edit_sets(
+        self,
+        model: HookedModel,
+        edit_sets: Sequence[Sequence[Edit]],
+        source: Prompts | None,
+        options: RunOptions,
+        bar: Any,
+    ) -> tuple[Float[ndarray, "edit_set metric target"], str]:
+        """One part of a sweep."""
+        values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
             self.assign(values[index], rows, logits)
+            bar.update(len(rows))
 
         engine = run_edited(
             model,
@@ -259,9 +287,21 @@ class TargetMetrics:
             query=self.query,
             on_logits=keep,
             source=source,
-            options=options,
+            options=replace(options, progress=False),
         )
-        return values.swapaxes(0, 1), engine
+        return values, engine
+
+    def _identity(self, model: HookedModel, source: Prompts | None, options: RunOptions) -> dict[str, Any]:
+        """What tells a sweep of these metrics from all others."""
+        return {
+            "model": model_provenance(model),
+            "prompts": self.prompts.digest,
+            "source": None if source is None else source.digest,
+            "targets": [self.prompt.tolist(), self.query.tolist(), self.token.tolist()],
+            "metrics": [metric if isinstance(metric, str) else _code_of(metric) for metric in self.metrics],
+            "engine": options.engine,
+            "batch_size": options.batch_size,
+        }
 
     def assign(
         self,
@@ -287,6 +327,12 @@ class TargetMetrics:
         """Returns means over prompts as a table; a prompt counts by its number of targets."""
         weights = np.tile(self.weights, (len(values), 1))
         return Table.from_prompts(keys, values, weights, provenance, bounded=False)
+
+
+def _code_of(metric: OwnMetric) -> str:
+    """What identifies a metric of the user's own: its name and, as far as Python shows it, its code."""
+    code = getattr(metric, "__code__", None)
+    return f"{name_of_metric(metric)} {'' if code is None else (code.co_code.hex(), code.co_consts, code.co_names)}"
 
 
 def by_kind(prompts: Prompts) -> dict[str, Bool[ndarray, " target"]]:
