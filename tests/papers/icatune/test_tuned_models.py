@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
+from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10, _sizes
 
 import align_circuits as ac
 from align_circuits.cli import main
@@ -17,8 +19,6 @@ from align_circuits.papers.icatune import causal_heads, conjecture
 from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
-from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
-from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10, _sizes
 from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
 from align_circuits.papers.study import Inputs, Study
 from align_circuits.tables.tables import VALUES, Provenance, Table
