@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
-from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -47,6 +47,12 @@ class Criteria:
         ]
 
 
+def head_scores(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
+    """Returns all scores of single heads; the arguments are those of `accuracy`."""
+    loaded = stored(model)
+    return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).heads().frame
+
+
 def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
     """Scores a circuit that does align, the control of "no head aligns"; the function of a job."""
     seq2seq = Seq2SeqTask(**task)
@@ -78,10 +84,17 @@ def _check(table: Table) -> list[Check]:
     single = _right(table, style="standard", x_len=1, **first)
     scored = table.where(metric="align_query")
     (model,) = set(scored.frame["model"]) - {PLANTED}
-    heads, aligner = scored.where(model=model), scored.where(model=PLANTED)
     of_gap = scored.frame.iloc[0]
     standard = {"style": "standard", "x_len": int(of_gap["x_len"]), "phrase_len": int(of_gap["phrase_len"])}
     gap = mean_of(_right(table, ood=False, **standard, **first))
+
+    def minus(ood: bool, minuend: str, subtrahend: str, kind: str = "first") -> Measured:
+        rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
+        return difference_of(*rows)
+
+    def aligns(ood: bool, model: str) -> Measured:
+        return extreme_of(scored.where(ood=ood, model=model), highest=True)
+
     checks = [
         Claim("Pre-aligned prompts: first-token accuracy, mean over all m and c").at_least(
             0.95, mean_of(pre), gap, "standard prompts"
@@ -94,22 +107,15 @@ def _check(table: Table) -> list[Check]:
         ),
     ]
     for ood, where in ((False, "within the grammar"), (True, "OOD")):
-
-        def minus(minuend: str, subtrahend: str, kind: str, ood: bool = ood) -> Measured:
-            rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
-            return difference_of(*rows)
-
         checks += [
             Claim(
                 f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)"
-            ).at_most(0.0, minus("model", "history", "first"), minus("oracle", "history", "first"), "the oracle"),
+            ).at_most(0.0, minus(ood, "model", "history"), minus(ood, "oracle", "history"), "the oracle"),
             Claim(f"Standard prompts, {where}: later tokens are near the oracle (oracle minus model)").at_most(
-                0.1, minus("oracle", "model", "later"), minus("oracle", "model", "first"), "first tokens"
+                0.1, minus(ood, "oracle", "model", "later"), minus(ood, "oracle", "model"), "first tokens"
             ),
             Claim(f"Standard prompts, {where}: no head aligns (highest align_query)").at_most(
-                0.5,
-                *both(lambda of, ood=ood: extreme_of(of.where(ood=ood), highest=True), heads, aligner),
-                "a planted circuit",
+                0.5, aligns(ood, model), aligns(ood, PLANTED), "a planted circuit"
             ),
         ]
     return checks

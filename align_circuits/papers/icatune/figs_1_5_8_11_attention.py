@@ -21,6 +21,7 @@ from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG10, ICA, PAPER
 from align_circuits.papers.icatune.tuned_models import (
     Arm,
     Tunings,
+    as_rows,
     before_and_after,
     best_head,
     ends,
@@ -48,15 +49,14 @@ def _mean_map(weights: Float[Tensor, "prompt query key"]) -> pd.DataFrame:
     return mean_rows(keys.to_frame(index=False), weights.flatten(1).T.double().numpy())
 
 
-def _map_rows(frames: Sequence[pd.DataFrame], keys: Sequence[str]) -> pd.DataFrame:
-    """Frames as one, with `keys` and `VALUES`; rows that are no map have no query and no key."""
-    return pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in frames])
-
-
-def _grid(rows: Any, names: Sequence[str], keys: Sequence[str]) -> pd.DataFrame:
-    """Attention with queries down and keys across, by name."""
-    grid = rows.pivot(index="query", columns="key", values="value").iloc[::-1]
-    return grid.set_axis([names[at] for at in grid.index]).set_axis([keys[at] for at in grid.columns], axis=1)
+def _draw_grids(
+    panels: Mapping[str, pd.DataFrame], queries: Sequence[str], keys: Sequence[str], x: str, y: str
+) -> go.Figure:
+    """Attention with queries down and keys across, by name; a panel for each of the maps."""
+    named = {"index": dict(enumerate(queries)), "columns": dict(enumerate(keys))}
+    grids = {title: rows.pivot(index="query", columns="key", values="value") for title, rows in panels.items()}
+    grids = {title: grid.iloc[::-1].rename(**named) for title, grid in grids.items()}
+    return plots.accuracy_grids(grids, x=x, y=y, value="attention")
 
 
 # Figure 1
@@ -115,7 +115,7 @@ def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
         for metric, head in heads.items():
             maps = _mean_map(_pattern(network, those, head))
             frames.append(maps.assign(part=f"x = x{place + 1}", metric=metric, of=describe([head])))
-    return _map_rows(frames, ["part", "metric", "of", "query", "key"])
+    return as_rows(frames, ["part", "metric", "of", "query", "key"])
 
 
 def _check_pairs(table: Table) -> list[Check]:
@@ -142,11 +142,8 @@ def _draw_pairs(table: Table) -> Mapping[str, go.Figure]:
     maps: Any = table.frame[table.frame["part"].str.startswith("x = ")]
     k = (int(maps["key"].max()) - 1) // 2
     names = ["start", *(f"{kind}{at + 1}" for at in range(k) for kind in "xy"), "x", "y"]
-    panels = {
-        f"{metric}, {part}": _grid(rows, names, names)
-        for (metric, part), rows in maps.groupby(["metric", "part"], sort=False)
-    }
-    return {"fig1": plots.accuracy_grids(panels, x="to", y="from", value="attention")}
+    panels = {f"{metric}, {part}": rows for (metric, part), rows in maps.groupby(["metric", "part"], sort=False)}
+    return {"fig1": _draw_grids(panels, names, names, "to", "from")}
 
 
 FIG1 = Experiment(
@@ -192,7 +189,7 @@ def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
             score = scores[part].where(metric=metric, layer=layer, head=head).frame
             frames.append(score.assign(**about, metric="score"))
             frames.append(_mean_attention(model, drawn, (layer, head), what).assign(**about, metric="attention"))
-    return _map_rows(frames, ["part", "what", "of", "metric", "query", "key"])
+    return as_rows(frames, ["part", "what", "of", "metric", "query", "key"])
 
 
 def _mean_attention(model: Any, prompts: Prompts, head: Head, what: str) -> pd.DataFrame:
@@ -252,11 +249,8 @@ def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
     figures = {}
     for what, (title, keys) in across.items():
         rows: Any = maps.where(what=what).frame
-        panels = {
-            f"{rows['of'].iloc[0]} {part}": _grid(rows[rows["part"] == part], names, keys)
-            for part in ("before", "after")
-        }
-        figures[what] = plots.accuracy_grids(panels, x=title, y="predicted letter", value="attention")
+        panels = {f"{rows['of'].iloc[0]} {part}": rows[rows["part"] == part] for part in ("before", "after")}
+        figures[what] = _draw_grids(panels, names, keys, title, "predicted letter")
     return figures
 
 
@@ -380,7 +374,7 @@ def _circuit_jobs(config: Circuit, _: Inputs) -> list[Measurement]:
 
 
 def _summarize_circuit(_: Circuit, rows: Rows) -> pd.DataFrame:
-    return _map_rows(list(rows.values()), ["part", "seed", "metric", "kind", "query", "key", "token"])
+    return as_rows(rows.values(), ["part", "seed", "metric", "kind", "query", "key", "token"])
 
 
 def _check_circuit(table: Table) -> list[Check]:
@@ -418,11 +412,8 @@ def _draw_circuit(table: Table) -> Mapping[str, go.Figure]:
     names = [f"{at} {token}" for at, token in enumerate(tokens)]
     figures = {}
     for number, stage in enumerate(("first", "second", "third"), start=1):
-        heads = [name for name in STAGES.values() if name.startswith(str(number))]
-        panels = {name: _grid(maps[maps["metric"] == name], names, names) for name in heads}
-        figures[f"{stage} layer of Fig. 8"] = plots.accuracy_grids(
-            panels, x="to token", y="from token", value="attention"
-        )
+        panels = {name: maps[maps["metric"] == name] for name in STAGES.values() if name.startswith(str(number))}
+        figures[f"{stage} layer of Fig. 8"] = _draw_grids(panels, names, names, "to token", "from token")
     return figures
 
 

@@ -1,17 +1,21 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): what a pretrained model does in context."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of
-from align_circuits.papers.model_on_tasks import accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
 from align_circuits.report import plots
+from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 STYLES = ("standard", "pre-aligned")
 
@@ -35,6 +39,45 @@ class Grid:
             for m in self.x_lens
             for c in self.phrase_lens
         ]
+
+
+def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
+    """Returns what `evaluate` does of a model on fresh prompts of a task; the function of a job.
+
+    Args:
+        model: What `load` takes.
+        task: The task's arguments.
+        n: Prompts.
+        seed: Of the prompts.
+        **_: The hash of the model's weights, as a name can get other weights.
+    """
+    loaded = stored(model)
+    return evaluate(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).frame
+
+
+def on_tasks(
+    function: Callable[..., pd.DataFrame], inputs: Inputs, tasks: Iterable[Mapping[str, Any]], *, n: int
+) -> list[Measurement]:
+    """Returns `accuracy`, or another function of its arguments, of every model on every task.
+
+    Keys are `model` and the tasks' arguments. Each task has prompts of its own, so that its rows are independent of
+    another task's.
+    """
+    return [
+        Measurement(
+            function,
+            {"model": model, "weights": about["weights"], "task": task, "n": n},
+            _seed_of(task),
+            {"model": model, **task},
+        )
+        for model, about in inputs.models.items()
+        for task in map(dict, tasks)
+    ]
+
+
+def _seed_of(task: Mapping[str, Any]) -> int:
+    digest = hashlib.sha256(json.dumps([dict(task), 0], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
 
 
 def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:

@@ -1,6 +1,6 @@
 """Models tuned once, and what several experiments measure of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -209,9 +209,9 @@ KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "
 """The key columns of tables about courses; missing where one does not apply, such as the seed of a mean over seeds."""
 
 
-def as_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Returns parts of a table as one frame with the columns `KEYS` and `VALUES`."""
-    return pd.concat([part.reindex(columns=[*KEYS, *VALUES]) for part in parts])
+def as_rows(parts: Iterable[pd.DataFrame], keys: Sequence[str] = KEYS) -> pd.DataFrame:
+    """Returns parts of a table as one frame with the columns `keys` and `VALUES`."""
+    return pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in parts])
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
