@@ -181,8 +181,8 @@ def twofold(*, prompts: int, **run: Any) -> pd.DataFrame:
         for alignment, prompts_of in (("monotonic", drawn), ("swapped", _swapped(drawn))):
             first = pd.DataFrame([{"metric": "first", **_first(model, prompts_of)}])
             best = score_heads(model, prompts_of, ["align_query"]).top("align_query", 1).frame
-            both = pd.concat([first, best[["metric", *VALUES]]])
-            frames.append(both.assign(done=f"{part}: {alignment}", heads="-"))
+            measured = pd.concat([first, best[["metric", *VALUES]]])
+            frames.append(measured.assign(done=f"{part}: {alignment}", heads="-"))
     return pd.concat(frames, ignore_index=True)
 
 

@@ -232,40 +232,34 @@ def _methods(
     for n in sizes:
         ica = {**config, "dataset_size": n}
         standard = {**ica, "method": "standard", "loss_on": "last", "batch": min(n, batch)}
-        arms += [Arm(_named("ICA-Tune", n), task, ica, seeds), Arm(_named("standard", n), task, standard, seeds)]
+        arms += [Arm(f"ICA-Tune, N = {n}", task, ica, seeds), Arm(f"standard, N = {n}", task, standard, seeds)]
     return tuple(arms)
 
 
-def _named(method: str, n: int) -> str:
-    return f"{method}, N = {n}"
-
-
-def _final(table: Table, method: str, n: int, condition: str = "in distribution") -> Table:
-    """The row of accuracy on all tokens at the last step."""
-    rows = table.where(part="course", arm=_named(method, n), condition=condition, metric="accuracy", kind="all")
-    return _at_the_end(rows)
-
-
-def _numbers(table: Table) -> list[int]:
-    return sorted({int(arm.rpartition(" ")[2]) for arm in table.frame["arm"]})
-
-
-def _best_aligner(table: Table, method: str) -> Measured:
-    """The highest align_query of any head at the last step, at any N."""
-    arms = [_named(method, n) for n in _numbers(table)]
-    rows = table.where(part="course", arm=arms, metric="align_query", of="best head")
-    return extreme_of(_at_the_end(rows), highest=True)
+def _by_method(table: Table) -> Table:
+    """The courses by `method` and `N`, in this order."""
+    course: Any = table.where(part="course").frame
+    parts = course["arm"].str.split(", N = ")
+    course = course.assign(method=parts.str[0], N=parts.str[1].astype(int))
+    return Table(course.sort_values(["method", "N"], kind="stable"), table.provenance)
 
 
 def _check_methods(table: Table) -> list[Check]:
-    sizes = _numbers(table)
-    few, many = sizes[min(1, len(sizes) - 1)], sizes[-1]
+    end = _at_the_end(_by_method(table))
+    sizes = list(end.frame["N"].unique())
+    few, many = sizes[min(1, len(sizes) - 1)], max(sizes)
+
+    def right(method: str, n: int, condition: str = "in distribution") -> Table:
+        return end.where(method=method, N=n, condition=condition, metric="accuracy", kind="all")
 
     def final(n: int, method: str, control: str) -> tuple[Measured, Measured]:
-        return both(lambda name: mean_of(_final(table, name, n)), method, control)
+        return both(lambda name: mean_of(right(name, n)), method, control)
 
     def loss_ood(method: str) -> Measured:
-        return difference_of(_final(table, method, many), _final(table, method, many, "OOD"))
+        return difference_of(right(method, many), right(method, many, "OOD"))
+
+    def best_aligner(method: str) -> Measured:
+        return extreme_of(end.where(method=method, metric="align_query", of="best head"), highest=True)
 
     return [
         Claim(f"ICA-Tune learns from N = {few} examples (accuracy, all tokens)", "almost 1.0").at_least(
@@ -275,7 +269,7 @@ def _check_methods(table: Table) -> list[Check]:
             0.9, *final(many, "standard", "ICA-Tune"), "ICA-Tune"
         ),
         Claim("No head aligns after standard fine-tuning (best align_query, any N)").at_most(
-            0.5, _best_aligner(table, "standard"), _best_aligner(table, "ICA-Tune"), "ICA-Tune"
+            0.5, best_aligner("standard"), best_aligner("ICA-Tune"), "ICA-Tune"
         ),
         Claim(f"ICA-Tune is as good OOD (in distribution minus OOD, N = {many})").at_most(
             0.05, loss_ood("ICA-Tune"), loss_ood("standard"), "standard fine-tuning"
@@ -284,21 +278,17 @@ def _check_methods(table: Table) -> list[Check]:
 
 
 def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
-    course: Any = table.where(part="course").frame
-    parts = course["arm"].str.split(", N = ")
-    course = course.assign(method=parts.str[0], N=parts.str[1].astype(int))
-    course = course.sort_values(["method", "N"], kind="stable")
-    totals = course[(course["metric"] == "accuracy") & (course["kind"] == "all")]
-    final = totals[totals["step"] == totals["step"].max()]
-    heads = course[(course["metric"] == "align_query") & (course["of"] == "best head")]
+    course = _by_method(table)
+    totals: Any = course.where(metric="accuracy", kind="all").frame
+    final = by_condition(totals[totals["step"] == totals["step"].max()])
+    heads: Any = course.where(metric="align_query", of="best head").frame
     best = heads.loc[heads.groupby(["method", "N", "step"])["value"].idxmax()]
     best = best.assign(size="N = " + best["N"].astype(str))
+    sizes = totals["N"].unique()
     return {
-        "size": plots.curves(by_condition(final), x="N", by="method", label="examples N").update_xaxes(
-            type="log", tickvals=_numbers(table)
-        ),
+        "size": plots.curves(final, "N", "method", "examples N").update_xaxes(type="log", tickvals=sizes.tolist()),
         "alignment": draw_course(dict(iter(best.groupby("method"))), "size", "best align_query"),
-        "OOD": draw_course(by_condition(totals[totals["N"] == totals["N"].max()]), "arm"),
+        "OOD": draw_course(by_condition(totals[totals["N"] == sizes.max()]), "arm"),
     }
 
 

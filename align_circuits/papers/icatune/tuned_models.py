@@ -99,14 +99,10 @@ def tuned_study(
     arms: Callable[[Any, Inputs], Sequence[Arm]] = lambda config, _: config.arms,
     **scales: Any,
 ) -> Study:
-    """Returns the study of a model that is tuned.
+    """Returns the study of a model that is tuned, with a config such as `Tunings` for each of the `scales`.
 
-    Args:
-        name: Of the study.
-        summarize: It is given the rows of `course` and of `measured`.
-        measured: Functions of the arguments of `tuned` and of `prompts`, the `n` of the config.
-        arms: What is tuned, by the config.
-        **scales: A config for each scale, such as `Tunings`.
+    `measured` are functions of `prompts`, the config's `n`, and of the arguments of `tuned`; `summarize` is given their
+    rows and those of `course`.
     """
 
     def jobs(config: Any, inputs: Inputs) -> list[Measurement]:
@@ -158,14 +154,7 @@ def best_head(scores: Table, metric: str) -> Head:
 
 
 def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, **more: Any) -> list[Measurement]:
-    """Returns a measurement of each arm and seed.
-
-    Args:
-        function: It takes the arguments of `tuned`, and `more`. With `course` these are the trainings: `Study.train`.
-        arms: What is tuned how; its name is the key `arm`.
-        inputs: With a single model.
-        **more: Further arguments of the function.
-    """
+    """Returns a measurement of each arm and seed by a function of the arguments of `tuned`, and of `more`."""
     return [
         Measurement(
             function,
@@ -184,10 +173,10 @@ def course(**run: Any) -> pd.DataFrame:
 
 
 def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Measures a model before and after tuning on fresh prompts; the function of a job.
+    """Measures a model before and after tuning on fresh prompts under each of the `CONDITIONS`; the function of a job.
 
     Args:
-        prompts: How many under each of the `CONDITIONS`.
+        prompts: How many under each.
         **run: As for `tuned`.
     """
     models, task, seed = before_and_after(**run)
@@ -215,13 +204,9 @@ def as_rows(parts: Iterable[pd.DataFrame], keys: Sequence[str] = KEYS) -> pd.Dat
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
-    """Returns the mean over seeds of each group of rows, with 95% bootstrap intervals over seeds.
+    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% bootstrap intervals over seeds.
 
     A single seed keeps its interval over prompts.
-
-    Args:
-        frame: One row a group and seed.
-        by: The columns that tell groups apart.
     """
     if frame["seed"].nunique() == 1:
         return frame[[*by, *VALUES]].reset_index(drop=True)
@@ -237,9 +222,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
         every: Keep one probe in so many, and the last.
 
     Returns:
-        Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `PROBED`, these in distribution), kind, layer (of heads), and `of`: `"model"`, `"best head"`, or
-        `"layer mean"`.
+        Rows with `part="course"`; `of` is `"model"`, or in distribution `"best head"` or `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & frame["offset"].isna()]

@@ -9,8 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
-from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10
 
 import align_circuits as ac
 from align_circuits.cli import main
