@@ -11,7 +11,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, stored
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -48,9 +48,9 @@ class Criteria:
 
 
 def head_scores(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
-    """Returns all scores of single heads; the arguments are those of `accuracy`."""
+    """Scores a model's heads on fresh prompts; the function of a job. Arguments as for `accuracy`."""
     loaded = stored(model)
-    return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).heads().frame
+    return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed), ["align_query"]).heads().frame
 
 
 def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
@@ -66,12 +66,6 @@ def _jobs(config: Criteria, inputs: Inputs) -> list[Measurement]:
         *on_tasks(head_scores, inputs, config.gap, n=config.n),
         *(Measurement(planted_scores, {"task": task}, None, {"model": PLANTED, **task}) for task in config.gap),
     ]
-
-
-def _summarize(_: Criteria, rows: Rows) -> pd.DataFrame:
-    scores = rows["head_scores"]
-    frames = [rows["accuracy"], scores[scores["metric"] == "align_query"], rows["planted_scores"]]
-    return pd.concat(frames, ignore_index=True).drop(columns="seed")
 
 
 def _right(table: Table, **where: Any) -> Table:
@@ -140,7 +134,7 @@ CRITERIA = Experiment(
             "paper": Criteria(),
         },
         _jobs,
-        _summarize,
+        lambda _, rows: pd.concat(rows.values(), ignore_index=True).drop(columns="seed"),
         models="one",
     ),
     _draw,

@@ -49,6 +49,10 @@ def _mean_map(weights: Float[Tensor, "prompt query key"]) -> pd.DataFrame:
     return mean_rows(keys.to_frame(index=False), weights.flatten(1).T.double().numpy())
 
 
+def _of_head(scores: Table, metric: str, head: Head) -> pd.DataFrame:
+    return scores.where(metric=metric, layer=head[0], head=head[1]).frame.assign(of=describe([head]))
+
+
 def _draw_grids(
     panels: Mapping[str, pd.DataFrame], queries: Sequence[str], keys: Sequence[str], x: str, y: str
 ) -> go.Figure:
@@ -102,12 +106,8 @@ def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
         score_heads(network, half, ["induction", "previous"]) for half in (prompts[: n // 2], prompts[n // 2 :])
     )
     heads = {metric: best_head(chosen, metric) for metric in ("induction", "previous")}
-    for part, metric, head in (
-        *(("known", *each) for each in heads.items()),
-        ("induction head", "previous", heads["induction"]),
-    ):
-        score = scores.where(metric=metric, layer=head[0], head=head[1]).frame
-        frames.append(score.assign(part=part, of=describe([head])))
+    frames += [_of_head(scores, metric, head).assign(part="known") for metric, head in heads.items()]
+    frames.append(_of_head(scores, "previous", heads["induction"]).assign(part="induction head"))
     first = scores.where(metric="induction", layer=0).heads().frame
     frames.append(first.nlargest(1, "value").assign(part="first layer", of="best head"))
     for place in range(k):
@@ -184,11 +184,10 @@ def attention(*, prompts: int, **run: Any) -> pd.DataFrame:
     frames = []
     for part, model in models.items():
         for what, metric in metrics.items():
-            layer, head = best_head(scores["after"], metric)
-            about = {"part": part, "what": what, "of": describe([(layer, head)])}
-            score = scores[part].where(metric=metric, layer=layer, head=head).frame
-            frames.append(score.assign(**about, metric="score"))
-            frames.append(_mean_attention(model, drawn, (layer, head), what).assign(**about, metric="attention"))
+            head = best_head(scores["after"], metric)
+            about = {"part": part, "what": what, "of": describe([head])}
+            frames.append(_of_head(scores[part], metric, head).assign(**about, metric="score"))
+            frames.append(_mean_attention(model, drawn, head, what).assign(**about, metric="attention"))
     return as_rows(frames, ["part", "what", "of", "metric", "query", "key"])
 
 
@@ -207,6 +206,8 @@ def _keys(prompts: Prompts, what: str) -> Int[Tensor, "prompt key place"]:
     if what == "align":
         return ((role == Role.INPUT) & (example == last)).nonzero().expand(len(prompts), -1, 1)
     letters = ((role == Role.OUTPUT) & (example < last)).nonzero()[:, 0]
+    # Every example translates its symbols in an order of its own: `same` is the place in an example's output of the
+    # phrase for the symbol that each phrase of the test example translates.
     symbol = prompts.latent["order"][:, :, prompts.task["aligned"]]
     same = (symbol[:, -1, None, :, None] == symbol[:, :-1, None]).int().argmax(3)  # [prompt example symbol]
     places = letters.view(last, symbol.shape[2], -1)[torch.arange(last)[:, None], same]
@@ -344,8 +345,8 @@ def circuit_scores(*, task: Mapping[str, Any], strength: float, n: int, seed: in
     scores = score_heads(model, prompts, SCORED).heads()
     frames = []
     for kind in SCORED:
-        layer, head = next(head for head, built in model.kinds.items() if built == kind)
-        frames.append(scores.where(metric=kind, layer=layer, head=head).frame.assign(kind="all"))
+        head = next(head for head, built in model.kinds.items() if built == kind)
+        frames.append(_of_head(scores, kind, head).assign(kind="all"))
     aligners = [head for head, kind in model.kinds.items() if kind in ("align_query", "align_key")]
     ablated = Ablate(aligners, how="mean", reference=ablation_baseline(model, prompts, "mean"))
     for name, predictors, edits in (

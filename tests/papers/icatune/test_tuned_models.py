@@ -125,31 +125,14 @@ def test_layers_apart_pairs_seeds():
 
 
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
-    course = pd.DataFrame(
-        [
-            (seed, step, False, "accuracy", "first", None, "model", None, None, 0.5 * seed + 0.1 * step)
-            for seed in (0, 1)
-            for step in (0, 1, 2, 3)
-        ]
-        + [
-            (
-                seed,
-                step,
-                False,
-                "lookup",
-                "all",
-                None,
-                level,
-                0,
-                head,
-                0.1 * (-1 if head is None else head) + 0.5 * seed,
-            )
-            for seed in (0, 1)
-            for step in (0, 1, 2, 3)
-            for head, level in ((None, "layer"), (0, "head"), (1, "head"))
-        ],
-        columns=["seed", "step", "ood", "metric", "kind", "offset", "level", "layer", "head", "value"],
-    ).assign(arm="a", low=0.0, high=1.0, n=4)
+    rows = []
+    for seed, step in itertools.product((0, 1), (0, 1, 2, 3)):
+        about = {"seed": seed, "step": step}
+        rows.append({**about, "metric": "accuracy", "kind": "first", "level": "model", "value": seed / 2 + step / 10})
+        for level, head, value in (("layer", None, -0.1), ("head", 0, 0.0), ("head", 1, 0.1)):
+            of_heads = {"metric": "lookup", "kind": "all", "level": level, "layer": 0, "head": head}
+            rows.append({**about, **of_heads, "value": value + seed / 2})
+    course = pd.DataFrame(rows).assign(arm="a", ood=False, offset=None, low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
     rows: Any = as_rows([found])
     assert sorted(found["step"].unique()) == [0, 2, 3] and rows["seed"].isna().all()
