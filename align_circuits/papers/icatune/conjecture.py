@@ -78,8 +78,8 @@ def learned(
     """
     size = {"n_layers": depth, "n_heads": max(1, width // 16), "d_model": width, "d_mlp": 4 * width}
     recipe = Recipe(TrainConfig(steps=1), (), **size, n_ctx=(n_examples + 1) * (2 * x_len + 2))
-    rates: dict[str, Any] = {"lr": 0.01, "rest_lr": 0.003, "schedule": "linear", "warmup": min(50, steps - 1)}
-    config = TrainConfig(steps=steps, **rates, optimizer="muon", betas=(0.9, 0.98), log_every=steps)
+    muon: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "rest_lr": 0.003, "betas": (0.9, 0.98)}
+    config = TrainConfig(steps=steps, **muon, schedule="linear", warmup=min(50, steps - 1), log_every=steps)
 
     def sample(_: int, batch_seed: int) -> tuple[Tensor, Tensor]:
         return tokens(draw(32, x_len, n_examples, batch_seed))
@@ -132,18 +132,18 @@ class Conjecture:
         """What is varied, and its values elsewhere."""
         return {"depth": self.depth, "width": self.width, "x_len": self.x_len}
 
-    @property
-    def models(self) -> list[dict[str, int]]:
-        """Depth, width and m of each model, the cheapest first."""
-        varied = {"x_len": self.x_lens, "depth": self.depths, "width": self.widths}
-        models = [self.base | {name: value} for name, values in varied.items() for value in values]
-        distinct = {tuple(model.values()): model for model in models}.values()
-        return sorted(distinct, key=lambda model: model["depth"] * model["width"] * model["x_len"])
-
 
 def _jobs(config: Conjecture, _: Inputs) -> list[Measurement]:
+    """The cheapest model first."""
+    varied = {"x_len": config.x_lens, "depth": config.depths, "width": config.widths}
+    models = [config.base | {name: value} for name, values in varied.items() for value in values]
+    distinct = {tuple(model.values()): model for model in models}.values()
     common = {"n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
-    return [Measurement(learned, model | common, seed, keys=model) for model in config.models for seed in config.seeds]
+    return [
+        Measurement(learned, model | common, seed, keys=model)
+        for model in sorted(distinct, key=lambda model: model["depth"] * model["width"] * model["x_len"])
+        for seed in config.seeds
+    ]
 
 
 def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:

@@ -30,16 +30,6 @@ class Grid:
     n: int = 100
     """Prompts a cell, each with its own automata."""
 
-    @property
-    def tasks(self) -> list[dict[str, int | str]]:
-        """The arguments of each task."""
-        return [
-            {"style": style, "x_len": m, "phrase_len": c, "n_examples": self.n_examples}
-            for style in STYLES
-            for m in self.x_lens
-            for c in self.phrase_lens
-        ]
-
 
 def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
     """Returns what `evaluate` does of a model on fresh prompts of a task; the function of a job.
@@ -81,7 +71,13 @@ def _seed_of(task: Mapping[str, Any]) -> int:
 
 
 def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
-    return on_tasks(accuracy, inputs, config.tasks, n=config.n)
+    tasks = [
+        {"style": style, "x_len": m, "phrase_len": c, "n_examples": config.n_examples}
+        for style in STYLES
+        for m in config.x_lens
+        for c in config.phrase_lens
+    ]
+    return on_tasks(accuracy, inputs, tasks, n=config.n)
 
 
 def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:

@@ -30,14 +30,6 @@ class Criteria:
     phrase_lens: tuple[int, ...] = (1, 2, 3)
 
     @property
-    def tasks(self) -> list[dict[str, int | str | bool]]:
-        """Pre-aligned over the grid, single symbols, and the gap with and without the grammar."""
-        common = {"n_examples": self.n_examples}
-        pre = [{"style": "pre-aligned", "x_len": m, "phrase_len": c} for m in self.x_lens for c in self.phrase_lens]
-        single = [{"style": "standard", "x_len": 1, "phrase_len": c} for c in self.phrase_lens]
-        return [task | {"ood": False} | common for task in pre + single] + self.gap
-
-    @property
     def gap(self) -> list[dict[str, int | str | bool]]:
         """The prompts that need alignment."""
         m, c = self.x_lens[-2], self.phrase_lens[1]
@@ -61,8 +53,13 @@ def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _jobs(config: Criteria, inputs: Inputs) -> list[Measurement]:
+    """Pre-aligned prompts over the grid, single symbols, and the gap with and without the grammar."""
+    common = {"ood": False, "n_examples": config.n_examples}
+    pre = [{"style": "pre-aligned", "x_len": m, "phrase_len": c} for m in config.x_lens for c in config.phrase_lens]
+    single = [{"style": "standard", "x_len": 1, "phrase_len": c} for c in config.phrase_lens]
+    tasks = [task | common for task in pre + single]
     return [
-        *on_tasks(accuracy, inputs, config.tasks, n=config.n),
+        *on_tasks(accuracy, inputs, tasks + config.gap, n=config.n),
         *on_tasks(head_scores, inputs, config.gap, n=config.n),
         *(Measurement(planted_scores, {"task": task}, None, {"model": PLANTED, **task}) for task in config.gap),
     ]
