@@ -87,6 +87,7 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
     baseline = ablation_baseline(after, drawn, "mean")
     outputs = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
     for control in ("", ", control"):
+        # Drawn in both rounds, though only the second needs it: the draws below go on from here.
         others = {role: _others(after, of_role, generator) for role, of_role in heads.items()}
         by_role = others if control else heads
         for name, roles in (("aligners", CIRCUIT[:2]), ("aligners and lookup heads", CIRCUIT)):
@@ -116,27 +117,20 @@ def _paths(
     zero, the path is needed. The value is the sum over all pairs in which the receiver comes later, 0 where none does;
     its ends are those of the pairs added up, so the interval is wide rather than narrow.
     """
-    effects: dict[str, tuple[dict[str, float], str]] = {}
+    pair = Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise")
+    columns, effects = ["value", "low", "high"], {}
     for side, site in (("queries", "q"), ("keys", "k")):
         names = sorted(
-            {
-                read.name
-                for read in Graph.of(model.cfg).receivers
-                for layer, head in receivers
-                if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
-            }
+            read.name
+            for read in Graph.of(model.cfg).receivers
+            if read.site == site
+            and (read.layer, read.head) in {(layer, head // read.shared) for layer, head in receivers}
         )
-        effect = np.zeros(len(VALUES) - 1)
+        effect = dict.fromkeys(columns, 0.0)
         if any(layer > lower for layer, _ in receivers for lower, _ in senders):
-            table = patch_paths(
-                model,
-                Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise"),
-                senders=[describe([head]) for head in senders],
-                receivers=names,
-            )
-            effect = table.frame[["value", "low", "high"]].to_numpy().sum(0)
-        values = dict(zip(("value", "low", "high"), effect.tolist(), strict=True))
-        effects[side] = {**values, "n": len(prompts)}, f"{describe(senders) or 'none'} to {' '.join(names)}"
+            table = patch_paths(model, pair, senders=[describe([head]) for head in senders], receivers=names)
+            effect = dict(zip(columns, table.frame[columns].to_numpy().sum(0).tolist(), strict=True))
+        effects[side] = {**effect, "n": len(prompts)}, f"{describe(senders) or 'none'} to {' '.join(names)}"
     return effects
 
 
