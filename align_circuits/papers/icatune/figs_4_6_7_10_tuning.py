@@ -246,7 +246,7 @@ def _by_method(table: Table) -> Table:
 
 def _check_methods(table: Table) -> list[Check]:
     end = _at_the_end(_by_method(table))
-    sizes = list(end.frame["N"].unique())
+    sizes = end.frame["N"].unique().tolist()
     few, many = sizes[min(1, len(sizes) - 1)], max(sizes)
 
     def right(method: str, n: int, condition: str = "in distribution") -> Table:
