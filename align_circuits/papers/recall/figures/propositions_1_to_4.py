@@ -12,13 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.papers.claims import Check, Claim, Measured
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -245,15 +245,13 @@ PROPOSITIONS = Experiment(
     "recall/propositions",
     "The constructions of Propositions 1 to 4, printed and corrected",
     f"{SOURCE}, Propositions 1 to 4",
-    Study(
+    study(
         "recall/propositions",
-        {
-            "smoke": Constructions(_worlds(16, 4, 3, 6), 5, 3, 3, 12, (10.0, 100.0)),
-            "cpu": Constructions(_worlds(16, 4, 3, 6), 5, 4, 4, 64, _BETAS),
-            "paper": Constructions(_worlds(256, 32, 8, 20), 10, 5, 5, 64, _BETAS),
-        },
-        _jobs,
-        _summarize,
+        Constructions(_worlds(16, 4, 3, 6), 5, 3, 3, 12, (10.0, 100.0)),
+        Constructions(_worlds(16, 4, 3, 6), 5, 4, 4, 64, _BETAS),
+        Constructions(_worlds(256, 32, 8, 20), 10, 5, 5, 64, _BETAS),
+        jobs=_jobs,
+        summarize=_summarize,
     ),
     _draw,
     _check,
