@@ -20,10 +20,10 @@ from align_circuits.hooks.heads import heads_of
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
+from align_circuits.papers.recall.task.sequences import from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table
@@ -64,19 +64,9 @@ def force(*, setup: Mapping[str, Any], kind: gpt2.Kind, trained: str, seed: int)
 
 def with_relation_back(prompts: Prompts, name: str, distance: int) -> Prompts:
     """Returns prompts with another relation: from the last token of each to the token at some distance before it."""
-    n, length = prompts.mask.shape
-    each, places = torch.arange(n), torch.arange(length).expand(n, -1)
-    relation = Relation(
-        name,
-        target=each,
-        prompt=each,
-        query=torch.full((n,), length - 1),
-        key_value=torch.full((n,), length - 1 - distance),
-        candidate_value=torch.zeros(n, dtype=torch.long),
-        key_label=places,
-        candidate_label=torch.zeros_like(places),
-    )
-    return replace(prompts, relations={**prompts.relations, name: relation})
+    key = prompts.mask.shape[1] - 1 - distance
+    keys = (torch.arange(prompts.mask.shape[1]) == key).expand_as(prompts.mask)
+    return replace(prompts, relations={**prompts.relations, name: from_last_token(name, keys, prompts.mask)})
 
 
 def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, Any]]:

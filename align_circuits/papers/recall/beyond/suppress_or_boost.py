@@ -69,13 +69,15 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return {"": plots.curves(panels, x="seed", by="curve", label="seed", value=value)}
 
 
+_RELATIVE = ({"positions": "relative"},)
+
 STRATEGIES = Experiment(
     "recall/strategies",
     "Does the subject head suppress or boost?",
     f"Beyond {SOURCE}",
     study(
         "recall/strategies",
-        *(AttentionOnlyModels(setup, seeds) for setup, seeds in ((SMOKE, 2), (CPU, 10), (PAPER, 10))),
+        *(AttentionOnlyModels(setup, seeds, _RELATIVE) for setup, seeds in ((SMOKE, 2), (CPU, 10), (PAPER, 10))),
         jobs=heads_jobs,
         summarize=lambda _, rows: heads_table(rows, KEYS[:7], ("weight", "attention", "exact")),
     ),

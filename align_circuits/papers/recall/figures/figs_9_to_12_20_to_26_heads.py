@@ -129,9 +129,8 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
     of = Directions(world, 1)
     with torch.no_grad():
         ov = model.ov
-    same_type = torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
     subjects, other_tokens = torch.outer(of.value, of.subjects), 1 - of.value
-    attributes, stated = torch.zeros_like(same_type), torch.zeros_like(same_type)
+    attributes, stated = torch.zeros_like(of.same_type), torch.zeros_like(of.same_type)
     attributes[:, : world.n_subjects] = of.facts.T
     for relation, values in zip(world.relation_ids, of.values, strict=True):
         stated[:, relation] = values
@@ -141,8 +140,8 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
         "subject to other tokens": torch.outer(other_tokens, of.subjects),
         "relation to own": stated,
         "relation to other values": torch.outer(of.value, of.relations) - stated,
-        "value to its type": same_type,
-        "value to other values": torch.outer(of.value, of.value) - same_type,
+        "value to its type": of.same_type,
+        "value to other values": torch.outer(of.value, of.value) - of.same_type,
     }
     return [
         {"metric": "weight", "head": head, "what": name, "value": float((ov[head] * mask).sum() / mask.sum())}
