@@ -1,6 +1,6 @@
 """What the experiments of the room share: studies at three scales, statistics over seeds, their checks and curves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,11 +11,15 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.study import Rows, Study
+from align_circuits.papers.study import Experiment, Rows, Study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 SOURCE = "Vasudeva et al. (2026)"
+
+Draw = Callable[[Table], Mapping[str, go.Figure]]
+Verify = Callable[[Table], list[Check]]
+"""From a table to figures by panel, and to the checks of the paper's claims."""
 
 
 def measured(_: Any, rows: Rows) -> pd.DataFrame:
@@ -27,6 +31,12 @@ def measured(_: Any, rows: Rows) -> pd.DataFrame:
 def study(name: str, smoke: Any, cpu: Any, paper: Any, **parts: Any) -> Study:
     """Returns a study with a config for each scale; `parts` are arguments of `Study`, where `measured` summarizes."""
     return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, **{"summarize": measured, **parts})
+
+
+def figure(number: int, title: str, measured_by: Study, draw: Draw, check: Verify, published: str) -> Experiment:
+    """Returns the experiment of one figure of the paper."""
+    name, source = f"recall/fig{number}", f"{SOURCE}, Fig. {number}"
+    return Experiment(name, title, source, measured_by, draw, check, published)
 
 
 def grid(**values: Sequence[Any]) -> tuple[dict[str, Any], ...]:

@@ -21,10 +21,10 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     pretrained,
 )
 from align_circuits.papers.recall.figures.common import (
-    SOURCE,
     at_end,
     at_start,
     draw_curves,
+    figure,
     grid,
     key_values,
     learned,
@@ -190,10 +190,9 @@ def _subjects(d_heads: Mapping[int, int]) -> tuple[dict[str, Any], ...]:
     return tuple({"n_subjects": m, "d_head": d_head} for m, d_head in d_heads.items())
 
 
-FIG13 = Experiment(
-    "recall/fig13",
+FIG13 = figure(
+    13,
     "Unique values seen in finetuning",
-    f"{SOURCE}, Fig. 13",
     _study(
         "recall/fig13",
         AttentionOnlyModels(SMALLEST, 2, _values({8: 8}, (4,), (3, 4))),
@@ -205,10 +204,9 @@ FIG13 = Experiment(
     "More unique values raise accuracy about held-out subjects, whatever M and M_ft.",
 )
 
-FIG14 = Experiment(
-    "recall/fig14",
+FIG14 = figure(
+    14,
     "Few and many subjects in pretraining",
-    f"{SOURCE}, Fig. 14",
     _study(
         "recall/fig14",
         AttentionOnlyModels(SMALLEST, 2, _subjects({8: 8, 12: 8})),
@@ -226,11 +224,10 @@ _POSITIONS_STUDY = _study(
 )
 
 
-def _of_positions(figure: int, positions: Positions) -> Experiment:
-    return Experiment(
-        f"recall/fig{figure}",
+def _of_positions(number: int, positions: Positions) -> Experiment:
+    return figure(
+        number,
         f"Finetuning an attention-only model, {positions} positions",
-        f"{SOURCE}, Fig. {figure}",
         _POSITIONS_STUDY,
         lambda table: _draw_curves(table.where(positions=positions)),
         lambda table: _check_curves(table.where(positions=positions)),

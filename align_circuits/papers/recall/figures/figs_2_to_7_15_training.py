@@ -13,17 +13,16 @@ from align_circuits.heads.metrics import MATCHES
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
-    SOURCE,
     at_end,
     best,
     draw_curves,
+    figure,
     grid,
     key_values,
     learned,
     reached,
 )
 from align_circuits.papers.recall.figures.gpt2_models import Trainings, curves_study
-from align_circuits.papers.study import Experiment
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig
@@ -196,47 +195,42 @@ FINETUNING_STUDY = curves_study(
     "recall/finetuning", *(Trainings(setup, ("icl", "icl+grm")) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
 )
 
-FIG2 = Experiment(
-    "recall/fig2",
+FIG2 = figure(
+    2,
     "What pretraining on facts teaches",
-    f"{SOURCE}, Fig. 2",
     curves_study("recall/fig2", *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER))),
     _draw_pretraining,
     _check_pretraining,
     "On PT the type is learned first, then the fact; ICL stays near zero.",
 )
-FIG3 = Experiment(
-    "recall/fig3",
+FIG3 = figure(
+    3,
     "Finetuning on ICL",
-    f"{SOURCE}, Fig. 3",
     FINETUNING_STUDY,
     lambda table: _draw_finetuning(table, "icl"),
     lambda table: _check_finetuning(table, "icl"),
     "ICL about seen and held-out subjects comes to about 1.",
 )
-FIG4 = Experiment(
-    "recall/fig4",
+FIG4 = figure(
+    4,
     "Finetuning on ICL+Grm",
-    f"{SOURCE}, Fig. 4",
     FINETUNING_STUDY,
     lambda table: _draw_finetuning(table, "icl+grm"),
     lambda table: _check_finetuning(table, "icl+grm"),
     "ICL, another format, comes too, about seen and held-out subjects.",
 )
-FIG15 = Experiment(
-    "recall/fig15",
+FIG15 = figure(
+    15,
     "Finetuning on ICL+Grm, measured in both formats",
-    f"{SOURCE}, Fig. 15",
     FINETUNING_STUDY,
     _draw_formats,
     _check_formats,
     "Performance improves first on ICL+Grm, later on ICL.",
 )
 
-FIG5 = Experiment(
-    "recall/fig5",
+FIG5 = figure(
+    5,
     "Held-out accuracy against the number of subjects in finetuning",
-    f"{SOURCE}, Fig. 5",
     curves_study(
         "recall/fig5",
         Trainings(gpt2.SMOKE, ("icl", "icl+grm"), grid(n_seen=(4, 12))),
@@ -248,10 +242,9 @@ FIG5 = Experiment(
     "Accuracy rises with the number of subjects, comparably for ICL and ICL+Grm.",
 )
 
-FIG6 = Experiment(
-    "recall/fig6",
+FIG6 = figure(
+    6,
     "Grammar length and diversity of the chains",
-    f"{SOURCE}, Fig. 6",
     curves_study(
         "recall/fig6",
         Trainings(gpt2.SMOKE, ("pt", "icl+grm"), _lengths((0.2, 0.5), (3, 5), {})),
@@ -263,10 +256,9 @@ FIG6 = Experiment(
     "Both raise PT and ICL about held-out subjects.",
 )
 
-FIG7 = Experiment(
-    "recall/fig7",
+FIG7 = figure(
+    7,
     "Subjects in pretraining",
-    f"{SOURCE}, Fig. 7",
     curves_study(
         "recall/fig7",
         Trainings(gpt2.SMOKE, ("pt", "icl+grm"), grid(div=(0.2, 0.5), n_subjects=(8, 16))),

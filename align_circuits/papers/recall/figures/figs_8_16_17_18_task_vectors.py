@@ -14,9 +14,9 @@ from align_circuits.heads.metrics import group_cosines, silhouette
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import SOURCE, draw_curves, key_values, per_seed, study
+from align_circuits.papers.recall.figures.common import draw_curves, figure, key_values, per_seed, study
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
-from align_circuits.papers.study import Experiment, Inputs, Measurement
+from align_circuits.papers.study import Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics
@@ -314,37 +314,33 @@ STUDY = study(
     train=_pretrainings,
 )
 
-FIG8 = Experiment(
-    "recall/fig8",
+FIG8 = figure(
+    8,
     "Clusters and steering",
-    f"{SOURCE}, Fig. 8",
     STUDY,
     _draw_main,
     _check_main,
     "Accuracy and clusters grow with demonstrations; steering works, at smaller β where Div is larger.",
 )
-FIG16 = Experiment(
-    "recall/fig16",
+FIG16 = figure(
+    16,
     "Clusters by layer",
-    f"{SOURCE}, Fig. 16",
     STUDY,
     _draw_layers,
     _check_layers,
     "Layer-2 attention clusters most strongly; layer 1 not at all.",
 )
-FIG17 = Experiment(
-    "recall/fig17",
+FIG17 = figure(
+    17,
     "Cosines of types",
-    f"{SOURCE}, Fig. 17",
     STUDY,
     _draw_cosines,
     _check_cosines,
     "Contexts of one type come to lie together with more demonstrations.",
 )
-FIG18 = Experiment(
-    "recall/fig18",
+FIG18 = figure(
+    18,
     "Steering with seen and held-out subjects",
-    f"{SOURCE}, Fig. 18",
     STUDY,
     _draw_steering,
     _check_steering,

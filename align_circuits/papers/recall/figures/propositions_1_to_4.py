@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.papers.claims import Check, Claim, Measured
+from align_circuits.papers.claims import Check, Claim, Measured, extreme_of
 from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
@@ -160,19 +160,15 @@ def _summarize(_: Constructions, rows: Rows) -> pd.DataFrame:
     return pd.concat([table.frame, coefficients.assign(low=np.nan, high=np.nan, n=1)], ignore_index=True)
 
 
-def _accuracy(table: Table, **where: object) -> pd.DataFrame:
-    return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where).frame
-
-
-def _worst(rows: pd.DataFrame) -> Measured:
-    """The place with the lowest accuracy."""
-    row = rows.loc[rows["value"].idxmin()]
-    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+def _accuracy(table: Table, **where: object) -> Table:
+    """The accuracies at the largest β."""
+    return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where)
 
 
 def _check(table: Table) -> list[Check]:
     def worst(world: str = "shared values", **where: str) -> Measured:
-        return _worst(_accuracy(table, world=world, **where))
+        """The place with the lowest accuracy."""
+        return extreme_of(_accuracy(table, world=world, **where), highest=False)
 
     context = {"sequences": "in context", "place": "attribute", "part": "later"}
     unseen = {"sequences": "in context", "form": "corrected"}
@@ -206,7 +202,7 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> dict[str, go.Figure]:
     figures = {}
     for sequences in ("pretraining", "in context"):
-        rows = _accuracy(table, world="shared values", sequences=sequences)
+        rows = _accuracy(table, world="shared values", sequences=sequences).frame
         grid = rows.assign(at=rows["place"] + ", " + rows["part"]).pivot(index="form", columns="at", values="value")
         grid = grid.loc[list(FORMS)]
         heat = go.Heatmap(
