@@ -12,8 +12,7 @@ from torch import Tensor
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.papers.abrupt.ensembles import Ensemble
-from align_circuits.papers.abrupt.models import previous_token
+from align_circuits.papers.abrupt.models import Ensemble, previous_token
 from align_circuits.papers.abrupt.task import Exemplars
 
 Hook = tuple[str, Callable[..., Any]]

@@ -11,7 +11,7 @@ from numpy import ndarray
 from scipy.optimize import least_squares
 from scipy.special import logit
 
-from align_circuits.papers.abrupt.theory import AlignedLogits, descent
+from align_circuits.papers.abrupt.theory import AlignedLogits
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.emergence_times import SUSTAINED, best_head, emergence_step
 from align_circuits.tables.tables import Table
@@ -216,7 +216,7 @@ def _predicted(
     """The measures along the gradient flow."""
     moving = np.append(0.0, np.diff(times)) > 0  # at the end of a decay the clock stands still
     moving[0] = True
-    path = descent(loss.gradient, times[moving], start, precision=1e-5)[np.cumsum(moving) - 1]
+    path = loss.gradient_flow(times[moving], start, precision=1e-5)[np.cumsum(moving) - 1]
     values = loss.measures(path, FLOOR)
     return np.stack([values[measure] for measure in MEASURES], -1)
 
