@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from align_circuits.papers.abrupt.curves import at_end, at_start, draw_means, has_formed, transitions
 from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES, OPERATIONS
+from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES
 from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
 from align_circuits.papers.study import Experiment, Study
 from align_circuits.tables.tables import Table
@@ -126,8 +126,8 @@ CLAMPED = Experiment(
 
 def _draw_removed(table: Table) -> dict[str, go.Figure]:
     families = {
-        "removed while training": tuple(f"no {operation}" for operation in OPERATIONS),
-        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATIONS),
+        "removed while training": tuple(f"no {operation}" for operation in OPERATION_SITES),
+        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATION_SITES),
     }
     return _draw(table, ("icl", "tila2", "tla2"), families)
 
