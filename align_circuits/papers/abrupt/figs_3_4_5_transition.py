@@ -193,19 +193,16 @@ def check_alignment(table: Table, **where: Any) -> list[Check]:
     lead = {measure: (at - half_rises(table, measure, **where)) / at for measure in PROGRESS}
     early = {measure: np.nan_to_num(lead[measure]) for measure in PROGRESS}
     distance = {measure: np.nan_to_num(np.abs(lead[measure]), nan=1.0) for measure in PROGRESS}  # 1 if either lacks
-    together = "{} makes half of its rise at the transition (distance, over its step)"
-    return [
-        *(
-            Claim(together.format(NAMES[measure])).at_most(0.1, distance[measure], distance[other], NAMES[other])
-            for measure, other in (("ila1", "tla2"), ("tila2", "cla"))
-        ),
-        *(
-            Claim(f"{NAMES[measure]} rises before it (lead, over its step)").at_least(
-                0.1, early[measure], early["tila2"], NAMES["tila2"]
-            )
-            for measure in ("cla", "tla2")
-        ),
-    ]
+
+    def at_transition(measure: str, other: str) -> Check:
+        claim = Claim(f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)")
+        return claim.at_most(0.1, distance[measure], distance[other], NAMES[other])
+
+    def before_it(measure: str) -> Check:
+        claim = Claim(f"{NAMES[measure]} rises before it (lead, over its step)")
+        return claim.at_least(0.1, early[measure], early["tila2"], NAMES["tila2"])
+
+    return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), before_it("cla"), before_it("tla2")]
 
 
 def _check_fig4(table: Table) -> list[Check]:
@@ -235,15 +232,6 @@ FIG4 = Experiment(
 # Figure 5
 
 
-def _lost(table: Table, operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
-    """How much accuracy each seed loses."""
-    unchanged, changed = (
-        table.where(measure=CHANGED, operation=name, how=change, at=where).frame.sort_values("seed")["value"].to_numpy()
-        for name, change, where in ((UNCHANGED,) * 3, (operation, how, at))
-    )
-    return unchanged - changed
-
-
 def _draw_fig5(table: Table) -> dict[str, go.Figure]:
     panels = {}
     for at, title in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere")):
@@ -258,13 +246,20 @@ def _draw_fig5(table: Table) -> dict[str, go.Figure]:
 
 
 def _check_fig5(table: Table) -> list[Check]:
-    even = _lost(table, "look back", "ablated")
+    frame = table.where(measure=CHANGED).frame
+    accuracy = frame.pivot(index="seed", columns=["operation", "how", "at"], values="value")
+
+    def lost(operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
+        """How much accuracy each seed loses."""
+        return (accuracy[UNCHANGED, UNCHANGED, UNCHANGED] - accuracy[operation, how, at]).to_numpy()
+
+    even = lost("look back", "ablated")
     return [
         *(
             Claim(f"Without it the answer is lost: {site.description} ({how}; accuracy lost)").at_least(
                 0.4,
-                _lost(table, operation, how),
-                _lost(table, operation, how, "elsewhere"),
+                lost(operation, how),
+                lost(operation, how, "elsewhere"),
                 f"the same activation at {site.control_tokens}",
             )
             for operation, site in OPERATION_SITES.items()
@@ -272,16 +267,13 @@ def _check_fig5(table: Table) -> list[Check]:
             if (operation, how) != ("look back", "patched")
         ),
         Claim("(i) goes by position: the attention of another sequence does as well (accuracy lost)").at_most(
-            0.1, _lost(table, "look back", "patched"), even, "even attention"
+            0.1, lost("look back", "patched"), even, "even attention"
         ),
         Claim("(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05, _lost(table, "look back", "clamped"), even, "even attention"
+            0.05, lost("look back", "clamped"), even, "even attention"
         ),
         Claim("(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05,
-            _lost(table, "match", "clamped"),
-            _lost(table, "match", "clamped", "elsewhere"),
-            "clamped to the other labels",
+            0.05, lost("match", "clamped"), lost("match", "clamped", "elsewhere"), "clamped to the other labels"
         ),
     ]
 

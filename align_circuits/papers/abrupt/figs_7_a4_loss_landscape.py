@@ -57,10 +57,11 @@ def _measure(flow: Flow, _: Inputs) -> list[Measurement]:
     return [Measurement(flows, asdict(flow), seed=None)]
 
 
-def path_of(table: Table, measure: str, start: str, n_labels: int) -> tuple[ndarray, ndarray]:
-    """Returns times and values of one path."""
-    rows = table.where(measure=measure, start=start, n_labels=n_labels).frame
-    return rows["time"].to_numpy(float), rows["value"].to_numpy(float)
+def _path(table: Table, start: str, n_labels: int) -> dict[str, Float[ndarray, " time"]]:
+    """One path: its time, loss and parameters."""
+    frame = table.where(start=start, n_labels=n_labels).frame
+    wide = frame.pivot(index="time", columns="measure", values="value").reset_index()
+    return {str(name): wide[name].to_numpy(float) for name in wide}
 
 
 def _time_below(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], level: float) -> float:
@@ -98,14 +99,13 @@ def draw_landscape(table: Table) -> go.Figure:
     )
     figure = go.Figure(heat)
     for index, start in enumerate(table.frame["start"].dropna().unique()):
-        xi, alpha, beta = (path_of(table, name, start, n_labels)[1] for name in NestedLogits.parameters)
-        y = alpha * np.exp(beta) / (np.exp(beta) + n_pairs)
+        path = _path(table, start, n_labels)
+        xi, y = path["xi"], path["alpha"] * np.exp(path["beta_1"]) / (np.exp(path["beta_1"]) + n_pairs)
         line = {"color": plots.COLOURS[index], "width": 3}
         figure.add_scatter(x=xi, y=y, mode="lines", name=str(start), line=line)
         for end, colour in ((0, "#009E73"), (-1, "#D55E00")):
-            figure.add_scatter(
-                x=xi[[end]], y=y[[end]], mode="markers", marker={"size": 10, "color": colour}, showlegend=False
-            )
+            dot = {"size": 10, "color": colour}
+            figure.add_scatter(x=xi[[end]], y=y[[end]], mode="markers", marker=dot, showlegend=False)
     figure.update_xaxes(title="ξ, the classifier", range=[grid.columns.min(), grid.columns.max()])
     figure.update_yaxes(title="y, the target's score of the right label", range=[grid.index.min(), grid.index.max()])
     return plots.styled(figure, "", height=460)
@@ -116,10 +116,9 @@ def _draw_fig7(table: Table) -> dict[str, go.Figure]:
     paths: Any = table.where(start="origin", n_labels=n_labels).frame
     paths = paths.rename(columns={"time": "t"}).assign(low=np.nan, high=np.nan)
     learned = paths[paths["measure"].isin(NestedLogits.parameters)]
+    loss = paths[paths["measure"] == "loss"]
     return {
-        "a": plots.curves(
-            {"": paths[paths["measure"] == "loss"]}, x="t", by="measure", label="time", value="loss (nats)"
-        ),
+        "a": plots.curves({"": loss}, x="t", by="measure", label="time", value="loss (nats)"),
         "b": plots.curves({"": learned}, x="t", by="measure", label="time", value="parameter"),
         "c": draw_landscape(table),
     }
@@ -127,8 +126,8 @@ def _draw_fig7(table: Table) -> dict[str, go.Figure]:
 
 def _check_fig7(table: Table) -> list[Check]:
     n_labels, _, n_pairs = _sizes(table)
-    times, loss = path_of(table, "loss", "origin", n_labels)
-    xi, alpha = (path_of(table, name, "origin", n_labels)[1] for name in ("xi", "alpha"))
+    path = _path(table, "origin", n_labels)
+    times, loss, xi, alpha = (path[name] for name in ("time", "loss", "xi", "alpha"))
     cliff = _time_below(times, loss, np.log(n_pairs) / 2)
     halfway = int((times >= 0.5 * cliff).argmax())
     # A classifier alone has the loss log(1 + 1/ω) with ω = exp(ξ) / (L-1). Its flow dξ/dt = 1 / (1 + ω) from ξ = 0 is
@@ -177,15 +176,14 @@ def _draw_a4(table: Table) -> dict[str, go.Figure]:
 
 def _check_a4(table: Table) -> list[Check]:
     n_labels, more, n_pairs = _sizes(table)
-    paths = [
-        path_of(table, "loss", start, count) for count in (n_labels, more) for start in ("towards ICL", "away from it")
-    ]
-    fast, slow, with_more, other_start = (_time_below(*path, np.log(n_pairs) / 20) for path in paths)
-    _, slow_path, *_ = paths
+    paths = [_path(table, start, count) for count in (n_labels, more) for start in ("towards ICL", "away from it")]
+    level = np.log(n_pairs) / 20
+    fast, slow, with_more, other_start = (_time_below(path["time"], path["loss"], level) for path in paths)
 
     def decline(first: float, last: float) -> Measured:
         """The loss of the slow branch at one time over that at an earlier one."""
-        return exact(float(np.interp(last, *slow_path) / np.interp(first, *slow_path)))
+        before, after = np.interp((first, last), paths[1]["time"], paths[1]["loss"])
+        return exact(float(after / before))
 
     return [
         Claim(

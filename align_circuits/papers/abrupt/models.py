@@ -35,6 +35,11 @@ class NetworkConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
+    @property
+    def d_model(self) -> int:
+        """What the classifier reads: the residual stream, as wide as a token."""
+        return self.d_in
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExemplarNetConfig(NetworkConfig):
@@ -47,11 +52,6 @@ class ExemplarNetConfig(NetworkConfig):
     model_name: str = "exemplar-net"
     normalization_type: None = None
     attn_only: bool = True
-
-    @property
-    def d_model(self) -> int:
-        """The residual stream is as wide as a token."""
-        return self.d_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,7 @@ class Ensemble(HookedRootModule):
     """
 
     def __init__(self, cfg: Any, seeds: Sequence[int]):
-        """Prepares the members' generators.
-
-        Args:
-            cfg: An `ExemplarNetConfig` or `InductionHeadConfig`.
-            seeds: One for each member.
+        """Prepares the members' generators, one for each seed.
 
         Raises:
             ValueError: No seeds.
@@ -221,12 +217,7 @@ class InductionHead(Ensemble):
     blocks: Any
 
     def __init__(self, cfg: InductionHeadConfig, seeds: Sequence[int], fixed: Collection[str] = ()):
-        """Makes the members.
-
-        Args:
-            cfg: The shape.
-            seeds: Of the classifiers.
-            fixed: Which of alpha, beta_1, beta_2 stay 0.
+        """Makes the members, whose classifiers come from the seeds; what is `fixed` of the three strengths stays 0.
 
         Raises:
             ValueError: An unknown name in `fixed`.
@@ -236,7 +227,9 @@ class InductionHead(Ensemble):
             raise ValueError(f"fixed={sorted(fixed)}: no {sorted(unknown)[0]!r}; choose among {', '.join(STRENGTHS)}")
         for name in STRENGTHS:
             setattr(self, name, self.zeros().requires_grad_(name not in fixed))
-        self.blocks = nn.ModuleList(PatternHook() for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"attn": nn.ModuleDict({"hook_pattern": HookPoint()})}) for _ in range(2)
+        )
         self.classifier = Classifier(self)
         self.setup()
 
@@ -260,15 +253,6 @@ class InductionHead(Ensemble):
     def logits(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """The same as calling the model: there is nothing to leave out."""
         return self(inputs)
-
-
-class PatternHook(nn.Module):
-    """A layer of nothing but the hook point of its pattern."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.Module()
-        self.attn.hook_pattern = HookPoint()
 
 
 def previous_token(length: int, like: Tensor) -> Float[Tensor, "query key"]:

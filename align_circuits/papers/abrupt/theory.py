@@ -52,7 +52,7 @@ class NestedLogits:
 
     def score(self, at: Float[ndarray, "... parameter"]) -> Numbers:
         """Returns y, the score of the right label in the second layer."""
-        return at[..., 1] * self._attention(at[..., 2:]).prod(-1)
+        return _attended(at[..., 1], self._attention(at[..., 2:]))
 
     def of_score(self, xi: Numbers, y: Numbers) -> Numbers:
         """Returns the loss at (ξ, y), the only two numbers through which it depends on the others."""
@@ -65,16 +65,16 @@ class NestedLogits:
         """Returns the derivatives of the loss by its parameters, in closed form."""
         xi, alpha = at[..., 0], at[..., 1]
         attention = self._attention(at[..., 2:])
-        reached = attention.prod(-1)
-        near, far = self._margins(alpha * reached)
+        near, far = self._margins(_attended(alpha, attention))
         rise_far = far * (1 - far)
         rise_near = rise_far * (1 + 1 / (2 * self.n_pairs))
         among, beyond = (self.n_pairs - 1) * np.exp(-xi * near), (self.n_labels - self.n_pairs) * np.exp(-xi * far)
         total = 1 + among + beyond
         among, beyond = among / total, beyond / total  # the probabilities of labels in the context, and of the others
         by_xi, by_y = -(among * near + beyond * far), -xi * (among * rise_near + beyond * rise_far)
-        by_logits = (by_y * alpha * reached)[..., None] * (1 - attention)
-        return np.concatenate([np.stack([by_xi, by_y * reached], -1), by_logits], -1)
+        by_alpha = _attended(by_y, attention)
+        by_logits = (by_alpha * alpha)[..., None] * (1 - attention)
+        return np.concatenate([np.stack([by_xi, by_alpha], -1), by_logits], -1)
 
     def gradient_flow(
         self, times: Float[ndarray, " time"], start: Float[ndarray, " parameter"] | None = None, precision: float = 1e-9
@@ -118,6 +118,13 @@ class NestedLogits:
         odds = math.log(2 * self.n_pairs)
         far = expit(y - odds)  # e^y / (e^y + 2N)
         return far - expit(odds - y) / (2 * self.n_pairs), far
+
+
+def _attended(value: Float[ndarray, "..."], attention: Float[ndarray, "... logit"]) -> Float[ndarray, "..."]:
+    """A value times the attention of each logit, in their order: the order of factors decides the last digit."""
+    for logit in range(attention.shape[-1]):
+        value = value * attention[..., logit]
+    return value
 
 
 @dataclass(frozen=True)
