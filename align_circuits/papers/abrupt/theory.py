@@ -120,7 +120,7 @@ class NestedLogits:
         return far - expit(odds - y) / (2 * self.n_pairs), far
 
 
-def _attended(value: Float[ndarray, "..."], attention: Float[ndarray, "... logit"]) -> Float[ndarray, "..."]:
+def _attended(value: Numbers, attention: Float[ndarray, "... logit"]) -> Numbers:
     """A value times the attention of each logit, in their order: the order of factors decides the last digit."""
     for logit in range(attention.shape[-1]):
         value = value * attention[..., logit]
