@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -149,24 +150,37 @@ def code_version(function: str) -> str:
     """
     module, _, _ = function.partition(":")
     _find(function)
-    roots, trees, waiting = {"align_circuits", module.partition(".")[0]}, {}, [module]
+    roots, hashes, waiting = frozenset({"align_circuits", module.partition(".")[0]}), {}, [module]
     while waiting:
         name = waiting.pop()
-        spec = importlib.util.find_spec(name)
-        if name in trees or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        if name in hashes:
             continue
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
         # Relative imports count from the package: that is the module itself if it is an `__init__`.
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-        waiting += _imports(tree, package, roots)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                node.body = [part for part in node.body if not _is_text(part)]
-        trees[name] = ast.dump(tree)
-    return hashlib.sha256(json.dumps(trees, sort_keys=True).encode()).hexdigest()[:16]
+        hashes[name], imported = _read_module(spec.origin, Path(spec.origin).stat().st_mtime_ns, package, roots)
+        waiting += imported
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _imports(tree: ast.Module, package: str, roots: set[str]) -> Iterator[str]:
+@cache
+def _read_module(path: str, _mtime_ns: int, package: str, roots: frozenset[str]) -> tuple[str, tuple[str, ...]]:
+    """A hash of a module without its docstrings, and the modules that it imports.
+
+    The time of the last change is an argument so that an edited file is read again: every study asks for the version of
+    several functions, and parsing the whole package takes a second.
+    """
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    imported = tuple(_imports(tree, package, roots))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [part for part in node.body if not _is_text(part)]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imported
+
+
+def _imports(tree: ast.Module, package: str, roots: frozenset[str]) -> Iterator[str]:
     """The modules under `roots` that a module of `package` imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

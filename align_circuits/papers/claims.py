@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.tables.intervals import binomial_interval, bootstrap
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Provenance, Table
 
 Scale = Literal["smoke", "cpu", "paper"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting."""
@@ -164,6 +164,20 @@ def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
         return Measured(float("nan"), float("nan"), float("nan"))
     low, high = bootstrap(values[None], weights)
     return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
+
+
+def mean_rows(
+    keys: pd.DataFrame, values: Float[ndarray, "row seed"], *, bounded: Bool[ndarray, " row"] | bool = True
+) -> pd.DataFrame:
+    """Returns the mean of each row over prompts or seeds, with `keys` and `VALUES`; a missing value (NaN) is left out.
+
+    Args:
+        keys: The key columns, one row for each row of `values`.
+        values: Independent ones.
+        bounded: Which rows lie in [0, 1]; see `Table.from_prompts`.
+    """
+    weights = (~np.isnan(values)).astype(float)
+    return Table.from_prompts(keys, values, weights, Provenance("mean"), bounded=bounded).frame
 
 
 def both(statistic: Callable[[Part], Measured], part: Part, control: Part) -> tuple[Measured, Measured]:

@@ -1,13 +1,13 @@
 """Every experiment by its name, such as `icatune/fig3`."""
 
 from align_circuits.papers.abrupt.figures import ABRUPT
-from align_circuits.papers.attribution_exactness import EXACT
 from align_circuits.papers.icatune.figures import ICATUNE
-from align_circuits.papers.localize_ground_truth import GROUND_TRUTH
 from align_circuits.papers.onset_of_alignment import ONSET
 from align_circuits.papers.recall.experiments import RECALL
 from align_circuits.papers.study import Experiment
-from align_circuits.papers.toy_llama_criteria import CRITERIA
+from align_circuits.papers.validation.attribution_exactness import EXACT
+from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH
+from align_circuits.papers.validation.toy_llama_criteria import CRITERIA
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment for experiment in (CRITERIA, GROUND_TRUTH, EXACT, *ICATUNE, *ABRUPT, ONSET, *RECALL)

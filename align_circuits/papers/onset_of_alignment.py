@@ -69,9 +69,8 @@ def as_table(curves: pd.DataFrame) -> Table:
     of_model = long["metric"] == "accuracy"
     kind, level = np.where(of_model, "first", "all"), np.where(of_model, "model", "head")
     head = np.where(of_model, np.nan, 0)
-    about = {"ood": False, "kind": kind, "offset": ALL_OFFSETS, "level": level, "layer": head, "head": head}
-    frame = long.assign(**about, low=np.nan, high=np.nan, n=1)
-    return Table(frame, Provenance("simulated"))
+    frame = long.assign(ood=False, kind=kind, offset=ALL_OFFSETS, level=level, layer=head, head=head)
+    return Table(frame.assign(low=np.nan, high=np.nan, n=1), Provenance("simulated"))
 
 
 def _summarize(config: Forecast, rows: Rows) -> pd.DataFrame:
@@ -135,27 +134,21 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    names = {"theory": "theory, from the beginning", "others": "mean of the other seeds", "observed": "exact"}
+    names = {"theory": "theory, from the beginning", "others": "mean of the other seeds", "exact": "exact"}
     panels = {}
     for source in (TUNED, SIMULATED, UNINFORMATIVE):
         steps = steps_of(table, source)
-        rows = [
-            pd.DataFrame({"observed": steps["observed"], "value": steps[of], "by": name}) for of, name in names.items()
-        ]
+        rows = steps.assign(exact=steps["observed"]).rename(columns=names).melt("observed", list(names.values()), "by")
         missed = {of: f"{over_seeds(errors(table, source, of)):.0f}" for of in ("theory", "others")}
         title = f"{source}: off by {missed['theory']} steps,<br>the others' mean by {missed['others']}"
-        panels[title] = pd.concat(rows).sort_values("observed").assign(low=np.nan, high=np.nan)
+        panels[title] = rows.sort_values("observed").assign(low=np.nan, high=np.nan)
     figure = plots.curves(panels, "observed", "by", "observed step of emergence", value="predicted step")
     figure.update_traces(mode="markers").update_traces(mode="lines", selector={"name": "exact"})
     figure.update_layout(margin={"t": 75}, height=420)  # captions of two lines
     curves: Any = table.where(of="course", source=TUNED).frame
     curves = curves.assign(seed=curves["seed"].astype(str))
-    return {
-        "predicted steps": figure,
-        "the best aligner's course in each tuning": plots.curves(
-            {"": curves}, "step", "seed", "step", value="align_query"
-        ),
-    }
+    course = plots.curves({"": curves}, "step", "seed", "step", value="align_query")
+    return {"predicted steps": figure, "the best aligner's course in each tuning": course}
 
 
 _SMOKE = Arm("in context", SMOKE_TASK, {**SMOKE, "steps": 8}, seeds=(0, 1, 2))
@@ -166,10 +159,10 @@ ONSET = Experiment(
     source=f"beyond {SOURCE}: Eq. 10 with an alignment logit",
     study=tuned_study(
         "abrupt/onset",
-        Forecast((_SMOKE,), simulated=3, steps=300),
-        Forecast(),
-        Forecast((Arm("in context", TASK, PAPER),)),
-        summarize=_summarize,
+        _summarize,
+        smoke=Forecast((_SMOKE,), simulated=3, steps=300),
+        cpu=Forecast(),
+        paper=Forecast((Arm("in context", TASK, PAPER),)),
     ),
     draw=_draw,
     check=_check,

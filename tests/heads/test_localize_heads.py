@@ -9,7 +9,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.heads.localize_heads import Thresholds
-from align_circuits.papers.localize_ground_truth import GROUND_TRUTH, of_random
+from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH, of_random
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)

@@ -23,7 +23,7 @@ from align_circuits.papers.claims import (
     value_of,
 )
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.model_on_tasks import _seed_of, accuracy, on_tasks
+from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
 from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
 from align_circuits.tables.tables import Provenance, Table
 

@@ -31,14 +31,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 5, 6, 8])
-def test_em_recovers_the_alignment(m):
+@pytest.mark.parametrize(("m", "trials"), [(2, 40), (3, 40), (4, 40), (5, 100), (6, 40), (8, 40)])
+def test_em_recovers_the_alignment(m, trials):
     hits = 0
-    for seed in range(100):
+    for seed in range(trials):
         x, y, gold = problem(m, seed)
         twins = {gold, tuple(SWAP[m][q] for q in gold)} if m in SWAP else {gold}
         hits += align_by_em(x, y, seed=seed).alignment in twins
-    assert hits >= 95
+    assert hits >= 0.95 * trials
 
 
 def test_lengths_two_and_four_leave_both_alignments_equally_likely():

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
+from align_circuits.report import plots
 from align_circuits.tables.intervals import bootstrap
 from align_circuits.tables.tables import Table
 
@@ -98,6 +100,21 @@ def mean_curves(table: Table, measures: Mapping[str, str], **where: Any) -> pd.D
     return pd.concat(
         [_means(name, by_seed(table, measure, **where)) for measure, name in measures.items()], ignore_index=True
     )
+
+
+def draw_means(
+    table: Table, measures: Mapping[str, str], panels: Mapping[str, Mapping[str, Any]], value: str = "accuracy"
+) -> go.Figure:
+    """Returns the mean curves of several conditions as a figure.
+
+    Args:
+        table: Of a grid.
+        measures: The name to draw for each measure.
+        panels: The condition of each panel, by its caption.
+        value: The title of the y axis.
+    """
+    curves = {caption: mean_curves(table, measures, **where) for caption, where in panels.items()}
+    return plots.curves(curves, x="step", by="measure", label="step", value=value)
 
 
 def aligned_curves(table: Table, measures: Mapping[str, str], **where: Any) -> pd.DataFrame:

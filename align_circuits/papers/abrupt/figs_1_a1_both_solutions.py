@@ -5,38 +5,24 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.abrupt.curves import at_end, by_seed, conditions_of, mean_curves
-from align_circuits.papers.abrupt.grid import (
-    ACCURACIES,
-    BOTH,
-    CPU,
-    LEARNED,
-    PAPER,
-    SMOKE,
-    SOURCE,
-    Grid,
-    Size,
-    grid_study,
-)
+from align_circuits.papers.abrupt.curves import at_end, by_seed, conditions_of, draw_means
+from align_circuits.papers.abrupt.grid import BOTH, CPU, LEARNED, PAPER, SMOKE, SOURCE, Grid, grid_study
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.study import Experiment
-from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 # Figure 1 d
 
 
 def _draw_fig1(table: Table) -> dict[str, go.Figure]:
-    where = {"burst": table.frame["burst"].max()}
-    accuracy, loss = (mean_curves(table, names, **where) for names in (ACCURACIES, {"loss_icl": "in context"}))
+    panel = {"": {"burst": table.frame["burst"].max()}}
     return {
-        "accuracy": plots.curves({"": accuracy}, x="step", by="measure", label="step"),
-        "loss": plots.curves({"": loss}, x="step", by="measure", label="step", value="loss (nats)"),
+        "accuracy": draw_means(table, BOTH | {"swap": "swapped labels"}, panel),
+        "loss": draw_means(table, {"loss_icl": "in context"}, panel, "loss (nats)"),
     }
 
 
@@ -60,15 +46,13 @@ def _check_fig1(table: Table) -> list[Check]:
     ]
 
 
-def _fig1(size: Size, n_classes: int) -> Grid:
-    return Grid(size.with_task(n_classes=n_classes), ({"burst": 2}, {"burst": 0}))
-
+_SIZES = (SMOKE, CPU.with_task(n_classes=512), PAPER.with_task(n_classes=512))
 
 FIG1 = Experiment(
     name="abrupt/fig1",
     title="Loss and accuracy, in context and in weights",
     source=f"{SOURCE}, Fig. 1 (d)",
-    study=grid_study("abrupt/fig1", _fig1(SMOKE, 16), _fig1(CPU.with_task(noise=0.1), 512), _fig1(PAPER, 512)),
+    study=grid_study("abrupt/fig1", *(Grid(size, ({"burst": 2}, {"burst": 0})) for size in _SIZES)),
     draw=_draw_fig1,
     check=_check_fig1,
     published="Six seeds, B = 2, K = 512: accuracy in context rises abruptly to 1 and stays.",
@@ -79,18 +63,16 @@ FIG1 = Experiment(
 
 
 def _draw_a1(table: Table) -> dict[str, go.Figure]:
-    panels: Mapping[str, pd.DataFrame] = {
-        f"p_B {condition['p_burst']:g}, p_C {condition['p_context']:g}": mean_curves(table, BOTH, **condition)
+    panels = {
+        f"p_B {condition['p_burst']:g}, p_C {condition['p_context']:g}": condition
         for condition in conditions_of(table, ("p_burst", "p_context"))
     }
-    return {"figA1": plots.curves(panels, x="step", by="measure", label="step")}
+    return {"figA1": draw_means(table, BOTH, panels)}
 
 
 def _check_a1(table: Table) -> list[Check]:
-    conditions = conditions_of(table, ("p_burst", "p_context"))
-    ends = [tuple(at_end(table, measure, **condition) for measure in ("icl", "iwl")) for condition in conditions]
-    weights = next(end for end, condition in zip(ends, conditions, strict=True) if condition["p_context"] == 0)
-    both = [end for end, condition in zip(ends, conditions, strict=True) if condition["p_context"] > 0]
+    conditions = sorted(conditions_of(table, ("p_burst", "p_context")), key=lambda condition: condition["p_context"])
+    weights, *both = [[at_end(table, measure, **condition) for measure in ("icl", "iwl")] for condition in conditions]
     lower = [np.minimum(icl, iwl) for icl, iwl in both]
     gap = [iwl - icl for icl, iwl in both]
     return [
@@ -103,17 +85,22 @@ def _check_a1(table: Table) -> list[Check]:
     ]
 
 
-def _figa1(size: Size, n_classes: int) -> Grid:
-    shares = ((0.5, 0.0), (0.25, 0.5), (0.5, 0.5), (0.5, 0.8))
-    conditions = tuple({"p_burst": p_burst, "p_context": p_context} for p_burst, p_context in shares)
-    return Grid(size.with_task(n_classes=n_classes, burst=1, noise=0.0), conditions)
-
+_SHARES = [
+    {"p_burst": p_burst, "p_context": p_context}
+    for p_burst, p_context in ((0.5, 0.0), (0.25, 0.5), (0.5, 0.5), (0.5, 0.8))
+]
 
 FIGA1 = Experiment(
     name="abrupt/figA1",
     title="Both solutions at once, where only both reach zero loss",
     source=f"{SOURCE}, Fig. A.1",
-    study=grid_study("abrupt/figA1", _figa1(SMOKE, 16), _figa1(replace(CPU, seeds=3), 64), _figa1(PAPER, 256)),
+    study=grid_study(
+        "abrupt/figA1",
+        *(
+            Grid(size.with_task(noise=0.0), _SHARES)
+            for size in (SMOKE, replace(CPU, seeds=3), PAPER.with_task(n_classes=256))
+        ),
+    ),
     draw=_draw_a1,
     check=_check_a1,
     published="In all cases of 0 < p_B < 1 and 0 < p_C < 1 it learns both; with p_B < 1 and p_C = 0, the weights.",

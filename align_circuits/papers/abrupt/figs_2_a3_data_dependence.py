@@ -1,6 +1,6 @@
 """Abrupt learning (Reddy, 2024): which data bring which learning, Figs. 2 and A.3."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,56 +80,50 @@ def _check(table: Table) -> list[Check]:
     def end(measure: str, **changes: Any) -> Float[ndarray, " seed"]:
         return at_end(table, measure, **(base | changes))
 
-    def over_k(measure: str, burst: int) -> Float[ndarray, " seed"]:
-        return end(measure, n_classes=many, burst=burst) - end(measure, n_classes=few, burst=burst)
-
-    def over_b(measure: str, most: int, least: int, n_classes: int) -> Float[ndarray, " seed"]:
-        return end(measure, n_classes=n_classes, burst=most) - end(measure, n_classes=n_classes, burst=least)
-
-    def over_noise(burst: int) -> Float[ndarray, " seed"]:
-        return end("icl", noise=high, burst=burst) - end("icl", noise=low, burst=burst)
+    def rise(measure: str, name: str, first: Any, last: Any, **where: Any) -> Float[ndarray, " seed"]:
+        """How much higher a measure ends with one value of a number than with another."""
+        return end(measure, **where | {name: last}) - end(measure, **where | {name: first})
 
     def lower_of_both(zipf: float) -> Float[ndarray, " seed"]:
         return np.minimum(*(end(measure, **skewed, zipf=zipf) for measure in ("icl", "iwl_common")))
 
-    def below_zipf_1(zipf: float) -> Float[ndarray, " seed"]:
-        return end("icl", **skewed, zipf=1.0) - end("icl", **skewed, zipf=zipf)
-
-    by_rank = {measure: end(measure, **skewed, zipf=1.0) for measure in _BY_RANK}
+    k, b = ("n_classes", few, many), ("burst", 1, most)
+    plain_b, noise = ("burst", 0, 1), ("noise", low, high)
+    common, rare = (end(measure, **skewed, zipf=1.0) for measure in _BY_RANK)
     return [
         Claim(f"K raises learning in context (K = {many} minus {few}, B = 1)").at_least(
-            0.3, over_k("icl", 1), over_k("icl", 0), "B = 0"
+            0.3, rise("icl", *k, burst=1), rise("icl", *k, burst=0), "B = 0"
         ),
         Claim(f"K lowers learning in weights (K = {few} minus {many}, B = 1)").at_least(
-            0.3, -over_k("iwl", 1), -over_k("iwl", 0), "B = 0: any K can be learned in weights"
+            0.3, -rise("iwl", *k, burst=1), -rise("iwl", *k, burst=0), "B = 0: any K can be learned in weights"
         ),
         Claim(f"B raises learning in context (B = {most} minus 1, K = {middle})").at_least(
-            0.15, over_b("icl", most, 1, middle), over_b("icl", 1, 0, few), f"B = 1 minus 0, K = {few}"
+            0.15, rise("icl", *b), rise("icl", *plain_b, n_classes=few), f"B = 1 minus 0, K = {few}"
         ),
         Claim(f"B lowers learning in weights (B = 1 minus {most}, K = {middle})").at_least(
-            0.15, -over_b("iwl", most, 1, middle), -over_b("iwl", 1, 0, few), f"B = 0 minus 1, K = {few}"
+            0.15, -rise("iwl", *b), -rise("iwl", *plain_b, n_classes=few), f"B = 0 minus 1, K = {few}"
         ),
         Claim(f"Noise raises learning in context (ε = {high:g} minus {low:g}, K = {middle})").at_least(
-            0.15, over_noise(1), over_noise(0), "B = 0"
+            0.15, rise("icl", *noise), rise("icl", *noise, burst=0), "B = 0"
         ),
         Claim("α = 1 keeps both (the lower of accuracy in context and in weights on frequent classes)").at_least(
             0.5, lower_of_both(1.0), lower_of_both(0.0), "α = 0"
         ),
         Claim("α = 1 leaves rare classes unlearned in weights (accuracy on the less frequent half)").at_most(
-            0.3, by_rank["iwl_rare"], by_rank["iwl_common"], "the most frequent eighth"
+            0.3, rare, common, "the most frequent eighth"
         ),
         Claim(f"α = {steep:g} does not bring learning in context (α = 1 minus it)").at_least(
-            0.3, below_zipf_1(steep), below_zipf_1(0.0), "α = 0"
+            0.3, rise("icl", "zipf", steep, 1.0, **skewed), rise("icl", "zipf", 0.0, 1.0, **skewed), "α = 0"
         ),
     ]
 
 
 def _grid(
     size: Size,
-    classes: tuple[int, ...],
-    bursts: tuple[int, ...],
-    noises: tuple[float, ...],
-    zipfs: tuple[float, ...],
+    classes: Sequence[int],
+    bursts: Sequence[int],
+    noises: Sequence[float],
+    zipfs: Sequence[float],
     skewed: int,
     **model: str,
 ) -> Grid:
@@ -141,20 +135,19 @@ def _grid(
         *({"n_classes": skewed, "zipf": zipf} for zipf in zipfs),
     ]
     conditions = [base | change | model for change in changes]
-    return Grid(size, tuple(each for place, each in enumerate(conditions) if each not in conditions[:place]))
+    return Grid(size, [each for place, each in enumerate(conditions) if each not in conditions[:place]])
 
 
 def _study(name: str, paper: Size, **model: str) -> Study:
-    smoke = SMOKE.with_task(n_classes=16, noise=0.1)
-    cpu = replace(CPU, seeds=3, log_every=300).with_task(n_classes=128, noise=0.1)
-    powers = tuple(2**power for power in range(7, 12))
+    cpu = replace(CPU, seeds=3, log_every=300).with_task(n_classes=128)
+    powers = [2**power for power in range(7, 12)]
     noises = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
     zipfs = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
     return grid_study(
         name,
-        _grid(smoke, (8, 16), (0, 1, 2), (0.1, 1.0), (0.0, 1.0, 1.5), 16, **model),
+        _grid(SMOKE, (8, 16), (0, 1, 2), (0.1, 1.0), (0.0, 1.0, 1.5), 16, **model),
         _grid(cpu, (32, 128, 512), (0, 1, 2), (0.1, 0.4, 0.8, 1.6), (0.0, 0.5, 1.0, 1.5), 512, **model),
-        _grid(paper, powers, (0, 1, 2, 4), noises, zipfs, paper.task.n_classes, **model),
+        _grid(replace(paper, log_every=15_000), powers, (0, 1, 2, 4), noises, zipfs, paper.task.n_classes, **model),
     )
 
 
@@ -162,7 +155,7 @@ FIG2 = Experiment(
     name="abrupt/fig2",
     title="Learning in weights and in context against the data",
     source=f"{SOURCE}, Fig. 2",
-    study=_study("abrupt/fig2", replace(PAPER, log_every=15_000)),
+    study=_study("abrupt/fig2", PAPER),
     draw=_draw,
     check=_check,
     published="K, B and ε raise learning in context and lower it in weights; α = 1 brings both, not of rare classes.",
@@ -172,7 +165,7 @@ FIGA3 = Experiment(
     name="abrupt/figA3",
     title="The same of the two-parameter induction head",
     source=f"{SOURCE}, Fig. A.3",
-    study=_study("abrupt/figA3", replace(PAPER, log_every=15_000).with_task(n_classes=512, d_content=64), model="two"),
+    study=_study("abrupt/figA3", PAPER.with_task(n_classes=512, d_content=64), model="two"),
     draw=_draw,
     check=_check,
     published="Every dependence of the full network is found again.",

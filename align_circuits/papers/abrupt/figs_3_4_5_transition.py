@@ -1,7 +1,7 @@
 """Abrupt learning (Reddy, 2024): the plateau, the transition and the head's operations, Figs. 3, 4 and 5."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,16 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.abrupt.curves import aligned_curves, at_start, by_seed, half_rises, mean_curves, transitions
+from align_circuits.papers.abrupt.curves import aligned_curves, at_start, by_seed, draw_means, half_rises, transitions
 from align_circuits.papers.abrupt.grid import (
     CPU,
     NAMES,
     PAPER,
+    PLATEAU,
     SMOKE,
     SOURCE,
     Grid,
     Size,
-    ensemble_configs,
     network,
     train_on_exemplars,
     trained_ensemble,
@@ -30,13 +30,12 @@ from align_circuits.papers.abrupt.grid import (
 )
 from align_circuits.papers.abrupt.interventions import (
     OPERATION_SITES,
-    Hook,
     attend_to_label,
     attend_to_previous,
     replace_activation,
 )
 from align_circuits.papers.abrupt.progress_measures import PROGRESS
-from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
+from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
@@ -47,30 +46,23 @@ CHANGED = "icl_changed"
 
 UNCHANGED = "nothing"
 
-
-@dataclass(frozen=True)
-class Transition:
-    """A grid of one condition, and at which shares of the way to the first seed's transition its attention is kept."""
-
-    grid: Grid
-    shares: tuple[float, ...] = (0.0, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+SHARES = (0.0, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
+"""At which shares of the way to the first seed's transition its attention is kept."""
 
 
-def trained_networks(*, ensemble: Mapping[str, Any], shares: Sequence[float], trained: str) -> list[dict[str, Any]]:
+def trained_networks(*, ensemble: Mapping[str, Any], trained: str) -> list[dict[str, Any]]:
     """Measures attention on the way to the transition, and each member with its operations changed: the study's job."""
     net, worlds, table = trained_ensemble(ensemble, trained)
     size = Size.from_json(ensemble["size"])
-    return [*attention_on_the_way(size, worlds.shape, transitions(table)[0], shares), *operations(net, worlds, size)]
+    return [*attention_on_the_way(size, worlds.shape, transitions(table)[0]), *operations(net, worlds, size)]
 
 
-def attention_on_the_way(
-    size: Size, task: ExemplarTask, transition: float, shares: Sequence[float]
-) -> list[dict[str, Any]]:
+def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> list[dict[str, Any]]:
     """Returns both layers' attention on one sequence of novel classes; of the second, the target's."""
     transition = size.steps if np.isnan(transition) else transition
     worlds = Worlds([task], [0], torch.get_default_device())
     rows = []
-    for stop in sorted({min(size.steps, round(share * transition)) for share in shares}):
+    for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
         net: Any = network(size, task, "network", [0])  # the first seed alone is the first member of the ensemble
         if stop:
             train = replace(size.train, steps=stop, log_every=stop)
@@ -88,11 +80,27 @@ def attention_on_the_way(
 
 
 def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
-    """Returns each seed's accuracy in context with each operation changed."""
+    """Returns each seed's accuracy in context with each operation changed, and first, with nothing changed.
+
+    Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
+    """
     rows = []
     for seed in range(size.seeds):
         member, batch = net.member(seed), worlds.member(seed).batch(0, size.probe, "icl")
-        for operation, how, at, hooks in _changes(member, batch):
+        changes: list[tuple[str, str, str, Any]] = [(UNCHANGED, UNCHANGED, UNCHANGED, ())]
+        changes += [
+            (operation, how, at, replace_activation(member, batch.inputs, site, tokens, how).fwd_hooks(member))
+            for operation, site in OPERATION_SITES.items()
+            for at, tokens in (("operation", site.tokens), ("elsewhere", site.control_tokens))
+            for how in ("patched", "ablated")
+        ]
+        changes += [
+            ("look back", "clamped", "operation", attend_to_previous(member, "labels")(batch)),
+            ("look back", "clamped", "elsewhere", attend_to_previous(member, "items")(batch)),
+            ("match", "clamped", "operation", attend_to_label(member)(batch)),
+            ("match", "clamped", "elsewhere", attend_to_label(member, right=False)(batch)),
+        ]
+        for operation, how, at, hooks in changes:
             with torch.no_grad():
                 logits = member.run_with_hooks(batch.inputs, fwd_hooks=list(hooks))
             accuracy = (logits.argmax(-1) == batch.label).float().mean().item()
@@ -101,50 +109,25 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
     return rows
 
 
-def _changes(net: Any, batch: Exemplars) -> Iterator[tuple[str, str, str, Sequence[Hook]]]:
-    """Each operation, how it is changed and where, and the hooks that do it; first, nothing.
-
-    Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
-    """
-    yield UNCHANGED, UNCHANGED, UNCHANGED, ()
-    for operation, site in OPERATION_SITES.items():
-        for at, tokens in (("operation", site.tokens), ("elsewhere", site.control_tokens)):
-            for how in ("patched", "ablated"):
-                yield operation, how, at, replace_activation(net, batch.inputs, site, tokens, how).fwd_hooks(net)
-    yield "look back", "clamped", "operation", attend_to_previous(net, "labels")(batch)
-    yield "look back", "clamped", "elsewhere", attend_to_previous(net, "items")(batch)
-    yield "match", "clamped", "operation", attend_to_label(net)(batch)
-    yield "match", "clamped", "elsewhere", attend_to_label(net, right=False)(batch)
-
-
-def _train(config: Transition, inputs: Inputs) -> list[Measurement]:
-    return training_jobs(config.grid, inputs)
-
-
-def _measure(config: Transition, inputs: Inputs) -> list[Measurement]:
-    (ensemble,) = ensemble_configs(config.grid)
-    job = {"ensemble": ensemble, "shares": list(config.shares), "trained": inputs.trained}
+def _measure(grid: Grid, inputs: Inputs) -> list[Measurement]:
+    (ensemble,) = grid.ensembles()
+    job = {"ensemble": ensemble, "trained": inputs.trained}
     return [Measurement(trained_networks, job, seed=None, keys=ensemble["keys"][0])]
 
 
-def _summarize(_: Transition, rows: Rows) -> pd.DataFrame:
+def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
     return pd.concat(rows.values(), ignore_index=True)
 
 
-def transition_grid(size: Size, n_classes: int) -> Grid:
-    """Returns the condition of Figs. 3 and 4: a plateau, then a transition."""
-    condition = {"p_context": 0.8, "n_labels": size.task.n_labels, "n_pairs": size.task.n_pairs}
-    return Grid(size.with_task(n_classes=n_classes, burst=1, noise=0.0), (condition,))
+def _grid(size: Size) -> Grid:
+    size = size.with_task(**PLATEAU)
+    return Grid(size, [{name: getattr(size.task, name) for name in ("p_context", "n_labels", "n_pairs")}])
 
 
 STUDY = Study(
     "abrupt/transition",
-    {
-        "smoke": Transition(transition_grid(SMOKE, 16)),
-        "cpu": Transition(transition_grid(CPU, 64)),
-        "paper": Transition(transition_grid(PAPER, 256)),
-    },
-    train=_train,
+    {"smoke": _grid(SMOKE), "cpu": _grid(CPU), "paper": _grid(PAPER.with_task(n_classes=256))},
+    train=training_jobs,
     jobs=_measure,
     summarize=_summarize,
 )
@@ -154,15 +137,11 @@ STUDY = Study(
 
 
 def _draw_fig3(table: Table) -> dict[str, go.Figure]:
-    accuracy = mean_curves(table, {"icl": "IC accuracy"})
     attention = {
         name: table.where(measure=measure).frame.astype({"query": int, "key": int})
         for measure, name in (("attention_1", "layer 1"), ("attention_2", "layer 2, the target"))
     }
-    return {
-        "a": plots.curves({"": accuracy}, x="step", by="measure", label="step"),
-        "b": plots.attention_course(attention),
-    }
+    return {"a": draw_means(table, {"icl": NAMES["icl"]}, {"": {}}), "b": plots.attention_course(attention)}
 
 
 def _check_fig3(table: Table) -> list[Check]:
@@ -214,19 +193,16 @@ def check_alignment(table: Table, **where: Any) -> list[Check]:
     lead = {measure: (at - half_rises(table, measure, **where)) / at for measure in PROGRESS}
     early = {measure: np.nan_to_num(lead[measure]) for measure in PROGRESS}
     distance = {measure: np.nan_to_num(np.abs(lead[measure]), nan=1.0) for measure in PROGRESS}  # 1 if either lacks
-    together = "{} makes half of its rise at the transition (distance, over its step)"
-    return [
-        *(
-            Claim(together.format(NAMES[measure])).at_most(0.1, distance[measure], distance[other], NAMES[other])
-            for measure, other in (("ila1", "tla2"), ("tila2", "cla"))
-        ),
-        *(
-            Claim(f"{NAMES[measure]} rises before it (lead, over its step)").at_least(
-                0.1, early[measure], early["tila2"], NAMES["tila2"]
-            )
-            for measure in ("cla", "tla2")
-        ),
-    ]
+
+    def at_transition(measure: str, other: str) -> Check:
+        claim = Claim(f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)")
+        return claim.at_most(0.1, distance[measure], distance[other], NAMES[other])
+
+    def before_it(measure: str) -> Check:
+        claim = Claim(f"{NAMES[measure]} rises before it (lead, over its step)")
+        return claim.at_least(0.1, early[measure], early["tila2"], NAMES["tila2"])
+
+    return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), before_it("cla"), before_it("tla2")]
 
 
 def _check_fig4(table: Table) -> list[Check]:
@@ -242,31 +218,18 @@ def draw_measures(table: Table, **where: Any) -> go.Figure:
     return plots.curves({"": frame}, x="step", by="measure", label="steps from 50% IC accuracy", value="measure")
 
 
-def _draw_fig4(table: Table) -> dict[str, go.Figure]:
-    return {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)}
-
-
 FIG4 = Experiment(
     name="abrupt/fig4",
     title="Four progress measures, aligned where accuracy in context crosses one half",
     source=f"{SOURCE}, Fig. 4",
     study=STUDY,
-    draw=_draw_fig4,
+    draw=lambda table: {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)},
     check=_check_fig4,
     published="ILA1 and TILA2 rise at the transition, CLA and TLA2 before it, alike in all six seeds.",
 )
 
 
 # Figure 5
-
-
-def _lost(table: Table, operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
-    """How much accuracy each seed loses."""
-    unchanged, changed = (
-        table.where(measure=CHANGED, operation=name, how=change, at=where).frame.sort_values("seed")["value"].to_numpy()
-        for name, change, where in ((UNCHANGED,) * 3, (operation, how, at))
-    )
-    return unchanged - changed
 
 
 def _draw_fig5(table: Table) -> dict[str, go.Figure]:
@@ -283,13 +246,20 @@ def _draw_fig5(table: Table) -> dict[str, go.Figure]:
 
 
 def _check_fig5(table: Table) -> list[Check]:
-    even = _lost(table, "look back", "ablated")
+    frame = table.where(measure=CHANGED).frame
+    accuracy = frame.pivot(index="seed", columns=["operation", "how", "at"], values="value")
+
+    def lost(operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
+        """How much accuracy each seed loses."""
+        return (accuracy[UNCHANGED, UNCHANGED, UNCHANGED] - accuracy[operation, how, at]).to_numpy()
+
+    even = lost("look back", "ablated")
     return [
         *(
             Claim(f"Without it the answer is lost: {site.description} ({how}; accuracy lost)").at_least(
                 0.4,
-                _lost(table, operation, how),
-                _lost(table, operation, how, "elsewhere"),
+                lost(operation, how),
+                lost(operation, how, "elsewhere"),
                 f"the same activation at {site.control_tokens}",
             )
             for operation, site in OPERATION_SITES.items()
@@ -297,16 +267,13 @@ def _check_fig5(table: Table) -> list[Check]:
             if (operation, how) != ("look back", "patched")
         ),
         Claim("(i) goes by position: the attention of another sequence does as well (accuracy lost)").at_most(
-            0.1, _lost(table, "look back", "patched"), even, "even attention"
+            0.1, lost("look back", "patched"), even, "even attention"
         ),
         Claim("(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05, _lost(table, "look back", "clamped"), even, "even attention"
+            0.05, lost("look back", "clamped"), even, "even attention"
         ),
         Claim("(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05,
-            _lost(table, "match", "clamped"),
-            _lost(table, "match", "clamped", "elsewhere"),
-            "clamped to the other labels",
+            0.05, lost("match", "clamped"), lost("match", "clamped", "elsewhere"), "clamped to the other labels"
         ),
     ]
 

@@ -9,10 +9,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.integrate import solve_ivp
+from scipy.special import wrightomega
 
 from align_circuits.papers.abrupt.grid import SOURCE
-from align_circuits.papers.abrupt.theory import PARAMETERS, NestedLogits
+from align_circuits.papers.abrupt.theory import NestedLogits
 from align_circuits.papers.claims import Check, Claim, Measured
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
 from align_circuits.report import plots
@@ -44,10 +44,10 @@ def flows(**config: Any) -> pd.DataFrame:
         loss = NestedLogits(n_labels, flow.n_pairs)
         for name, start in flow.starts.items():
             path = loss.gradient_flow(times, np.array(start))
-            wide = pd.DataFrame(path, columns=pd.Index(PARAMETERS)).assign(loss=loss(path), time=times)
+            wide = pd.DataFrame(path, columns=pd.Index(NestedLogits.parameters)).assign(loss=loss(path), time=times)
             frames.append(wide.melt("time", var_name="measure").assign(start=name, n_labels=n_labels))
     xi, y = (axis.ravel() for axis in np.meshgrid(np.linspace(*flow.xi, flow.grid), np.linspace(*flow.y, flow.grid)))
-    height = NestedLogits(flow.n_labels, flow.n_pairs).at(xi, y)
+    height = NestedLogits(flow.n_labels, flow.n_pairs).of_score(xi, y)
     frames.append(pd.DataFrame({"measure": "landscape", "value": height, "xi": xi, "y": y, "n_labels": flow.n_labels}))
     frame = pd.concat(frames, ignore_index=True).round({"time": 4, "xi": 4, "y": 4, "value": 6})
     return frame.assign(n_pairs=flow.n_pairs, low=np.nan, high=np.nan, n=1)
@@ -57,10 +57,11 @@ def _measure(flow: Flow, _: Inputs) -> list[Measurement]:
     return [Measurement(flows, asdict(flow), seed=None)]
 
 
-def path_of(table: Table, measure: str, start: str, n_labels: int) -> tuple[ndarray, ndarray]:
-    """Returns times and values of one path."""
-    rows = table.where(measure=measure, start=start, n_labels=n_labels).frame
-    return rows["time"].to_numpy(float), rows["value"].to_numpy(float)
+def _path(table: Table, start: str, n_labels: int) -> dict[str, Float[ndarray, " time"]]:
+    """One path: its time, loss and parameters."""
+    frame = table.where(start=start, n_labels=n_labels).frame
+    wide = frame.pivot(index="time", columns="measure", values="value").reset_index()
+    return {str(name): wide[name].to_numpy(float) for name in wide}
 
 
 def _time_below(times: Float[ndarray, " time"], loss: Float[ndarray, " time"], level: float) -> float:
@@ -98,14 +99,13 @@ def draw_landscape(table: Table) -> go.Figure:
     )
     figure = go.Figure(heat)
     for index, start in enumerate(table.frame["start"].dropna().unique()):
-        xi, alpha, beta = (path_of(table, name, start, n_labels)[1] for name in PARAMETERS)
-        y = alpha * np.exp(beta) / (np.exp(beta) + n_pairs)
+        path = _path(table, start, n_labels)
+        xi, y = path["xi"], path["alpha"] * np.exp(path["beta_1"]) / (np.exp(path["beta_1"]) + n_pairs)
         line = {"color": plots.COLOURS[index], "width": 3}
         figure.add_scatter(x=xi, y=y, mode="lines", name=str(start), line=line)
         for end, colour in ((0, "#009E73"), (-1, "#D55E00")):
-            figure.add_scatter(
-                x=xi[[end]], y=y[[end]], mode="markers", marker={"size": 10, "color": colour}, showlegend=False
-            )
+            dot = {"size": 10, "color": colour}
+            figure.add_scatter(x=xi[[end]], y=y[[end]], mode="markers", marker=dot, showlegend=False)
     figure.update_xaxes(title="ξ, the classifier", range=[grid.columns.min(), grid.columns.max()])
     figure.update_yaxes(title="y, the target's score of the right label", range=[grid.index.min(), grid.index.max()])
     return plots.styled(figure, "", height=460)
@@ -115,11 +115,10 @@ def _draw_fig7(table: Table) -> dict[str, go.Figure]:
     n_labels, _, _ = _sizes(table)
     paths: Any = table.where(start="origin", n_labels=n_labels).frame
     paths = paths.rename(columns={"time": "t"}).assign(low=np.nan, high=np.nan)
-    learned = paths[paths["measure"].isin(PARAMETERS)]
+    learned = paths[paths["measure"].isin(NestedLogits.parameters)]
+    loss = paths[paths["measure"] == "loss"]
     return {
-        "a": plots.curves(
-            {"": paths[paths["measure"] == "loss"]}, x="t", by="measure", label="time", value="loss (nats)"
-        ),
+        "a": plots.curves({"": loss}, x="t", by="measure", label="time", value="loss (nats)"),
         "b": plots.curves({"": learned}, x="t", by="measure", label="time", value="parameter"),
         "c": draw_landscape(table),
     }
@@ -127,30 +126,23 @@ def _draw_fig7(table: Table) -> dict[str, go.Figure]:
 
 def _check_fig7(table: Table) -> list[Check]:
     n_labels, _, n_pairs = _sizes(table)
-    times, loss = path_of(table, "loss", "origin", n_labels)
-    parameters = {name: path_of(table, name, "origin", n_labels)[1] for name in PARAMETERS}
+    path = _path(table, "origin", n_labels)
+    times, loss, xi, alpha = (path[name] for name in ("time", "loss", "xi", "alpha"))
     cliff = _time_below(times, loss, np.log(n_pairs) / 2)
     halfway = int((times >= 0.5 * cliff).argmax())
-    width, alone = (width_of_fall(times, each, np.log(n_labels)) for each in (loss, _classifier_alone(times, n_labels)))
-    halfway_lead, final_lead = (parameters["xi"][at] / parameters["alpha"][at] for at in (halfway, -1))
+    # A classifier alone has the loss log(1 + 1/ω) with ω = exp(ξ) / (L-1). Its flow dξ/dt = 1 / (1 + ω) from ξ = 0 is
+    # ω + log ω = t + 1/(L-1) - log(L-1): ω is the Wright omega function of the right side.
+    others = n_labels - 1
+    alone = np.log1p(1 / wrightomega(times + 1 / others - np.log(others)))
+    width, alone_width = (width_of_fall(times, each, np.log(n_labels)) for each in (loss, alone))
     return [
         Claim("The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)").at_most(
-            0.5, exact(width), exact(alone), "a softmax classifier alone"
+            0.5, exact(width), exact(alone_width), "a softmax classifier alone"
         ),
         Claim("ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)").at_least(
-            2.0, exact(halfway_lead), exact(final_lead), "at the end"
+            2.0, exact(xi[halfway] / alpha[halfway]), exact(xi[-1] / alpha[-1]), "at the end"
         ),
     ]
-
-
-def _classifier_alone(times: Float[ndarray, " time"], n_labels: int) -> Float[ndarray, " time"]:
-    """The loss of a single logit, log(1 + (L-1) exp(-ξ)), under gradient flow from ξ = 0."""
-
-    def speed(_: float, xi: Float[ndarray, " 1"]) -> Float[ndarray, " 1"]:
-        return 1 / (1 + np.exp(xi) / (n_labels - 1))
-
-    xi = solve_ivp(speed, (0.0, float(times[-1])), [0.0], "LSODA", times, rtol=1e-9, atol=1e-12).y[0]
-    return np.log1p((n_labels - 1) * np.exp(-xi))
 
 
 def _fig7(**changes: Any) -> Flow:
@@ -184,19 +176,14 @@ def _draw_a4(table: Table) -> dict[str, go.Figure]:
 
 def _check_a4(table: Table) -> list[Check]:
     n_labels, more, n_pairs = _sizes(table)
-    paths = {
-        (count, start): path_of(table, "loss", start, count)
-        for count in (n_labels, more)
-        for start in ("towards ICL", "away from it")
-    }
-    times = {key: _time_below(*path, np.log(n_pairs) / 20) for key, path in paths.items()}
-    fast, slow, *_ = times.values()
-    with_more, other_start = times[more, "towards ICL"], times[more, "away from it"]
+    paths = [_path(table, start, count) for count in (n_labels, more) for start in ("towards ICL", "away from it")]
+    level = np.log(n_pairs) / 20
+    fast, slow, with_more, other_start = (_time_below(path["time"], path["loss"], level) for path in paths)
 
     def decline(first: float, last: float) -> Measured:
         """The loss of the slow branch at one time over that at an earlier one."""
-        slow_path = paths[n_labels, "away from it"]
-        return exact(float(np.interp(last, *slow_path) / np.interp(first, *slow_path)))
+        before, after = np.interp((first, last), paths[1]["time"], paths[1]["loss"])
+        return exact(float(after / before))
 
     return [
         Claim(

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,33 +12,38 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from align_circuits.papers.abrupt.ensembles import Ensemble, train_ensemble
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, Intervention
-from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
-from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
+from align_circuits.papers.abrupt.models import (
+    STRENGTHS,
+    Ensemble,
+    ExemplarNet,
+    ExemplarNetConfig,
+    InductionHead,
+    InductionHeadConfig,
+)
+from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure
 from align_circuits.papers.abrupt.task import Exemplars, ExemplarTask, Worlds
 from align_circuits.papers.study import Inputs, Measurement, Study, on_one_thread, training_folder
 from align_circuits.tables.tables import Provenance, Table
-from align_circuits.training.loop import TrainConfig
+from align_circuits.training.loop import TrainConfig, train
 
-Model = Literal["network", "three", "two", "none"]
-"""The full network; the induction head with three parameters, with two (β_2 = 0), and with none of them, which attends
-evenly whatever it is taught: the control."""
-
-FIXED = {"three": (), "two": ("beta_2",), "none": ("alpha", "beta_1", "beta_2")}
+FIXED = {"three": (), "two": ("beta_2",), "none": STRENGTHS}
+"""The reduced models by what is fixed at 0: with none of its parameters the head attends evenly whatever it is taught,
+the control."""
 
 NETWORK = {"model": "network", "intervention": "nothing"}
-"""What a condition may change beside the task, with its default."""
-
+"""What a condition may change beside the task, with its default: the full network, under no intervention."""
 
 SOURCE = "Reddy (2024)"
 LEARNED = 0.9
 """The accuracy from which on something counts as learned."""
 
 BOTH = {"icl": "in context", "iwl": "in weights"}
-ACCURACIES = BOTH | {"swap": "swapped labels"}
 NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
 """What figures call the measures."""
+
+PLATEAU = {"burst": 1, "noise": 0.0, "p_context": 0.8}
+"""The task of Figs. 3 and 4: a plateau, then a transition."""
 
 
 @dataclass(frozen=True)
@@ -113,35 +117,29 @@ class Grid:
     """Which conditions are trained, at which size."""
 
     size: Size
-    conditions: tuple[Mapping[str, Any], ...]
-    """What each changes of the base task; `model` in it chooses the model, `intervention` that (`INTERVENTIONS`)."""
-    columns: tuple[str, ...] = field(init=False)
-    """The key columns of the table: whatever any condition changes."""
+    conditions: Sequence[Mapping[str, Any]]
+    """What each changes of the base task and of `NETWORK`. The key columns of the table are whatever any changes."""
 
-    def __post_init__(self):
-        names = dict.fromkeys(name for condition in self.conditions for name in condition)
-        object.__setattr__(self, "columns", tuple(names))
+    def ensembles(self) -> list[dict[str, Any]]:
+        """Returns what `trained_ensemble` takes for each group of conditions of one shape, as JSON.
 
-    def task(self, condition: Mapping[str, Any]) -> ExemplarTask:
-        """The task of a condition; without positions for the reduced models."""
-        changes = {name: value for name, value in condition.items() if name not in NETWORK}
-        if condition.get("model", "network") != "network":
-            changes["n_positions"] = 0
-        return replace(self.size.task, **changes)
-
-    def ensembles(self) -> list[list[Mapping[str, Any]]]:
-        """The conditions in groups of one shape."""
-        groups: dict[tuple, list[Mapping[str, Any]]] = {}
+        `tasks` and `keys`, the values in the key columns, have an entry for each condition of the group. Tokens of the
+        reduced models carry no position.
+        """
+        columns = list(dict.fromkeys(name for condition in self.conditions for name in condition))
+        groups: dict[tuple, dict[str, Any]] = {}
         for condition in self.conditions:
-            task = self.task(condition)
-            kind = [condition.get(name, value) for name, value in NETWORK.items()]
-            groups.setdefault((task.n_labels, task.n_pairs, *kind), []).append(condition)
+            values: dict[str, Any] = asdict(self.size.task) | NETWORK | dict(condition)
+            keys = {name: values[name] for name in columns}
+            kind = {name: values.pop(name) for name in NETWORK}
+            if kind["model"] != "network":
+                values["n_positions"] = 0
+            task = ExemplarTask(**values)
+            group = {"size": asdict(self.size), "tasks": [], "keys": [], **kind}
+            group = groups.setdefault((task.n_labels, task.n_pairs, *kind.values()), group)
+            group["tasks"].append(asdict(task))
+            group["keys"].append(keys)
         return list(groups.values())
-
-    def keys(self, condition: Mapping[str, Any]) -> dict[str, Any]:
-        """A condition's values in the key columns."""
-        base = asdict(self.size.task) | NETWORK | dict(condition)
-        return {column: base[column] for column in self.columns}
 
 
 def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid) -> Study:
@@ -152,21 +150,8 @@ def grid_study(name: str, smoke: Grid, cpu: Grid, paper: Grid) -> Study:
 def training_jobs(grid: Grid, inputs: Inputs) -> list[Measurement]:
     """Returns one job for each ensemble of a grid: the `train` stage of a study."""
     return [
-        Measurement(training_curves, {"ensemble": config, "trained": inputs.trained}, seed=None)
-        for config in ensemble_configs(grid)
-    ]
-
-
-def ensemble_configs(grid: Grid) -> list[dict[str, Any]]:
-    """Returns what `trained_ensemble` takes for each ensemble of a grid, as JSON."""
-    return [
-        {
-            "size": asdict(grid.size),
-            "tasks": [asdict(grid.task(condition)) for condition in conditions],
-            "keys": [grid.keys(condition) for condition in conditions],
-            **{name: conditions[0].get(name, value) for name, value in NETWORK.items()},
-        }
-        for conditions in grid.ensembles()
+        Measurement(training_curves, {"ensemble": ensemble, "trained": inputs.trained}, seed=None)
+        for ensemble in grid.ensembles()
     ]
 
 
@@ -176,7 +161,7 @@ def training_curves(*, ensemble: Mapping[str, Any], trained: str) -> pd.DataFram
     Keyed by the grid's columns, seed, step and measure, one row a seed: low and high are NaN.
 
     Args:
-        ensemble: Of `ensemble_configs`.
+        ensemble: Of `Grid.ensembles`.
         trained: The folder of all trainings.
     """
     _, _, table = trained_ensemble(ensemble, trained)
@@ -210,7 +195,7 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
 
 
 def network(size: Size, task: ExemplarTask, model: str, seeds: Sequence[int]) -> Ensemble:
-    """Makes an ensemble for a task."""
+    """Makes an ensemble for a task: `"network"`, or one of `FIXED`."""
     if model == "network":
         init = task.d_content**-0.5
         config = ExemplarNetConfig(task.n_labels, task.d_in, d_head=size.d_head, d_hidden=size.d_hidden, init=init)
@@ -230,14 +215,15 @@ def train_on_exemplars(
     recipe: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Table:
-    """Trains the members of an ensemble, each on the sequences of its world.
+    """Trains all members of an ensemble at once, each on the sequences of its world, as it would train alone.
 
-    The loss is the sum of the members' mean cross-entropies.
+    The loss is the sum of the members' mean cross-entropies, so that no member's gradient depends on another: a member
+    alone and the same member among others differ by rounding only.
 
     Args:
         net: An `ExemplarNet` or `InductionHead`; trained in place.
         worlds: One for each member.
-        config: As for `train_ensemble`.
+        config: How; clipping and Muon would tie the members together and are refused.
         batch_size: Sequences a step for each member.
         probe: Sequences of each kind on which every row of the log rests, the same at all steps (`Evaluation`).
         intervention: Under what the network trains and is measured.
@@ -254,6 +240,12 @@ def train_on_exemplars(
     """
     if len(net) != len(worlds):
         raise ValueError(f"{len(net)} members, {len(worlds)} worlds: give one for each")
+    if config.clip is not None or config.optimizer == "muon":
+        raise ValueError(
+            f"clip={config.clip}, optimizer={config.optimizer!r}: a norm over all members and Muon's matrices would "
+            "tie them together; give clip=None, and 'sgd' or 'adamw'"
+        )
+    evaluation = Evaluation.of(worlds, probe)
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
         with net.hooks(fwd_hooks=list(intervention(Exemplars(**batch)))) if intervention else nullcontext():
@@ -261,21 +253,32 @@ def train_on_exemplars(
         summed = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
         return summed / batch_size
 
+    def metrics(model: Any, _: int) -> dict[str, float]:
+        values = measure(model, evaluation, intervention)
+        return {f"{name}/{member}": value for name in MEASURES for member, value in enumerate(values[name].tolist())}
+
     settings = {
         "tasks": [asdict(task) for task in worlds.tasks],
         "seeds": list(worlds.seeds),
         "batch_size": batch_size,
         "probe": probe,
     }
-    frame = train_ensemble(
+    log = train(
         net,
-        lambda step: vars(worlds.batch(step, batch_size)),
+        lambda step, _: vars(worlds.batch(step, batch_size)),
         loss,
-        partial(measure, evaluation=Evaluation.of(worlds, probe), intervention=intervention),
         config,
         out=out,
-        recipe=settings | dict(recipe or {}),
+        metrics=metrics,
+        recipe={"net_seeds": list(net.seeds)} | settings | dict(recipe or {}),
         progress=progress,
-    )
-    frame = frame.assign(low=np.nan, high=np.nan, n=probe)
+    ).log
+    curves = [
+        pd.DataFrame(
+            {"member": member, "seed": seed, "step": log["step"], "measure": name, "value": log[f"{name}/{member}"]}
+        )
+        for member, seed in enumerate(net.seeds)
+        for name in MEASURES
+    ]
+    frame = pd.concat(curves, ignore_index=True).round({"value": 6}).assign(low=np.nan, high=np.nan, n=probe)
     return Table(frame, Provenance("train_on_exemplars", settings | {"train": asdict(config)}))

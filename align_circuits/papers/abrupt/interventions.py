@@ -1,9 +1,12 @@
-"""Interventions on an induction head, while it trains or after: its operations given, removed, or replaced."""
+"""Interventions on an induction head, while it trains or after: its operations given, removed, or replaced.
+
+Each function takes the network to intervene on, and returns an `Intervention` on it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,19 +15,13 @@ from torch import Tensor
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import HeadSite, name_of
 from align_circuits.hooks.probes import Probes
-from align_circuits.papers.abrupt.ensembles import Ensemble
-from align_circuits.papers.abrupt.models import previous_token
+from align_circuits.papers.abrupt.models import Ensemble, previous_token
 from align_circuits.papers.abrupt.task import Exemplars
 
 Hook = tuple[str, Callable[..., Any]]
 
 Intervention = Callable[[Exemplars], Sequence[Hook]]
 """From the sequences that a network is about to run on to the hooks under which it runs on them."""
-
-Operation = Literal["look back", "write", "match", "read"]
-"""The four of an induction head (Reddy, 2024, Fig. 5)."""
-
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,19 @@ class OperationSite:
     control_tokens: str
 
 
-OPERATION_SITES: dict[Operation, OperationSite] = {
+OPERATION_SITES = {
     "look back": OperationSite("(i) labels attend to the item before", "pattern", 0, "labels", "items"),
     "write": OperationSite("(ii) the item's content is written to its label", "v", 0, "items", "labels"),
     "match": OperationSite("(iii) the target matches what was written", "q", 1, "target", "items"),
     "read": OperationSite("(iv) the label's content is written to the target", "v", 1, "labels", "items"),
 }
+"""The four operations of an induction head (Reddy, 2024, Fig. 5), and the only names of operations."""
 
 
 def attend_to_previous(net: Ensemble, tokens: str = "all") -> Intervention:
     """Gives the first operation: the first layer attends to the previous token.
 
-    Args:
-        net: The network to intervene on.
-        tokens: `"all"`, `"labels"` (the items keep their own attention) or `"items"`, the control.
+    At `tokens`: `"all"`, `"labels"` (the items keep their own attention) or `"items"`, the control.
 
     Raises:
         ValueError: Another value of `tokens`.
@@ -73,21 +69,16 @@ def attend_to_previous(net: Ensemble, tokens: str = "all") -> Intervention:
 def attend_to_label(net: Ensemble, right: bool = True) -> Intervention:
     """Gives the third operation: in the second layer the target attends to the labels of its class, evenly, alone.
 
-    Sequences without such a label keep their own attention.
-
-    Args:
-        net: The network to intervene on.
-        right: Whether to the right labels; else to all others, the control.
+    Not `right`, the control: to all other labels. Sequences without such a label keep their own attention.
     """
 
     def override(pattern: Tensor, batch: Exemplars) -> Tensor:
-        chosen = (batch.right == right).flatten(0, 1).to(pattern.dtype)
-        even = torch.zeros(len(chosen), pattern.shape[-1], dtype=pattern.dtype, device=pattern.device)
-        even[:, 1::2] = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
+        chosen = (batch.right == right).flatten(0, 1)[:, None].to(pattern.dtype)  # beside [prompt head], of one head
         overridden = pattern.clone()
-        own = overridden[..., -1, :].view(len(chosen), -1)  # one head
-        row = torch.where(chosen.any(-1, keepdim=True), even, own)
-        overridden[..., -1, :] = row.view_as(overridden[..., -1, :])
+        target = overridden[..., -1, :]
+        even = torch.zeros_like(target)
+        even[..., 1::2] = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
+        overridden[..., -1, :] = torch.where(chosen.any(-1, keepdim=True), even, target)
         return overridden
 
     return _intervention(net, name_of("pattern", 1), override)
@@ -136,16 +127,11 @@ def remove_operation(net: Ensemble, operation: str, control: bool = False) -> In
 
     To read nothing is a weight of zero after the softmax, the others staying as they are: the same as zero values.
 
-    Args:
-        net: The network to intervene on.
-        operation: Which, an `Operation`.
-        control: Whether to do the same where the operation is not.
-
     Raises:
         ValueError: No such operation.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation={operation!r}: choose one of {', '.join(OPERATIONS)}")
+    if operation not in OPERATION_SITES:
+        raise ValueError(f"operation={operation!r}: choose one of {', '.join(OPERATION_SITES)}")
 
     def override(pattern: Tensor, _: Exemplars) -> Tensor:
         chosen, others = _every_other(pattern, not control), _every_other(pattern, control)
@@ -157,7 +143,7 @@ def remove_operation(net: Ensemble, operation: str, control: bool = False) -> In
             return pattern.masked_fill(chosen, 0)
         return torch.where(chosen, (pattern * chosen).sum(-1, keepdim=True) / chosen.sum(), pattern)
 
-    return _intervention(net, name_of("pattern", 0 if operation in ("look back", "write") else 1), override)
+    return _intervention(net, name_of("pattern", OPERATION_SITES[operation].layer), override)
 
 
 INTERVENTIONS: dict[str, Callable[[Any], Intervention | None]] = {
@@ -168,10 +154,10 @@ INTERVENTIONS: dict[str, Callable[[Any], Intervention | None]] = {
     "target's label": attend_to_label,
     "TLA2 fixed": fix_attention_to_labels,
     "CLA fixed": restrict_to_context,
-    **{f"no {operation}": partial(remove_operation, operation=operation) for operation in OPERATIONS},
+    **{f"no {operation}": partial(remove_operation, operation=operation) for operation in OPERATION_SITES},
     **{
         f"no {operation}, elsewhere": partial(remove_operation, operation=operation, control=True)
-        for operation in OPERATIONS
+        for operation in OPERATION_SITES
     },
 }
 """Under what a network trains and is measured: nothing; the first layer attending to the previous token, at all tokens
@@ -195,13 +181,15 @@ def replace_activation(net: Any, inputs: Float[Tensor, "..."], at: OperationSite
     values: Tensor = cache[name]
     if how == "patched":
         values = values.roll(1, 0)
+    elif at.site == "pattern":
+        values = even_attention(values)
     else:
-        values = even_attention(values) if at.site == "pattern" else values.mean(0, keepdim=True).expand_as(values)
+        values = values.mean(0, keepdim=True).expand_as(values)
     pos = torch.arange(inputs.shape[-2], device=inputs.device)
     is_label, is_target = pos % 2 == 1, pos == len(pos) - 1
     positions = {"labels": is_label, "items": ~is_label & ~is_target, "target": is_target}[tokens]
-    heads = [(at.layer, 0)]
-    return Patch(heads=heads, site=at.site, positions=positions.expand(len(values), -1), values={name: values})
+    positions = positions.expand(len(values), -1)
+    return Patch(heads=[(at.layer, 0)], site=at.site, positions=positions, values={name: values})
 
 
 def even_attention(pattern: Float[Tensor, "... query key"]) -> Float[Tensor, "... query key"]:

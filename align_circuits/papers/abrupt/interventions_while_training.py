@@ -1,7 +1,7 @@
 """Beyond abrupt learning: operations of the head given, removed, or their suspected causes fixed, from the start."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,22 +9,22 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.abrupt.curves import at_end, at_start, has_formed, mean_curves, transitions
-from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES, OPERATIONS
+from align_circuits.papers.abrupt.curves import at_end, at_start, draw_means, has_formed, transitions
+from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES
 from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
 from align_circuits.papers.study import Experiment, Study
-from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
 
-HYPOTHESES = {
-    "H1: CLA → TLA2 → ILA1 and TILA2": ("TLA2", "CLA"),
-    "H2: TLA2 → ILA1 and TILA2": ("TLA2",),
-    "H3: CLA → ILA1 and TILA2": ("CLA",),
-}
-"""What the paper considers as the cause of the transition: the measures that, fixed, cannot cause it."""
+HYPOTHESES = (
+    ("H1: CLA → TLA2 → ILA1 and TILA2", "TLA2"),
+    ("H1: CLA → TLA2 → ILA1 and TILA2", "CLA"),
+    ("H2: TLA2 → ILA1 and TILA2", "TLA2"),
+    ("H3: CLA → ILA1 and TILA2", "CLA"),
+)
+"""What the paper considers as the cause of the transition, and a measure that, fixed, cannot cause it."""
 
 
 def brought_forward(table: Table, intervention: str) -> Float[ndarray, " seed"]:
@@ -45,48 +45,39 @@ def hypotheses(table: Table) -> pd.DataFrame:
         table: Of `abrupt/clamped` or `abrupt/confirmed`.
     """
     rows = []
-    for hypothesis, causes in HYPOTHESES.items():
-        for cause in causes:
-            fixed: dict[str, Any] = {"intervention": f"{cause} fixed"}
-            formed = has_formed(table, **fixed)
-            rows.append(
-                {
-                    "hypothesis": hypothesis,
-                    "fixed": cause,
-                    "seeds in which the head forms": str(over_seeds(formed.astype(float))),
-                    "step": f"{over_seeds(transitions(table, **fixed)):.0f}",
-                    "step, nothing fixed": f"{over_seeds(transitions(table, intervention=NOTHING)):.0f}",
-                    "excluded": "yes" if formed.all() else "no",
-                }
-            )
+    for hypothesis, cause in HYPOTHESES:
+        formed = has_formed(table, intervention=f"{cause} fixed")
+        steps = [over_seeds(transitions(table, intervention=name)) for name in (f"{cause} fixed", NOTHING)]
+        rows.append(
+            {
+                "hypothesis": hypothesis,
+                "fixed": cause,
+                "seeds in which the head forms": str(over_seeds(formed.astype(float))),
+                "step": f"{steps[0]:.0f}",
+                "step, nothing fixed": f"{steps[1]:.0f}",
+                "excluded": "yes" if formed.all() else "no",
+            }
+        )
     return pd.DataFrame(rows)
 
 
-def _study(name: str, interventions: tuple[str, ...], cpu: Size, **seeds: int) -> Study:
-    def grid(size: Size, n_classes: int) -> Grid:
-        task = {"n_classes": n_classes, "burst": 1, "noise": 0.0, "p_context": 0.8}
-        return Grid(size.with_task(**task), tuple({"intervention": each} for each in interventions))
-
-    smoke = replace(SMOKE, first_seed=SMOKE.seeds if seeds else 0)
-    return grid_study(name, grid(smoke, 16), grid(replace(cpu, **seeds), 64), grid(replace(PAPER, **seeds), 256))
+def _study(name: str, interventions: Iterable[str], *sizes: Size) -> Study:
+    conditions = [{"intervention": each} for each in interventions]
+    return grid_study(name, *(Grid(size.with_task(**PLATEAU), conditions) for size in sizes))
 
 
-def _draw(table: Table, shown: tuple[str, ...], families: dict[str, tuple[str, ...]]) -> dict[str, go.Figure]:
+def _draw(table: Table, shown: Sequence[str], families: Mapping[str, Sequence[str]]) -> dict[str, go.Figure]:
     """One figure for each family of interventions, a panel for each of them."""
     names = {measure: NAMES[measure] for measure in shown}
-    panels = {
-        each: mean_curves(table, names, intervention=each)
-        for each in dict.fromkeys((NOTHING, *(name for family in families.values() for name in family)))
-    }
     return {
-        title: plots.curves(
-            {each: panels[each] for each in (NOTHING, *family)}, x="step", by="measure", label="step", value="measure"
-        )
+        title: draw_means(table, names, {each: {"intervention": each} for each in (NOTHING, *family)}, "measure")
         for title, family in families.items()
     }
 
 
-STUDY = _study("abrupt/interventions", tuple(INTERVENTIONS), replace(CPU, seeds=4, steps=2000))
+_PAPER = PAPER.with_task(n_classes=256)
+
+STUDY = _study("abrupt/interventions", INTERVENTIONS, SMOKE, replace(CPU, seeds=4, steps=2000), _PAPER)
 
 # Operations given, causes fixed
 
@@ -135,25 +126,22 @@ CLAMPED = Experiment(
 
 def _draw_removed(table: Table) -> dict[str, go.Figure]:
     families = {
-        "removed while training": tuple(f"no {operation}" for operation in OPERATIONS),
-        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATIONS),
+        "removed while training": tuple(f"no {operation}" for operation in OPERATION_SITES),
+        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATION_SITES),
     }
     return _draw(table, ("icl", "tila2", "tla2"), families)
 
 
 def _check_removed(table: Table) -> list[Check]:
-    ends: dict[Any, Float[ndarray, " seed"]] = {
-        intervention: at_end(table, "icl", intervention=intervention)
-        for intervention in table.frame["intervention"].unique()
-    }
+    def lost(intervention: str) -> Float[ndarray, " seed"]:
+        free, changed = (at_end(table, "icl", intervention=name) for name in (NOTHING, intervention))
+        return free - changed
+
     return [
         Claim(
             f"Taken away from the start, nothing takes its place: {site.description} (accuracy lost at the end)"
         ).at_least(
-            0.4,
-            ends[NOTHING] - ends[f"no {operation}"],
-            ends[NOTHING] - ends[f"no {operation}, elsewhere"],
-            "the same where the operation is not",
+            0.4, lost(f"no {operation}"), lost(f"no {operation}, elsewhere"), "the same where the operation is not"
         )
         for operation, site in OPERATION_SITES.items()
     ]
@@ -174,6 +162,8 @@ WITHOUT = Experiment(
 
 _CONFIRMED = ("TLA2 fixed", "CLA fixed", "no match")
 """Last, the control of the criterion: a network that cannot have the third operation."""
+
+_FRESH = (replace(CPU, first_seed=6), replace(_PAPER, first_seed=6))
 
 
 def _check_confirmed(table: Table) -> list[Check]:
@@ -200,7 +190,7 @@ CONFIRMED = Experiment(
     name="abrupt/confirmed",
     title="TLA2 and CLA fixed, on fresh seeds and by a criterion set beforehand",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
-    study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), CPU, first_seed=6),
+    study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), replace(SMOKE, first_seed=2), *_FRESH),
     draw=_draw_confirmed,
     check=_check_confirmed,
     published="Not in the paper. What abrupt/clamped found, stated as claims before these seeds were trained.",

@@ -1,19 +1,19 @@
 """The networks that learn the task: two attention layers and a classifier, and an induction head of three numbers.
 
-Many members at once (`ensembles.Ensemble`), with TransformerLens's hooks.
+Many members at once (`Ensemble`), with TransformerLens's hooks.
 """
 
+import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
-
-from align_circuits.papers.abrupt.ensembles import Ensemble
 
 HIDDEN_LAYERS = 3
 STRENGTHS = ("alpha", "beta_1", "beta_2")
@@ -35,6 +35,11 @@ class NetworkConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
+    @property
+    def d_model(self) -> int:
+        """What the classifier reads: the residual stream, as wide as a token."""
+        return self.d_in
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExemplarNetConfig(NetworkConfig):
@@ -47,11 +52,6 @@ class ExemplarNetConfig(NetworkConfig):
     model_name: str = "exemplar-net"
     normalization_type: None = None
     attn_only: bool = True
-
-    @property
-    def d_model(self) -> int:
-        """The residual stream is as wide as a token."""
-        return self.d_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,24 +66,67 @@ class InductionHeadConfig(NetworkConfig):
         return 2 * self.d_in
 
 
-def by_member(net: Ensemble, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
-    """Returns the inputs with the dimension of members, which an ensemble of one may be given without.
+class Ensemble(HookedRootModule):
+    """Networks of one shape with weights of their own, each made from its own seed, that run as one.
 
-    Raises:
-        ValueError: Inputs for another number of members, or tokens of another size.
+    Every parameter has the dimension `member` in front. Hook points see members and prompts as one first dimension,
+    members outside.
     """
-    inputs = inputs if inputs.ndim == 4 else inputs[None]
-    if len(inputs) != len(net) or inputs.shape[-1] != net.cfg.d_in:
-        raise ValueError(
-            f"inputs of shape {tuple(inputs.shape)} for {len(net)} members that read {net.cfg.d_in} dimensions: "
-            "give [member prompt pos d_in], or [prompt pos d_in] to one member"
-        )
-    return inputs
 
+    def __init__(self, cfg: Any, seeds: Sequence[int]):
+        """Prepares the members' generators, one for each seed.
 
-def previous_token(length: int, like: Tensor) -> Float[Tensor, "query key"]:
-    """Returns the attention pattern that is 1 at the token before; the first row is empty."""
-    return torch.eye(length, device=like.device, dtype=like.dtype).roll(-1, 1).tril()
+        Raises:
+            ValueError: No seeds.
+        """
+        super().__init__()
+        if not len(seeds):
+            raise ValueError("no seeds: give one for each member")
+        self.cfg, self.seeds = cfg, tuple(seeds)
+        digests = [hashlib.sha256(f"exemplar net/{seed}".encode()).digest() for seed in seeds]
+        self._generators = [torch.Generator().manual_seed(int.from_bytes(each[:8], "big") >> 1) for each in digests]
+
+    def drawn(self, *shape: int, std: float) -> nn.Parameter:
+        """Returns a new parameter; each member's entries come from its own generator."""
+        return nn.Parameter(torch.stack([std * torch.randn(*shape, generator=each) for each in self._generators]))
+
+    def zeros(self, *shape: int) -> nn.Parameter:
+        """Returns a new parameter that is zero for all members."""
+        return nn.Parameter(torch.zeros(len(self.seeds), *shape))
+
+    def no_weight_decay(self) -> set[str]:
+        """Returns the names of the biases: with the dimension of members they look like matrices to `train`."""
+        return {name for name, _ in self.named_parameters() if "biases" in name.split(".")}
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def member(self, index: int) -> "Ensemble":
+        """Returns one member, with weights of its own, as an ensemble of one."""
+        make: Any = type(self)
+        alone = make(self.cfg, [self.seeds[index]]).to(next(self.parameters()))
+        alone.load_state_dict({name: tensor[index : index + 1] for name, tensor in self.state_dict().items()})
+        return alone
+
+    def by_member(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "member prompt pos d_in"]:
+        """Returns the inputs with the dimension of members, which an ensemble of one may be given without.
+
+        Raises:
+            ValueError: Inputs for another number of members, or tokens of another size.
+        """
+        inputs = inputs if inputs.ndim == 4 else inputs[None]
+        if len(inputs) != len(self) or inputs.shape[-1] != self.cfg.d_in:
+            raise ValueError(
+                f"inputs of shape {tuple(inputs.shape)} for {len(self)} members that read {self.cfg.d_in} dimensions: "
+                "give [member prompt pos d_in], or [prompt pos d_in] to one member"
+            )
+        return inputs
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Ensemble":
+        super()._apply(fn, recurse)
+        first = next(self.parameters())
+        self.cfg = replace(self.cfg, device=first.device, dtype=first.dtype)
+        return self
 
 
 class ExemplarNet(Ensemble):
@@ -104,14 +147,14 @@ class ExemplarNet(Ensemble):
     classifier: "Classifier"
 
     def __init__(self, cfg: ExemplarNetConfig, seeds: Sequence[int]):
-        super().__init__(cfg, seeds, "exemplar net")
+        super().__init__(cfg, seeds)
         self.blocks = nn.ModuleList(Block(self) for _ in range(2))
-        self.classifier = Classifier(self, cfg.d_in, cfg.d_hidden, cfg.n_labels)
+        self.classifier = Classifier(self)
         self.setup()
 
     def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """Returns the logits of the last token, with every hook point fired."""
-        tokens = by_member(self, inputs)
+        tokens = self.by_member(inputs)
         residual = tokens.flatten(0, 1)
         for block in self.blocks:
             residual = block(residual)
@@ -129,21 +172,24 @@ class ExemplarNet(Ensemble):
         and the first layer's scores are u_j^T (K_1^T Q_1) u_i. Of the hook points those of the classifier fire, and
         the two `hook_pattern`: the first whole, the second for the last query alone, `[prompt head 1 key]`.
         """
-        tokens = by_member(self, inputs)
+        tokens = self.by_member(inputs)
         members, n, length, width = tokens.shape
         flat = tokens.reshape(members * n, length, width)
         first, second = (block.attn for block in self.blocks)
         w_q, w_k, w_v = ([getattr(layer, name)[:, 0] for layer in (first, second)] for name in ("W_Q", "W_K", "W_V"))
+        # The first layer's attention at all tokens, for the second layer's keys rest on it; its output v at the last.
         query = torch.bmm(tokens.reshape(members, n * length, width), w_q[0] @ w_k[0].mT)
         scores = torch.bmm(query.view_as(flat), flat.mT)
         pattern = first.hook_pattern(causal(scores)[:, None])[:, 0]
         mixed = torch.bmm(pattern[:, -1:], flat).view(members, n, width)
         v_last = tokens[:, :, -1] + mixed @ w_v[0]
+        # The target's scores on all keys v_j: g meets u_j, and V_1^T g meets what the first layer mixed into v_j.
         g = v_last @ w_q[1] @ w_k[1].mT
         both = torch.stack([g, g @ w_v[0].mT], 2).view(members * n, 2, width)
         direct, through = torch.bmm(both, flat.mT).split(1, dim=1)
         scores = direct + torch.bmm(through, pattern.mT)
         target = second.hook_pattern(scores.softmax(-1)[:, None])[:, 0]
+        # Σ_j p2_nj v_j in the same way: the tokens that the target attends to, and those that they attended to.
         read = torch.bmm(torch.cat([target, torch.bmm(target, pattern)], 1), flat).view(members, n, 2, width)
         w_last = v_last + (read[:, :, 0] + read[:, :, 1] @ w_v[0]) @ w_v[1]
         return self.classifier(w_last).view(*inputs.shape[:-2], -1)
@@ -171,28 +217,25 @@ class InductionHead(Ensemble):
     blocks: Any
 
     def __init__(self, cfg: InductionHeadConfig, seeds: Sequence[int], fixed: Collection[str] = ()):
-        """Makes the members.
-
-        Args:
-            cfg: The shape.
-            seeds: Of the classifiers.
-            fixed: Which of alpha, beta_1, beta_2 stay 0.
+        """Makes the members, whose classifiers come from the seeds; what is `fixed` of the three strengths stays 0.
 
         Raises:
             ValueError: An unknown name in `fixed`.
         """
-        super().__init__(cfg, seeds, "exemplar net")
+        super().__init__(cfg, seeds)
         if unknown := set(fixed) - set(STRENGTHS):
             raise ValueError(f"fixed={sorted(fixed)}: no {sorted(unknown)[0]!r}; choose among {', '.join(STRENGTHS)}")
         for name in STRENGTHS:
-            setattr(self, name, self.filled().requires_grad_(name not in fixed))
-        self.blocks = nn.ModuleList(PatternHook() for _ in range(2))
-        self.classifier = Classifier(self, 2 * cfg.d_in, cfg.d_hidden, cfg.n_labels)
+            setattr(self, name, self.zeros().requires_grad_(name not in fixed))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"attn": nn.ModuleDict({"hook_pattern": HookPoint()})}) for _ in range(2)
+        )
+        self.classifier = Classifier(self)
         self.setup()
 
     def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """Returns the logits of the last token."""
-        tokens = by_member(self, inputs)
+        tokens = self.by_member(inputs)
         members, n, length, width = tokens.shape
         flat, last = tokens.reshape(members * n, length, width), tokens[:, :, -1]
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
@@ -212,13 +255,9 @@ class InductionHead(Ensemble):
         return self(inputs)
 
 
-class PatternHook(nn.Module):
-    """A layer of nothing but the hook point of its pattern."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.Module()
-        self.attn.hook_pattern = HookPoint()
+def previous_token(length: int, like: Tensor) -> Float[Tensor, "query key"]:
+    """Returns the attention pattern that is 1 at the token before; the first row is empty."""
+    return torch.eye(length, device=like.device, dtype=like.dtype).roll(-1, 1).tril()
 
 
 def causal(scores: Float[Tensor, "prompt query key"]) -> Float[Tensor, "prompt query key"]:
@@ -268,12 +307,11 @@ class Attention(nn.Module):
 class Classifier(nn.Module):
     """Three ReLU layers and the logits of the labels."""
 
-    def __init__(self, net: Ensemble, d_in: int, d_hidden: int, n_labels: int):
+    def __init__(self, net: Ensemble):
         super().__init__()
-        widths = [d_in, *[d_hidden] * HIDDEN_LAYERS, n_labels]
-        pairs = list(pairwise(widths))
-        self.weights = nn.ParameterList(net.drawn(i, o, std=(2 / i) ** 0.5) for i, o in pairs)
-        self.biases = nn.ParameterList(net.filled(1, o) for _, o in pairs)
+        widths = [net.cfg.d_model, *[net.cfg.d_hidden] * HIDDEN_LAYERS, net.cfg.n_labels]
+        self.weights = nn.ParameterList(net.drawn(i, o, std=(2 / i) ** 0.5) for i, o in pairwise(widths))
+        self.biases = nn.ParameterList(net.zeros(1, width) for width in widths[1:])
         self.hook_in, self.hook_out = HookPoint(), HookPoint()
 
     def forward(self, read: Float[Tensor, "member prompt d_in"]) -> Float[Tensor, "member prompt label"]:

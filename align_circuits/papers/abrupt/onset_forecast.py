@@ -11,7 +11,7 @@ from numpy import ndarray
 from scipy.optimize import least_squares
 from scipy.special import logit
 
-from align_circuits.papers.abrupt.theory import AlignedLogits, descent
+from align_circuits.papers.abrupt.theory import AlignedLogits
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.emergence_times import SUSTAINED, best_head, emergence_step
 from align_circuits.tables.tables import Table
@@ -83,8 +83,17 @@ class Onset:
 
     def curves(self, steps: Float[ndarray, " probe"], schedule: TrainConfig) -> pd.DataFrame:
         """Returns the curves that the theory predicts, in the form of `tuning_curves`."""
-        values = _predicted(self.loss, clock(steps, schedule) * self.rate, np.array(self.start))
+        values = self.at(clock(steps, schedule))
         return pd.DataFrame(values, columns=pd.Index(MEASURES), index=pd.Index(steps, name="step"))
+
+    def at(self, clock: Float[ndarray, " probe"]) -> Float[ndarray, "probe measure"]:
+        """Returns the `MEASURES` along the gradient flow, at some readings of the clock."""
+        times = clock * self.rate
+        moving = np.append(0.0, np.diff(times)) > 0  # at the end of a decay the clock stands still
+        moving[0] = True
+        path = self.loss.gradient_flow(times[moving], np.array(self.start), precision=1e-5)[np.cumsum(moving) - 1]
+        values = self.loss.measures(path, FLOOR)
+        return np.stack([values[measure] for measure in MEASURES], -1)
 
 
 def fit(
@@ -117,17 +126,14 @@ def fit(
     free = 0 if shared is not None else len(_FIRST)  # the common parameters come first, then two of each tuning
     own = [slice(free + 2 * index, free + 2 * index + 2) for index in range(len(curves))]
 
-    def split(parameters: Float[ndarray, " n"], index: int) -> tuple[float, Float[ndarray, " 4"]]:
-        """Rate and start of one tuning."""
-        rate, xi, alpha = shared if shared is not None else (parameters[0] / times[0][-1], parameters[1], parameters[2])
-        return float(rate), np.array([xi, alpha, *parameters[own[index]]])
+    def onset(parameters: Float[ndarray, " n"], index: int, error: float = 0.0) -> Onset:
+        rate, xi, alpha = (parameters[0] / times[0][-1], *parameters[1:3]) if shared is None else shared
+        beta, kappa = parameters[own[index]]
+        return Onset(loss, float(rate), (float(xi), float(alpha), float(beta), float(kappa)), error)
 
     def residuals(parameters: Float[ndarray, " n"]) -> Float[ndarray, " number"]:
-        parts = []
-        for index, (time, value) in enumerate(zip(times, values, strict=True)):
-            rate, start = split(parameters, index)
-            parts.append((_predicted(loss, time * rate, start) - value)[~np.isnan(value)])
-        return np.concatenate(parts)
+        predicted = [onset(parameters, index).at(time) for index, time in enumerate(times)]
+        return np.concatenate([(one - value)[~np.isnan(value)] for one, value in zip(predicted, values, strict=True)])
 
     # A tuning's residuals depend on the common parameters and on its own two: that saves most of the Jacobian.
     tuning = np.repeat(np.arange(len(curves)), [int((~np.isnan(value)).sum()) for value in values])
@@ -144,9 +150,7 @@ def fit(
         xtol=1e-5,
         max_nfev=_MOST_EVALUATIONS,
     )
-    error = float(np.sqrt((best.fun**2).mean()))
-    fitted = (split(best.x, index) for index in range(len(curves)))
-    return [Onset(loss, rate, tuple(start.tolist()), error) for rate, start in fitted]
+    return [onset(best.x, index, float(np.sqrt((best.fun**2).mean()))) for index in range(len(curves))]
 
 
 def forecast(
@@ -181,8 +185,9 @@ def forecast(
     if len(runs) < 3 or not 0 < share < 1:
         raise ValueError(f"{len(runs)} runs, share={share}: give at least 3, and a share between 0 and 1")
     curves: list[Any] = [tuning_curves(run) for run in runs]
-    emerged = [not np.isnan(_step(curve[metric])) for curve in curves]
-    observed = np.array([_step_or_last(curve[metric]) for curve in curves])
+    steps = np.array([_step(curve[metric]) for curve in curves])
+    last = np.array([curve.index[-1] for curve in curves], dtype=float)
+    observed = np.where(np.isnan(steps), last, steps)
     rows = []
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         others = np.arange(len(runs)) != index
@@ -190,35 +195,13 @@ def forecast(
         shared = fit([curves[other] for other in np.flatnonzero(others)], loss, schedule)[0].shared
         fitted = fit([tuning_curves(run, until)], loss, schedule, shared)[0]
         predicted: Any = fitted.curves(curve.index.to_numpy(float), schedule)[metric]
-        rows.append(
-            {
-                "observed": observed[index],
-                "emerged": emerged[index],
-                "until": until,
-                "theory": _step_or_last(predicted),
-                "others": observed[others].mean(),
-            }
-        )
-    return pd.DataFrame(rows)
+        rows.append({"until": until, "theory": _step(predicted), "others": observed[others].mean()})
+    frame = pd.DataFrame({"observed": observed, "emerged": ~np.isnan(steps)}).join(pd.DataFrame(rows))
+    return frame.assign(theory=frame["theory"].fillna(pd.Series(last)))
 
 
 def _step(curve: pd.Series) -> float:
     return emergence_step(curve.index.to_numpy(float), curve.to_numpy(float))
-
-
-def _step_or_last(curve: pd.Series) -> float:
-    return float(curve.index[-1]) if np.isnan(step := _step(curve)) else step
-
-
-def _predicted(
-    loss: AlignedLogits, times: Float[ndarray, " probe"], start: Float[ndarray, " 4"]
-) -> Float[ndarray, "probe measure"]:
-    """The measures along the gradient flow."""
-    moving = np.append(0.0, np.diff(times)) > 0  # at the end of a decay the clock stands still
-    moving[0] = True
-    path = descent(loss.gradient, times[moving], start, precision=1e-5)[np.cumsum(moving) - 1]
-    values = loss.measures(path, FLOOR)
-    return np.stack([values[measure] for measure in MEASURES], -1)
 
 
 def _first_logits(values: Float[ndarray, "probe measure"], loss: AlignedLogits) -> Float[ndarray, " 2"]:

@@ -92,23 +92,23 @@ def measure(
         evaluation: The sequences, of the worlds of its members.
         intervention: Under what it runs.
     """
-    values: dict[str, Tensor] = {}
     patterns: dict[str, Tensor] = {}
     names = [name_of("pattern", layer) for layer in range(2)]
+    probes = Probes(net, {name: partial(patterns.__setitem__, name) for name in names})
+    logits, right = {}, {}
     for kind, batch in evaluation.batches.items():
-        probes = Probes(net, {name: partial(patterns.__setitem__, name) for name in names})
         hooks = [*(intervention(batch) if intervention else ()), *(probes.fwd_hooks if kind == "icl" else ())]
         with torch.no_grad(), net.hooks(fwd_hooks=hooks):
-            logits = net.logits(batch.inputs)
-        right = (logits.argmax(-1) == batch.label).float()
-        values[kind] = right.mean(-1)
-        if kind == "icl":
-            probes.check()
-            log_prob = logits.log_softmax(-1).gather(-1, batch.label[..., None])
-            values["loss_icl"] = -log_prob.mean((-1, -2))
-            first, second = (patterns[name].unflatten(0, batch.label.shape)[:, :, 0] for name in names)
-            values |= progress(first, second[:, :, -1], logits, batch)
-        if kind == "iwl":
-            for name, group in (("iwl_common", evaluation.common), ("iwl_rare", evaluation.rare)):
-                values[name] = (right * group).sum(-1) / group.sum(-1)
+            logits[kind] = net.logits(batch.inputs)
+        right[kind] = (logits[kind].argmax(-1) == batch.label).float()
+    probes.check()
+    icl = evaluation.batches["icl"]
+    first, second = (patterns[name].unflatten(0, icl.label.shape)[:, :, 0] for name in names)
+    groups = {"iwl_common": evaluation.common, "iwl_rare": evaluation.rare}
+    values = {
+        **{kind: each.mean(-1) for kind, each in right.items()},
+        **{name: (right["iwl"] * group).sum(-1) / group.sum(-1) for name, group in groups.items()},
+        "loss_icl": -logits["icl"].log_softmax(-1).gather(-1, icl.label[..., None]).mean((-1, -2)),
+        **progress(first, second[:, :, -1], logits["icl"], icl),
+    }
     return {name: values[name] for name in MEASURES}

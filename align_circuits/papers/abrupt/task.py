@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import IGNORE, Relation
@@ -119,45 +119,44 @@ class ExemplarTask:
         if n < 1:
             raise ValueError(f"{n} prompts: give at least 1")
         batch = Worlds([self], [world]).batch(seed, n, kind)
+        right = batch.right[0]
         pos = torch.arange(self.length)
         is_label = pos % 2 == 1
-        everywhere = torch.zeros(n, self.length, dtype=torch.long)
         prompt, last = torch.arange(n), self.length - 1
+        everywhere = torch.zeros(n, self.length, dtype=torch.long)
 
         def relation(name: str, queries: Tensor, key_value: Tensor, key_label: Tensor) -> Relation:
-            """Each prompt's target, traced from some positions to keys with a label among all tokens."""
-            repeated = prompt.repeat_interleave(len(queries))
+            """From the same positions of every prompt to keys with a label among all tokens."""
+            row = prompt.repeat_interleave(len(queries))
             return Relation(
                 name,
-                target=repeated,
-                prompt=repeated,
+                target=row,
+                prompt=row,
                 query=queries.repeat(n),
                 key_value=key_value.repeat(n),
-                candidate_value=torch.zeros_like(repeated),
+                candidate_value=torch.zeros_like(row),
                 key_label=key_label,
                 candidate_label=everywhere,
             )
 
         target, zero = torch.tensor([last]), torch.tensor([0])
-        right = torch.full_like(everywhere, IGNORE)
-        right[:, is_label] = torch.where(batch.right[0], 0, IGNORE)
         labels = torch.where(is_label, 0, IGNORE).expand(n, -1)
+        correct = labels.masked_scatter(is_label.expand(n, -1), torch.where(right, 0, IGNORE))
         relations = [
             relation("item_of_label", pos[is_label], pos[is_label] - 1, pos.expand(n, -1)),
-            relation("correct_label", target, zero, right).select(batch.right[0].any(1)),
+            relation("correct_label", target, zero, correct).select(right.any(1)),
             relation("labels", target, zero, labels),
         ]
         at_end = {"prompt": prompt, "query_pos": last, "target_pos": last + 1}
-        targets = pd.DataFrame({**at_end, "token": batch.label[0], "phrase": 0, "offset": 0, "kind": "first"})
         return Prompts(
             inputs=batch.inputs[0],
             mask=torch.ones_like(everywhere, dtype=torch.bool),
             roles=torch.where(is_label, Role.OUTPUT.value, Role.INPUT.value).expand(n, -1),
             example=(pos // 2).expand(n, -1),
-            targets=targets,
+            targets=pd.DataFrame({**at_end, "token": batch.label[0], "phrase": 0, "offset": 0, "kind": "first"}),
             relations={relation.name: relation for relation in relations},
             task={"name": "exemplars", "config": asdict(self), "seed": seed, "kind": kind, "world": world},
-            latent={"context": batch.context[0], "right": batch.right[0], "rank": batch.rank[0]},
+            latent={"context": batch.context[0], "right": right, "rank": batch.rank[0]},
         )
 
 
@@ -209,30 +208,23 @@ class Worlds:
             raise ValueError(f"members of different shapes {sorted(shapes)}: L, N, D and P must be one")
         self.tasks, self.seeds = tuple(tasks), tuple(seeds)
         self._device, self._dtype = torch.device(device), dtype
-        sizes = [task.n_classes for task in tasks]
-        self._most = max(sizes)
         means, labels, cdf, log_weight, ranks = [], [], [], [], []
         for task, seed in zip(tasks, seeds, strict=True):
             generator = _generator(seed, "world")
             scale = task.d_content**-0.5
             labels.append(scale * torch.randn(task.n_labels, task.d_content, generator=generator))
             means.append(scale * torch.randn(task.n_classes, task.d_content, generator=generator))
-            rank = torch.randperm(task.n_classes, generator=generator)
-            weight = (rank + 1.0).double() ** -task.zipf
-            total = (weight / weight.sum()).cumsum(0)
-            missing = self._most - task.n_classes
-            cdf.append(torch.cat([total, total.new_full((missing,), 2.0)]))
-            ranks.append(torch.cat([rank, rank.new_full((missing,), -1)]))
-            log_weight.append((weight / weight.sum()).view(task.n_labels, -1).sum(1).log())
-        self._labels = torch.stack(labels).to(self._device, dtype)
-        self._cdf, self._log_weight, self._ranks = (
-            torch.stack(parts).to(self._device) for parts in (cdf, log_weight, ranks)
-        )
-        self._means = torch.cat(means).to(self._device, dtype)
-        first = np.cumsum([0, *sizes[:-1]])
-        self._first = torch.from_numpy(first).to(self._device)[:, None, None]
-        self._per_label = torch.tensor([task.n_classes // task.n_labels for task in tasks], device=self._device)
-        self._last_class = torch.tensor(sizes, device=self._device)[:, None, None] - 1
+            ranks.append(torch.randperm(task.n_classes, generator=generator))
+            weight = (ranks[-1] + 1.0).double() ** -task.zipf
+            weight = weight / weight.sum()
+            cdf.append(weight.cumsum(0))
+            log_weight.append(weight.view(task.n_labels, -1).sum(1).log())
+        # Members may differ in K: what has an entry a class is filled up, the distribution by what is never reached.
+        self._means, self._labels = (pad_sequence(each, True).to(self._device, dtype) for each in (means, labels))
+        self._ranks, self._log_weight = (pad_sequence(each, True).to(self._device) for each in (ranks, log_weight))
+        self._cdf = pad_sequence(cdf, True, padding_value=2.0).to(self._device)
+        self._member = torch.arange(len(tasks), device=self._device)[:, None, None]
+        self._n_classes = torch.tensor([task.n_classes for task in tasks], device=self._device)[:, None, None]
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -260,7 +252,7 @@ class Worlds:
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
         shape = self.shape
-        pairs, n_labels, width = shape.n_pairs, shape.n_labels, shape.d_content
+        pairs, n_labels = shape.n_pairs, shape.n_labels
         tasks = [_as_kind(task, kind) for task in self.tasks]
         uniform, noise, novel = self._draw(step, n, kind, tasks)
         parts = uniform.split([1, 1, 1, n_labels, pairs + 1, pairs], dim=-1)
@@ -272,72 +264,66 @@ class Worlds:
 
         context = u_context < of_task("p_context")
         bursty = context | ((u_bursty < of_task("p_burst")) & (of_task("burst") > 0))
+        # Pairs of one slot are of one class. The first slot of a bursty sequence is also the target's.
+        pair = torch.arange(pairs, device=self._device)
+        slot = torch.where(bursty, pair // of_task("copies", torch.long), pair)
         # Labels without replacement by their weight: those with the highest Gumbel-perturbed log weight, in order.
         log_weight = torch.where(context, 0.0, self._log_weight[:, None])
         order = (log_weight - (-u_label.log()).log()).argsort(-1, descending=True)[..., :pairs]
         if order.shape[-1] < pairs:  # fewer labels than pairs: the later ones are never used
-            order = torch.nn.functional.pad(order, (0, pairs - order.shape[-1]))
+            order = nn.functional.pad(order, (0, pairs - order.shape[-1]))
         # A class of a given label: the label's stretch of the cumulative distribution, which is sorted by label.
-        edge = self._cdf.gather(1, (self._per_label[:, None] * torch.arange(1, n_labels + 1, device=self._device)) - 1)
-        upper = edge[:, None].expand(-1, n, -1).gather(2, order)
-        below = torch.nn.functional.pad(edge, (1, 0))[:, None].expand(-1, n, -1).gather(2, order)
-        within = below + u_class[..., :pairs] * (upper - below)
-        slot = torch.arange(pairs, device=self._device) // of_task("copies", torch.long)
-        slot = torch.where(bursty, slot, torch.arange(pairs, device=self._device))
-        within = within.gather(2, slot)
-        place = torch.where(bursty, within, u_class[..., :pairs])
-        target_place = torch.where(bursty[..., 0], within[..., 0], u_class[..., -1])
-        places = torch.cat([place, target_place[..., None]], -1).flatten(1)
-        known = torch.searchsorted(self._cdf, places, right=True).view(-1, n, pairs + 1).minimum(self._last_class)
-        label = known // self._per_label[:, None, None]
+        per_label = self._n_classes // n_labels
+        last_class = per_label * torch.arange(1, n_labels + 1, device=self._device) - 1
+        edge = nn.functional.pad(self._cdf[self._member, last_class], (1, 0))[:, 0]
+        below, upper = edge[self._member, order], edge[self._member, order + 1]
+        within = (below + u_class[..., :pairs] * (upper - below)).gather(2, slot)
+        # A class of any label, independent of the others: anywhere in the distribution.
+        place = torch.where(bursty, torch.cat([within, within[..., :1]], -1), u_class)
+        known = torch.searchsorted(self._cdf, place.flatten(1), right=True).view_as(place).minimum(self._n_classes - 1)
         of_slot = order.gather(2, slot)
-        chosen = torch.where(context, torch.cat([of_slot, of_slot[..., :1]], -1), label)
+        label = torch.where(context, torch.cat([of_slot, of_slot[..., :1]], -1), known // per_label)
         if kind == "swap":
-            chosen = (chosen + 1) % n_labels
+            label = (label + 1) % n_labels
         same = torch.where(bursty, slot == 0, known[..., :-1] == known[..., -1:])
 
+        # The pairs stand in random order, the target at the end.
         shuffled = u_order.argsort(-1)
-        same, named = same.gather(2, shuffled), chosen[..., :-1].gather(2, shuffled)
+        same, named = same.gather(2, shuffled), label[..., :-1].gather(2, shuffled)
         with_target = torch.cat([shuffled, torch.full_like(shuffled[..., :1], pairs)], -1)
-        content = self._means[known.gather(2, with_target) + self._first]
-        if novel is not None:
-            slots = torch.cat([slot.gather(2, shuffled), torch.zeros_like(slot[..., :1])], -1)
-            made = novel.gather(2, slots[..., None].expand(-1, -1, -1, width))
-            content = torch.where(context[..., None], made, content)
-        if noise is not None:
+        slots = torch.cat([slot.gather(2, shuffled), torch.zeros_like(slot[..., :1])], -1)
+        content = self._means[self._member, known.gather(2, with_target)]
+        if context.any():
+            sequence = torch.arange(n, device=self._device)[:, None]
+            content = torch.where(context[..., None], novel[self._member, sequence, slots], content)
+        if any(task.noise for task in tasks):
             epsilon = of_task("noise", self._dtype)[..., None]
             content = content.addcmul(noise, epsilon).mul_((1 + epsilon**2).rsqrt())
-        members = torch.arange(len(self), device=self._device)[:, None, None]
         tokens = content.new_zeros(len(self), n, shape.length, shape.d_in)
         tokens[:, :, ::2, shape.n_positions :] = content
-        tokens[:, :, 1::2, shape.n_positions :] = self._labels[members, named]
+        tokens[:, :, 1::2, shape.n_positions :] = self._labels[self._member, named]
         if shape.n_positions:
             offset = (u_offset * (shape.n_positions - shape.length + 1)).long()
             at = offset + torch.arange(shape.length, device=self._device)
             tokens.scatter_(-1, at[..., None], 1.0)
-        rank = self._ranks.gather(1, known[..., -1])
-        return Exemplars(tokens, chosen[..., -1], named, same, torch.where(context[..., 0], -1, rank))
+        rank = self._ranks[self._member[..., 0], known[..., -1]]
+        return Exemplars(tokens, label[..., -1], named, same, torch.where(context[..., 0], -1, rank))
 
-    def _draw(
-        self, step: int, n: int, kind: str, tasks: Sequence[ExemplarTask]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _draw(self, step: int, n: int, kind: str, tasks: Sequence[ExemplarTask]) -> tuple[Tensor, Tensor, Tensor]:
         """Uniform numbers, the noise of the items, the means of novel classes; each member's from its own generator."""
         shape, scale = self.shape, self.shape.d_content**-0.5
-        pairs, width = shape.n_pairs, shape.d_content
-        noisy, made = any(task.noise for task in tasks), any(task.p_context for task in tasks)
-        numbers = 3 + shape.n_labels + 2 * pairs + 1
+        numbers = 3 + shape.n_labels + 2 * shape.n_pairs + 1
         uniform = torch.empty(len(self), n, numbers, dtype=torch.float64, device=self._device)
-        noise = torch.zeros(len(self), n, pairs + 1, width, device=self._device) if noisy else None
-        novel = torch.zeros(len(self), n, pairs, width, device=self._device) if made else None
+        noise = torch.zeros(len(self), n, shape.n_pairs + 1, shape.d_content, device=self._device)
+        novel = torch.zeros_like(noise[:, :, 1:])
         for member, (task, seed) in enumerate(zip(tasks, self.seeds, strict=True)):
             generator = _generator(seed, "batch", kind, step, device=self._device)
             uniform[member].uniform_(generator=generator)
-            if noise is not None and task.noise:
+            if task.noise:
                 noise[member].normal_(0, scale, generator=generator)
-            if novel is not None and task.p_context:
+            if task.p_context:
                 novel[member].normal_(0, scale, generator=generator)
-        noise, novel = (drawn if drawn is None else drawn.to(self._dtype) for drawn in (noise, novel))
-        return uniform, noise, novel
+        return uniform, noise.to(self._dtype), novel.to(self._dtype)
 
 
 def _as_kind(task: ExemplarTask, kind: str) -> ExemplarTask:

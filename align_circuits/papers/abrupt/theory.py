@@ -1,8 +1,8 @@
 """The theory: the loss of an induction head and its classifier in three numbers, or four, and its gradient flow."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -11,9 +11,6 @@ from scipy.integrate import odeint
 from scipy.special import expit
 
 Numbers = Float[ndarray, "..."] | float
-
-PARAMETERS = ("xi", "alpha", "beta_1")
-"""In the order of every vector of parameters."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,9 @@ class NestedLogits:
     (3.465736, 3.465736)
     """
 
+    parameters: ClassVar[tuple[str, ...]] = ("xi", "alpha", "beta_1")
+    """In the order of every vector of parameters: ξ, α, and the logits whose attentions multiply α."""
+
     n_labels: int = 32
     """L, at least N."""
     n_pairs: int = 8
@@ -46,68 +46,89 @@ class NestedLogits:
                 f"n_pairs is {self.n_pairs}, n_labels {self.n_labels}: give at least 2 pairs and as many labels"
             )
 
-    def __call__(self, parameters: Float[ndarray, "... 3"]) -> Numbers:
-        """Returns the loss at (ξ, α, β_1)."""
-        xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        return self.at(xi, alpha * self.attention(beta_1))
+    def __call__(self, at: Float[ndarray, "... parameter"]) -> Numbers:
+        """Returns the loss at these parameters."""
+        return self.of_score(at[..., 0], self.score(at))
 
-    def at(self, xi: Numbers, y: Numbers) -> Numbers:
-        """Returns the loss at (ξ, y), the only two numbers through which it depends on the three."""
-        near, far, *_ = self._margins(y)
+    def score(self, at: Float[ndarray, "... parameter"]) -> Numbers:
+        """Returns y, the score of the right label in the second layer."""
+        return _attended(at[..., 1], self._attention(at[..., 2:]))
+
+    def of_score(self, xi: Numbers, y: Numbers) -> Numbers:
+        """Returns the loss at (ξ, y), the only two numbers through which it depends on the others."""
+        near, far = self._margins(y)
         with np.errstate(divide="ignore"):  # at L = N there are no other labels: log 0
             counts = np.log([self.n_pairs - 1.0, float(self.n_labels - self.n_pairs)])
         return np.logaddexp(np.logaddexp(0.0, counts[0] - xi * near), counts[1] - xi * far)
 
-    def gradient(self, parameters: Float[ndarray, "... 3"]) -> Float[ndarray, "... 3"]:
-        """Returns the derivatives of the loss by (ξ, α, β_1), in closed form."""
-        xi, alpha, beta_1 = np.moveaxis(parameters, -1, 0)
-        previous = self.attention(beta_1)
-        by_xi, by_y = self.slopes(xi, alpha * previous)
-        return np.stack([by_xi, by_y * previous, by_y * alpha * previous * (1 - previous)], -1)
-
-    def slopes(self, xi: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the derivatives of the loss by ξ and by y."""
-        near, far, rise_near, rise_far = self._margins(y)
+    def gradient(self, at: Float[ndarray, "... parameter"]) -> Float[ndarray, "... parameter"]:
+        """Returns the derivatives of the loss by its parameters, in closed form."""
+        xi, alpha = at[..., 0], at[..., 1]
+        attention = self._attention(at[..., 2:])
+        near, far = self._margins(_attended(alpha, attention))
+        rise_far = far * (1 - far)
+        rise_near = rise_far * (1 + 1 / (2 * self.n_pairs))
         among, beyond = (self.n_pairs - 1) * np.exp(-xi * near), (self.n_labels - self.n_pairs) * np.exp(-xi * far)
         total = 1 + among + beyond
-        among, beyond = among / total, beyond / total  # the odds of labels in the context, and of the others
-        return -(among * near + beyond * far), -xi * (among * rise_near + beyond * rise_far)
+        among, beyond = among / total, beyond / total  # the probabilities of labels in the context, and of the others
+        by_xi, by_y = -(among * near + beyond * far), -xi * (among * rise_near + beyond * rise_far)
+        by_alpha = _attended(by_y, attention)
+        by_logits = (by_alpha * alpha)[..., None] * (1 - attention)
+        return np.concatenate([np.stack([by_xi, by_alpha], -1), by_logits], -1)
 
     def gradient_flow(
-        self, times: Float[ndarray, " time"], start: Float[ndarray, " 3"] | None = None
-    ) -> Float[ndarray, "time 3"]:
-        """Returns the path of steepest descent, d(ξ, α, β_1)/dt = -gradient, from `start` (the origin by default).
-
-        Gradient descent with a small learning rate η is at t = η · steps.
+        self, times: Float[ndarray, " time"], start: Float[ndarray, " parameter"] | None = None, precision: float = 1e-9
+    ) -> Float[ndarray, "time parameter"]:
+        """Returns the path of steepest descent, whose time is learning rate times steps, from `start`.
 
         Args:
             times: Ascending, from 0.
-            start: Where the path begins.
+            start: Where the path begins; the origin by default.
+            precision: The relative error of a step.
 
         Raises:
             ValueError: Times that do not ascend from 0.
             RuntimeError: The integrator failed.
         """
-        return descent(self.gradient, times, np.zeros(3) if start is None else start)
+        if not len(times) or times[0] != 0 or (np.diff(times) <= 0).any():
+            raise ValueError(f"times from {times[:1].tolist()}: give ascending times that start at 0")
+        start = np.zeros(len(self.parameters)) if start is None else np.asarray(start, dtype=float)
+        if len(times) == 1:
+            return start[None]
+        path, info = odeint(
+            lambda _, at: -self.gradient(at),
+            start,
+            times,
+            tfirst=True,
+            rtol=precision,
+            atol=precision / 1000,
+            mxstep=100_000,
+            full_output=True,
+        )
+        if info["message"] != "Integration successful.":
+            raise RuntimeError(f"the gradient flow could not be integrated: {info['message']}")
+        return path
 
-    def attention(self, beta_1: Numbers) -> Numbers:
-        """Returns the attention that a logit gives to the right one, such as a label's to the item before it.
+    def _attention(self, logit: Float[ndarray, "..."]) -> Float[ndarray, "..."]:
+        """The attention e^s / (e^s + N) that a logit s gives to the right one, such as a label's to the item before."""
+        return expit(logit - math.log(self.n_pairs))
 
-        It is e^β_1 / (e^β_1 + N).
-        """
-        return expit(beta_1 - math.log(self.n_pairs))
-
-    def _margins(self, y: Numbers) -> tuple[Numbers, ...]:
-        """z/ξ and z'/ξ, and their derivatives by y."""
+    def _margins(self, y: Numbers) -> tuple[Numbers, Numbers]:
+        """z/ξ and z'/ξ."""
         odds = math.log(2 * self.n_pairs)
         far = expit(y - odds)  # e^y / (e^y + 2N)
-        near = far - expit(odds - y) / (2 * self.n_pairs)
-        rise_far = far * (1 - far)
-        return near, far, rise_far * (1 + 1 / (2 * self.n_pairs)), rise_far
+        return far - expit(odds - y) / (2 * self.n_pairs), far
+
+
+def _attended(value: Numbers, attention: Float[ndarray, "... logit"]) -> Numbers:
+    """A value times the attention of each logit, in their order: the order of factors decides the last digit."""
+    for logit in range(attention.shape[-1]):
+        value = value * attention[..., logit]
+    return value
 
 
 @dataclass(frozen=True)
-class AlignedLogits:
+class AlignedLogits(NestedLogits):
     """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.
 
     What the target brings to the match is no longer given: it is fetched from the input by an aligner, whose attention
@@ -122,88 +143,26 @@ class AlignedLogits:
     Source: ours, after Reddy (2024), Eq. 10.
     """
 
+    parameters: ClassVar[tuple[str, ...]] = ("xi", "alpha", "beta_1", "kappa")
+
     n_labels: int = 26
     """L, the letters that a phrase may hold."""
     n_pairs: int = 5
     """N, the symbols of an input; each has its phrase."""
 
-    @property
-    def unaligned(self) -> NestedLogits:
-        """Eq. 10 at the same L and N."""
-        return NestedLogits(self.n_labels, self.n_pairs)
-
-    def __call__(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
-        """Returns the loss at (ξ, α, β_1, κ), in nats."""
-        return self.unaligned.at(parameters[..., 0], self._score(parameters))
-
-    def gradient(self, parameters: Float[ndarray, "... 4"]) -> Float[ndarray, "... 4"]:
-        """Returns the derivatives of the loss by (ξ, α, β_1, κ), in closed form."""
-        xi, alpha, beta_1, kappa = np.moveaxis(parameters, -1, 0)
-        loss = self.unaligned
-        previous, aligned = loss.attention(beta_1), loss.attention(kappa)
-        by_xi, by_y = loss.slopes(xi, alpha * previous * aligned)
-        by_alpha = by_y * previous * aligned
-        return np.stack([by_xi, by_alpha, by_alpha * alpha * (1 - previous), by_alpha * alpha * (1 - aligned)], -1)
-
-    def measures(self, parameters: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
+    def measures(self, at: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
         """Returns what probes of a tuning measure there, each from 0 to 1.
 
         `align_query`, `align_key` and `lookup`: the share of the attention on N candidates that is on the right one,
         e^s / (e^s + N - 1) with s = κ, β_1, y. `accuracy`: the probability p of the right label, from 1/L to 1,
-        stretched so that 1/L stands at `floor`.
-
-        Args:
-            parameters: (ξ, α, β_1, κ).
-            floor: The accuracy of a uniform guess.
+        stretched so that 1/L stands at `floor`, the accuracy of a uniform guess.
         """
-        score, others = self._score(parameters), np.log(self.n_pairs - 1)
+        score, others = self.score(at), np.log(self.n_pairs - 1)
         guess = 1 / self.n_labels
-        known = (np.exp(-self.unaligned.at(parameters[..., 0], score)) - guess) / (1 - guess)
+        known = (np.exp(-self.of_score(at[..., 0], score)) - guess) / (1 - guess)
         return {
-            "align_query": expit(parameters[..., 3] - others),
-            "align_key": expit(parameters[..., 2] - others),
+            "align_query": expit(at[..., 3] - others),
+            "align_key": expit(at[..., 2] - others),
             "lookup": expit(score - others),
             "accuracy": floor + (1 - floor) * known,
         }
-
-    def _score(self, parameters: Float[ndarray, "... 4"]) -> Numbers:
-        """The score y of the right label in the second layer."""
-        attention = self.unaligned.attention
-        return parameters[..., 1] * attention(parameters[..., 2]) * attention(parameters[..., 3])
-
-
-def descent(
-    gradient: Callable[[Float[ndarray, " n"]], Float[ndarray, " n"]],
-    times: Float[ndarray, " time"],
-    start: Float[ndarray, " n"],
-    precision: float = 1e-9,
-) -> Float[ndarray, "time n"]:
-    """Returns the path of steepest descent from `start`.
-
-    Args:
-        gradient: Of a loss.
-        times: Ascending, from 0.
-        start: Where the path begins.
-        precision: The relative error of a step.
-
-    Raises:
-        ValueError: Times that do not ascend from 0.
-        RuntimeError: The integrator failed.
-    """
-    if not len(times) or times[0] != 0 or (np.diff(times) <= 0).any():
-        raise ValueError(f"times from {times[:1].tolist()}: give ascending times that start at 0")
-    if len(times) == 1:
-        return np.asarray(start, dtype=float)[None]
-    path, info = odeint(
-        lambda _, parameters: -gradient(parameters),
-        np.asarray(start, dtype=float),
-        times,
-        tfirst=True,
-        rtol=precision,
-        atol=precision / 1000,
-        mxstep=100_000,
-        full_output=True,
-    )
-    if info["message"] != "Integration successful.":
-        raise RuntimeError(f"the gradient flow could not be integrated: {info['message']}")
-    return path

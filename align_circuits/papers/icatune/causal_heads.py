@@ -1,6 +1,6 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): do the heads that tuning makes cause what it does?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Bool, Float
+from numpy import ndarray
 
 from align_circuits.circuits.edge_patching import patch_paths
 from align_circuits.heads.ablate import ablation_baseline
@@ -18,17 +20,8 @@ from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, over_seeds, share_of
-from align_circuits.papers.icatune.fig_4_tuning import ICA, PAPER_ICA, SMOKE_ICA
-from align_circuits.papers.icatune.tuned_models import (
-    FRESH,
-    Arm,
-    Tunings,
-    loaded,
-    of_tuned,
-    task_of,
-    tuned,
-    tuned_study,
-)
+from align_circuits.papers.icatune.figs_4_6_7_10_tuning import ICA, PAPER_ICA, SMOKE_ICA
+from align_circuits.papers.icatune.tuned_models import Arm, Tunings, before_and_after, best_head, of_tuned, tuned_study
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
@@ -65,25 +58,24 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
         that `localize` names before and after, with their names; and what aligners do through the queries and the keys
         of lookup heads (`_paths`), before and after.
     """
-    seed, generator = FRESH + run["seed"], np.random.default_rng(run["seed"])
-    before, after, task = loaded(run["model"]), tuned(**run).model, task_of(run["task"], run["seed"])
-    models = {"before": before, "after": after}
+    models, task, seed = before_and_after(**run)
+    before, after = models.values()
+    generator = np.random.default_rng(run["seed"])
     drawn, other = (task.sample(prompts, after.tokenizer, seed + shift) for shift in (0, 2))
-    heads: dict[str, Sequence[Head]] = {}
     rows: list[dict[str, Any]] = []
 
     def add(done: str, metric: str, values: Mapping[str, Any], of: str = "-") -> None:
         rows.append({"done": done, "metric": metric, "heads": of, **values})
 
+    heads: dict[str, Sequence[Head]] = {}
     for part, model in models.items():
         localization = localize(model, task, max(prompts, FEWEST), seed=seed + 1, draws=0)
-        for role in CIRCUIT:
-            heads[role] = localization.heads(role)
-            count = dict.fromkeys(("value", "low", "high"), len(heads[role]))
-            add(part, f"named {role}", {**count, "n": prompts}, describe(heads[role]) or "none")
-    heads = {role: named or _best(after, drawn, role) for role, named in heads.items()}
-    aligners = sorted({*heads["align_query"], *heads["align_key"]})
-    circuit = sorted({*aligners, *heads["lookup"]})
+        heads = {role: localization.heads(role) for role in CIRCUIT}
+        for role, named in heads.items():
+            count = dict.fromkeys(("value", "low", "high"), len(named))
+            add(part, f"named {role}", {**count, "n": prompts}, describe(named) or "none")
+    heads = {role: named or [best_head(score_heads(after, drawn, [role]), role)] for role, named in heads.items()}
+    aligners = _joined(heads, CIRCUIT[:2])
     for part, model in models.items():
         add(part, "first", _first(model, drawn))
     add("history ceiling", "first", _first(before, drawn, predictor="history"))
@@ -94,24 +86,26 @@ def causes(*, prompts: int, **run: Any) -> pd.DataFrame:
                 add(f"{part}: through {side}{name}", "path", *effect)
     baseline = ablation_baseline(after, drawn, "mean")
     outputs = capture(after, drawn, [name_of("z", layer) for layer in range(after.cfg.n_layers)])
-    for control in (False, True):
+    for control in ("", ", control"):
+        # Drawn in both rounds, though only the second needs it: the draws below go on from here.
         others = {role: _others(after, of_role, generator) for role, of_role in heads.items()}
-        for name, roles, group in (
-            ("aligners", CIRCUIT[:2], aligners),
-            ("aligners and lookup heads", CIRCUIT, circuit),
-        ):
+        by_role = others if control else heads
+        for name, roles in (("aligners", CIRCUIT[:2]), ("aligners and lookup heads", CIRCUIT)):
+            group = _joined(heads, roles)
             chosen = _others(after, group, generator) if control else group
-            by_role = {role: (others if control else heads)[role] for role in roles}
-            clamped = sorted({head for of_role in by_role.values() for head in of_role})
-            edits: dict[str, tuple[Any, list[Edit], Sequence[Head]]] = {
+            clamps = [Clamp(by_role[role], role) for role in roles]
+            edits: dict[str, tuple[Any, Sequence[Edit], Sequence[Head]]] = {
                 "ablated": (after, [Ablate(chosen, how="mean", reference=baseline)], chosen),
                 "patched": (before, [Patch(chosen, values=outputs)], chosen),
-                "clamped": (before, [Clamp(of_role, role) for role, of_role in by_role.items()], clamped),
+                "clamped": (before, clamps, _joined(by_role, roles)),
             }
             for edit, (model, parts, edited) in edits.items():
-                name_of_edit = f"{edit}: {name}{', control' if control else ''}"
-                add(name_of_edit, "first", _first(model, drawn, parts), describe(edited) or "-")
+                add(f"{edit}: {name}{control}", "first", _first(model, drawn, parts), describe(edited) or "-")
     return pd.DataFrame(rows)
+
+
+def _joined(heads: Mapping[str, Sequence[Head]], roles: Sequence[str]) -> list[Head]:
+    return sorted({head for role in roles for head in heads[role]})
 
 
 def _paths(
@@ -123,27 +117,20 @@ def _paths(
     zero, the path is needed. The value is the sum over all pairs in which the receiver comes later, 0 where none does;
     its ends are those of the pairs added up, so the interval is wide rather than narrow.
     """
-    effects: dict[str, tuple[dict[str, float], str]] = {}
+    pair = Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise")
+    columns, effects = ["value", "low", "high"], {}
     for side, site in (("queries", "q"), ("keys", "k")):
         names = sorted(
-            {
-                read.name
-                for read in Graph.of(model.cfg).receivers
-                for layer, head in receivers
-                if (read.site, read.layer) == (site, layer) and head // read.shared == read.head
-            }
+            read.name
+            for read in Graph.of(model.cfg).receivers
+            if read.site == site
+            and (read.layer, read.head) in {(layer, head // read.shared) for layer, head in receivers}
         )
-        effect = np.zeros(len(VALUES) - 1)
+        effect = dict.fromkeys(columns, 0.0)
         if any(layer > lower for layer, _ in receivers for lower, _ in senders):
-            table = patch_paths(
-                model,
-                Pair(prompts, replace(other, targets=prompts.targets), kind="first", direction="noise"),
-                senders=[describe([head]) for head in senders],
-                receivers=names,
-            )
-            effect = table.frame[["value", "low", "high"]].to_numpy().sum(0)
-        values = dict(zip(("value", "low", "high"), effect.tolist(), strict=True))
-        effects[side] = {**values, "n": len(prompts)}, f"{describe(senders) or 'none'} to {' '.join(names)}"
+            table = patch_paths(model, pair, senders=[describe([head]) for head in senders], receivers=names)
+            effect = dict(zip(columns, table.frame[columns].to_numpy().sum(0).tolist(), strict=True))
+        effects[side] = {**effect, "n": len(prompts)}, f"{describe(senders) or 'none'} to {' '.join(names)}"
     return effects
 
 
@@ -152,11 +139,6 @@ def _first(model: Any, prompts: Prompts, edits: Sequence[Edit] = (), predictor: 
     table = evaluate(model, prompts, edits=edits).where(metric="accuracy", kind="first", offset=None)
     row = table.where(predictor=predictor).frame.iloc[0]
     return {name: float(row[name]) for name in VALUES}
-
-
-def _best(model: Any, prompts: Prompts, role: str) -> list[Head]:
-    best = score_heads(model, prompts, [role]).top(role, 1).frame.iloc[0]
-    return [(int(best["layer"]), int(best["head"]))]
 
 
 def _others(model: Any, heads: Sequence[Head], generator: np.random.Generator, below: int | None = None) -> list[Head]:
@@ -182,18 +164,19 @@ def twofold(*, prompts: int, **run: Any) -> pd.DataFrame:
         **run: As for `tuned`.
 
     Returns:
-        By `part` (before, after) and `alignment` (monotonic, swapped): first-token accuracy, and the best head's score.
+        By `done`, the part (before, after) and the alignment (monotonic, swapped): first-token accuracy, and the best
+        head's score.
     """
-    after, task = tuned(**run).model, replace(task_of(run["task"], run["seed"]), ood=True)
-    drawn = task.sample(2 * prompts, after.tokenizer, FRESH + run["seed"])
+    models, task, seed = before_and_after(**run)
+    drawn = replace(task, ood=True).sample(2 * prompts, models["after"].tokenizer, seed)
     drawn = drawn[~in_support(drawn.latent["order"][:, -1])]
     frames = []
-    for part, model in (("before", loaded(run["model"])), ("after", after)):
+    for part, model in models.items():
         for alignment, prompts_of in (("monotonic", drawn), ("swapped", _swapped(drawn))):
-            about = {"part": part, "alignment": alignment}
-            frames.append(pd.DataFrame([{**about, "metric": "first", **_first(model, prompts_of)}]))
+            first = pd.DataFrame([{"metric": "first", **_first(model, prompts_of)}])
             best = score_heads(model, prompts_of, ["align_query"]).top("align_query", 1).frame
-            frames.append(best[["metric", *VALUES]].assign(**about))
+            measured = pd.concat([first, best[["metric", *VALUES]]])
+            frames.append(measured.assign(done=f"{part}: {alignment}", heads="-"))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -222,36 +205,30 @@ def _jobs(config: Tunings, inputs: Inputs) -> list[Measurement]:
 
 
 def _summarize(_: Tunings, rows: Rows) -> pd.DataFrame:
-    two = rows["twofold"]
-    two = two.assign(done=two["part"] + ": " + two["alignment"], heads="-")
-    return pd.concat([rows["causes"], two]).loc[:, ["arm", "seed", "done", "metric", "heads", *VALUES]]
+    return pd.concat([rows["causes"], rows["twofold"]]).loc[:, ["arm", "seed", "done", "metric", "heads", *VALUES]]
+
+
+def _by_seed(table: Table, metric: str) -> pd.DataFrame:
+    """A metric with seeds down, and what was done across."""
+    return table.where(metric=metric).frame.pivot(index="seed", columns="done", values="value")
 
 
 def _check(table: Table) -> list[Check]:
-    def done(name: str) -> Table:
-        return table.where(done=name, metric="first")
+    first, heads = _by_seed(table, "first"), "aligners and lookup heads"
 
-    def against(name: str, base: str) -> Measured:
-        return difference_of(done(name), done(base))
+    def with_control(statistic: Callable[[str], Measured], name: str) -> tuple[Measured, Measured]:
+        return both(statistic, name, f"{name}, control")
 
     def named(part: str, role: str) -> Measured:
-        return share_of(table.where(done=part, metric=f"named {role}").frame["value"].to_numpy() > 0)
+        return share_of(_by_seed(table, f"named {role}")[part].to_numpy() > 0)
+
+    def above(base: str) -> Callable[[str], Measured]:
+        return lambda name: difference_of(*(table.where(done=done, metric="first") for done in (name, base)))
 
     def explained(name: str) -> Measured:
-        right = {
-            done: table.where(done=done, metric="first").frame.set_index("seed")["value"]
-            for done in ("before", "after", name)
-        }
-        gain = right["after"] - right["before"]
-        share = (right[name] - right["before"]) / gain
+        gain = first["after"] - first["before"]
+        share = (first[name] - first["before"]) / gain
         return over_seeds(share.where(gain != 0, 0.0).to_numpy(float))  # where nothing is gained, nothing is explained
-
-    heads = "aligners and lookup heads"
-    edits = ("ablated: aligners", f"patched: {heads}", f"clamped: {heads}")
-    ablated, patched, clamped = ((edit, f"{edit}, control") for edit in edits)
-
-    def gain(name: str) -> Measured:
-        return against(name, "before")
 
     return [
         *(
@@ -261,22 +238,21 @@ def _check(table: Table) -> list[Check]:
             for role in CIRCUIT
         ),
         Claim("Without its aligners the first token falls to the history ceiling (difference)").at_most(
-            0.0, *both(lambda name: against(name, "history ceiling"), *ablated), "as many other heads ablated"
+            0.0, *with_control(above("history ceiling"), "ablated: aligners"), "as many other heads ablated"
         ),
         Claim("What the tuned aligners and lookup heads say lifts the untuned model (first token, gain)").at_least(
-            0.2, *both(gain, *patched), "as many other heads patched"
+            0.2, *with_control(above("before"), f"patched: {heads}"), "as many other heads patched"
         ),
         Claim("Clamping the untuned model's heads onto gold lifts it: attention alone (first token, gain)").at_least(
-            0.2, *both(gain, *clamped), "as many other heads clamped"
+            0.2, *with_control(above("before"), f"clamped: {heads}"), "as many other heads clamped"
         ),
         Claim("Attention alone explains most of what tuning does to the first token (share of the gain)").at_least(
-            0.5, *both(explained, *clamped), "as many other heads clamped"
+            0.5, *with_control(explained, f"clamped: {heads}"), "as many other heads clamped"
         ),
         *(
             Claim(f"Lookup uses alignment through its {side} (nats of the gold first token without that path)").at_most(
                 -0.1,
-                mean_of(table.where(done=f"after: through {side}")),
-                mean_of(table.where(done=f"after: through {side}, control")),
+                *with_control(lambda name: mean_of(table.where(done=name)), f"after: through {side}"),
                 "as many other heads in place of the aligners",
             )
             for side in ("queries", "keys")
@@ -286,26 +262,22 @@ def _check(table: Table) -> list[Check]:
 
 
 def _twofold_checks(table: Table) -> list[Check]:
-    def apart(part: str, metric: str) -> Any:
-        """By how much the monotonic alignment is ahead, seed by seed."""
-        monotonic, swapped = (
-            table.where(done=f"{part}: {name}", metric=metric).frame.set_index("seed")["value"]
-            for name in ("monotonic", "swapped")
-        )
-        return (monotonic - swapped).to_numpy()
+    first, aligned = _by_seed(table, "first"), _by_seed(table, "align_query")
 
-    def decided(part: str) -> Measured:
-        return share_of(np.abs(apart(part, "first")) >= DECIDED)
+    def ahead(wide: pd.DataFrame, part: str) -> Float[ndarray, " seed"]:
+        """By how much the monotonic alignment is ahead."""
+        return (wide[f"{part}: monotonic"] - wide[f"{part}: swapped"]).to_numpy()
+
+    def decided(part: str) -> Bool[ndarray, " seed"]:
+        return np.abs(ahead(first, part)) >= DECIDED
 
     def agree(part: str) -> Measured:
-        return share_of(
-            (apart(part, "first") * apart(part, "align_query") > 0) & (np.abs(apart(part, "first")) >= DECIDED)
-        )
+        return share_of(decided(part) & (ahead(first, part) * ahead(aligned, part) > 0))
 
     return [
         Claim(
             f"m = 4: each seed settles on one of two alignments (accuracies OOD at least {DECIDED:g} apart)"
-        ).at_least(0.8, decided("after"), decided("before"), "before tuning"),
+        ).at_least(0.8, share_of(decided("after")), share_of(decided("before")), "before tuning"),
         Claim("m = 4: the heads tell which (share of seeds in which the better aligner agrees)").at_least(
             0.8, agree("after"), agree("before"), "before tuning"
         ),
@@ -331,13 +303,15 @@ CAUSAL = Experiment(
     "icatune/causal",
     "Are the heads that tuning makes the cause of what it does?",
     "beyond Agarwal and Sarawagi (2025)",
-    tuned_study(
-        "icatune/causal",
-        smoke=_with_twofold(replace(SMOKE_ICA, seeds=(0,)), n=8),
-        cpu=_with_twofold(ICA),
-        paper=_with_twofold(PAPER_ICA),
+    replace(
+        tuned_study(
+            "icatune/causal",
+            _summarize,
+            smoke=_with_twofold(replace(SMOKE_ICA, seeds=(0,)), n=8),
+            cpu=_with_twofold(ICA),
+            paper=_with_twofold(PAPER_ICA),
+        ),
         jobs=_jobs,
-        summarize=_summarize,
     ),
     _draw,
     _check,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
@@ -12,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, mean_rows
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
@@ -54,9 +53,9 @@ def tokens(drawn: Mapping[str, Int[Tensor, "prompt example pos"]]) -> tuple[Tens
     x, y = drawn["x"], drawn["y"]
     mark = torch.full_like(x[..., :1], 2)
     ids = torch.cat([x, mark, y, mark + 1], 2)
-    m, length = x.shape[2], ids.shape[2]
-    place = torch.arange(ids.shape[1])[:, None] * length + m + 1 + torch.arange(m)
-    return ids.flatten(1), place.flatten()
+    m, (_, n_examples, length) = x.shape[2], ids.shape
+    places = torch.arange(n_examples * length).view(n_examples, length)
+    return ids.flatten(1), places[:, m + 1 : -1].flatten()
 
 
 def learned(
@@ -77,43 +76,33 @@ def learned(
         By predictor the accuracy on the test example: `model`, `em` (the letter that its alignment and dictionary make
         most probable), and `blind` (knows the prompt's letters, and which are used up).
     """
-    length = (n_examples + 1) * (2 * x_len + 2)
-    recipe = Recipe(
-        TrainConfig(steps=1),
-        (),
-        n_layers=depth,
-        n_heads=max(1, width // 16),
-        d_model=width,
-        d_mlp=4 * width,
-        n_ctx=length,
-    )
-    config = TrainConfig(
-        steps=steps,
-        lr=0.01,
-        rest_lr=0.003,
-        optimizer="muon",
-        betas=(0.9, 0.98),
-        schedule="linear",
-        warmup=min(50, steps - 1),
-        log_every=steps,
-    )
+    size = {"n_layers": depth, "n_heads": max(1, width // 16), "d_model": width, "d_mlp": 4 * width}
+    recipe = Recipe(TrainConfig(steps=1), (), **size, n_ctx=(n_examples + 1) * (2 * x_len + 2))
+    muon: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "rest_lr": 0.003, "betas": (0.9, 0.98)}
+    config = TrainConfig(steps=steps, **muon, schedule="linear", warmup=min(50, steps - 1), log_every=steps)
 
     def sample(_: int, batch_seed: int) -> tuple[Tensor, Tensor]:
         return tokens(draw(32, x_len, n_examples, batch_seed))
 
-    run = train(untrained(recipe, seed), sample, _loss, config, seed=seed, progress=False)
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
+        ids, positions = batch
+        return F.cross_entropy(_logits(model, *batch).float().flatten(0, 1), ids[:, positions].flatten())
+
+    run = train(untrained(recipe, seed), sample, loss, config, seed=seed, progress=False)
     tested = draw(prompts, x_len, n_examples, TESTED + seed)
     ids, positions = tokens(tested)
     positions = positions[-x_len:]
     with torch.no_grad():
-        logits = run.model(ids, logits_to_keep=positions - 1, use_cache=False).logits
-    gold = ids[:, positions]
-    right = {"model": (logits.argmax(2) == gold).double()}
-    right["em"] = torch.stack([_by_em(*(tested[name][at] for name in "xy")) for at in range(prompts)]).double()
-    right["blind"] = (1 / torch.arange(x_len, 0, -1.0)).expand(prompts, -1).double()
-    keys: Any = pd.DataFrame(list(right), columns=["predictor"])
-    values = torch.stack([one.mean(1) for one in right.values()]).numpy()
-    return Table.from_prompts(keys, values, np.ones_like(values), Provenance("conjecture")).frame
+        right = {"model": _logits(run.model, ids, positions).argmax(2) == ids[:, positions]}
+    right["em"] = torch.stack([_by_em(x, y) for x, y in zip(tested["x"], tested["y"], strict=True)])
+    right["blind"] = (1 / torch.arange(x_len, 0, -1.0)).expand(prompts, -1)
+    values = torch.stack([each.double().mean(1) for each in right.values()]).numpy()
+    return mean_rows(pd.DataFrame({"predictor": list(right)}), values)
+
+
+def _logits(model: Any, ids: Int[Tensor, "prompt pos"], positions: Int[Tensor, " target"]) -> Tensor:
+    """What is predicted of the tokens at `positions`."""
+    return model(ids, logits_to_keep=positions - 1, use_cache=False).logits
 
 
 def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
@@ -121,12 +110,6 @@ def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tens
     em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
     likely = em.probability @ em.dictionary[torch.searchsorted(em.symbols, x[-1])]
     return em.letters[likely.argmax(1)] == y[-1]
-
-
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Float[Tensor, ""]:
-    ids, positions = batch
-    logits = model(ids, logits_to_keep=positions - 1, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, positions].flatten())
 
 
 @dataclass(frozen=True)
@@ -149,27 +132,25 @@ class Conjecture:
         """What is varied, and its values elsewhere."""
         return {"depth": self.depth, "width": self.width, "x_len": self.x_len}
 
-    @property
-    def models(self) -> list[dict[str, int]]:
-        """Depth, width and m of each model, the cheapest first."""
-        varied = {"x_len": self.x_lens, "depth": self.depths, "width": self.widths}
-        models = [self.base | {name: value} for name, values in varied.items() for value in values]
-        distinct = {tuple(model.values()): model for model in models}.values()
-        return sorted(distinct, key=lambda model: model["depth"] * model["width"] * model["x_len"])
-
 
 def _jobs(config: Conjecture, _: Inputs) -> list[Measurement]:
+    """The cheapest model first."""
+    varied = {"x_len": config.x_lens, "depth": config.depths, "width": config.widths}
+    models = [config.base | {name: value} for name, values in varied.items() for value in values]
+    distinct = {tuple(model.values()): model for model in models}.values()
     common = {"n_examples": config.n_examples, "steps": config.steps, "prompts": config.prompts}
-    return [Measurement(learned, model | common, seed, keys=model) for model in config.models for seed in config.seeds]
+    return [
+        Measurement(learned, model | common, seed, keys=model)
+        for model in sorted(distinct, key=lambda model: model["depth"] * model["width"] * model["x_len"])
+        for seed in config.seeds
+    ]
 
 
 def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:
+    """The rows of each quantity's models, those that have the base's values of the others."""
     frame: Any = rows["learned"]
-    same = pd.DataFrame({name: frame[name] == value for name, value in config.base.items()})
-    parts = [
-        frame[same.drop(columns=name).all(axis=1)].assign(varied=name, at=lambda rows, name=name: rows[name])
-        for name in config.base
-    ]
+    same = frame[list(config.base)] == pd.Series(config.base)
+    parts = [frame[same.drop(columns=name).all(axis=1)].assign(varied=name, at=frame[name]) for name in config.base]
     return pd.concat(parts, ignore_index=True)
 
 
@@ -214,9 +195,7 @@ CONJECTURE = Experiment(
     Study(
         "icatune/conjecture",
         {
-            "smoke": Conjecture(
-                depth=1, width=16, x_len=2, depths=(1, 2), widths=(16,), x_lens=(2, 3), n_examples=2, steps=2, prompts=4
-            ),
+            "smoke": Conjecture(1, 16, 2, (1, 2), (16,), (2, 3), n_examples=2, steps=2, prompts=4),
             "cpu": Conjecture(),
             "paper": Conjecture(
                 depths=(1, 2, 4, 8, 16),

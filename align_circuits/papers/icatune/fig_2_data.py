@@ -1,5 +1,6 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its data, its alignment prior, and its EM. No model."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import permutations
@@ -8,20 +9,52 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Bool, Float
-from numpy import ndarray
+from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, extreme_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of, mean_rows
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.alignment import PriorForm, alignment_prior
 from align_circuits.tasks.automaton import NONE, Automata
 from align_circuits.tasks.em import align_by_em, align_by_likelihood, examples_of
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+# Table 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """Prompts of m = 3, c = 2 and three examples."""
+
+    seed: int = 0
+
+
+def examples(*, seed: int) -> list[dict[str, Any]]:
+    """Returns a prompt of each style; the function of a job."""
+    rows = []
+    for style in ("standard", "pre-aligned"):
+        prompts = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3, style=style).sample(1, char_tokenizer(), seed)
+        text = prompts.text[0].removeprefix("<bos>")
+        rows.append({"style": style, "prompt": text, "value": prompts.inputs.shape[1], "n": 1})
+    return rows
+
+
+TABLE1 = Experiment(
+    "icatune/table1",
+    "A standard and a pre-aligned prompt (value: tokens)",
+    "Agarwal and Sarawagi (2025), Table 1",
+    Study(
+        "icatune/table1",
+        {"smoke": Example(), "cpu": Example(), "paper": Example()},
+        lambda config, _: [Measurement(examples, seed=config.seed)],
+        lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
+    ),
+)
+
 
 # Figure 2
 
@@ -52,10 +85,7 @@ def process(*, n: int, x_len: int, phrase_len: int) -> pd.DataFrame:
     prompts = task.sample(n, char_tokenizer(), seed=0, references=False)
     accepted = _accepted(prompts).double().flatten(1).T.numpy()
     keys = [(phrase, at, at == task.aligned[phrase]) for phrase in range(x_len) for at in range(x_len)]
-    columns: Any = ["phrase", "pos", "aligned"]
-    return Table.from_prompts(
-        pd.DataFrame(keys, columns=columns), accepted, np.ones_like(accepted), Provenance("process")
-    ).frame
+    return mean_rows(pd.DataFrame(keys, columns=["phrase", "pos", "aligned"]), accepted)
 
 
 def _check_process(table: Table) -> list[Check]:
@@ -109,21 +139,18 @@ def prior(*, x_len: int, decays: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def _check_prior(table: Table) -> list[Check]:
-    def at(form: PriorForm, decay: float, metric: str) -> float:
-        return float(table.where(form=form, decay=decay, metric=metric).frame["value"].iloc[0])
-
-    def exact(value: float) -> Measured:
-        return Measured(value, value, value)
+    def at(form: PriorForm, decay: float, metric: str) -> Table:
+        return table.where(form=form, decay=decay, metric=metric)
 
     def apart(form: PriorForm) -> Measured:
-        return exact(at(form, 16.0, "phrase in place") - at(form, 4.0, "phrase in place"))
+        return difference_of(*(at(form, decay, "phrase in place") for decay in (16.0, 4.0)))
 
     return [
         Claim("λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form").at_least(
             0.2, apart("code"), apart("text"), "Eq. 2 as printed"
         ),
         Claim("At λ = 1 the released form is almost a random permutation (share of draws that permute)").at_least(
-            0.5, exact(at("code", 1.0, "shuffled")), exact(at("code", 1000.0, "shuffled")), "λ = 1000"
+            0.5, mean_of(at("code", 1.0, "shuffled")), mean_of(at("code", 1000.0, "shuffled")), "λ = 1000"
         ),
     ]
 
@@ -154,7 +181,7 @@ PRIOR = Experiment(
 # Appendix F
 
 
-Update = Literal["true", "printed"]
+UPDATES: tuple[Literal["true", "printed"], ...] = ("true", "printed")
 
 
 @dataclass(frozen=True)
@@ -184,40 +211,34 @@ def em(*, x_len: int, n_examples: int, prompts: int, exhaustive: bool, seed: int
         of EM `falls`, the share of updates under which the likelihood falls, and `log_likelihood` at the end, in nats a
         letter. `shuffled` is true EM on examples whose phrases changed places, each example on its own.
     """
-    results: dict[tuple[str, str], list[float]] = {}
-
-    def add(method: str, metric: str, value: Any) -> None:
-        results.setdefault((method, metric), []).append(float(value))
-
+    results: dict[tuple[str, str], list[float]] = defaultdict(list)
     for at in range(seed * prompts, (seed + 1) * prompts):
         task = Seq2SeqTask(x_len=x_len, phrase_len=1, n_examples=n_examples, alignment="permutation", task_seed=at)
         drawn = task.sample(1, char_tokenizer(), seed=at, references=False)
         x, y = examples_of(drawn, 0)
         alignments: dict[str, Any] = {}
-        for update in get_args(Update):
+        for update in UPDATES:
             result = align_by_em(x, y, update=update, seed=at)
             alignments[update] = result.alignment
-            add(update, "falls", (result.log_likelihood.diff() < -1e-9).double().mean())
-            add(update, "log_likelihood", float(result.log_likelihood[-1]) / y.numel())
+            results[update, "falls"].append(float((result.log_likelihood.diff() < -1e-9).double().mean()))
+            results[update, "log_likelihood"].append(float(result.log_likelihood[-1]) / y.numel())
         alignments["shuffled"] = align_by_em(*examples_of(task.corrupt(drawn, "alignment", seed=at), 0)).alignment
         if exhaustive:
             alignments["sequential likelihood"] = align_by_likelihood(x, y).alignment
         for method, aligned in alignments.items():
             right = np.array(aligned) == np.array(task.aligned)
-            add(method, "recovered", right.all())
-            add(method, "positions", right.mean())
+            results[method, "recovered"].append(float(right.all()))
+            results[method, "positions"].append(float(right.mean()))
     keys: Any = pd.DataFrame(list(results), columns=["method", "metric"])
-    values: Float[ndarray, "row prompt"] = np.array(list(results.values()))
     bounded = (keys["metric"] != "log_likelihood").to_numpy()
-    return Table.from_prompts(keys, values, np.ones_like(values), Provenance("em"), bounded=bounded).frame
+    return mean_rows(keys, np.array(list(results.values())), bounded=bounded)
 
 
 def _em_jobs(config: EM, _: Inputs) -> list[Measurement]:
+    sizes = [{"x_len": m, "n_examples": k} for m in config.x_lens for k in config.n_examples]
     return [
         Measurement(em, {**size, "prompts": config.n, "exhaustive": size["x_len"] <= config.exhaustive}, keys=size)
-        for m in config.x_lens
-        for k in config.n_examples
-        for size in [{"x_len": m, "n_examples": k}]
+        for size in sizes
     ]
 
 
@@ -227,7 +248,7 @@ def _check_em(table: Table) -> list[Check]:
     def recovered(method: str) -> Measured:
         return mean_of(table.where(method=method, metric="recovered", n_examples=k))
 
-    true, printed = (mean_of(table.where(method=update, metric="falls")) for update in get_args(Update))
+    true, printed = (mean_of(table.where(method=update, metric="falls")) for update in UPDATES)
     control = recovered("shuffled"), "examples without a common alignment"
     return [
         Claim("True EM never lowers the likelihood (share of updates that do)").at_most(

@@ -1,47 +1,83 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): what a pretrained model does in context."""
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
-from align_circuits.papers.model_on_tasks import accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
 from align_circuits.report import plots
+from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 STYLES = ("standard", "pre-aligned")
-ALL = range(1, 9)
 
 
 @dataclass(frozen=True)
 class Grid:
     """Prompts of every input length and phrase length, monotonic."""
 
-    x_lens: tuple[int, ...] = tuple(ALL)
-    phrase_lens: tuple[int, ...] = tuple(ALL)
+    x_lens: tuple[int, ...] = tuple(range(1, 9))
+    phrase_lens: tuple[int, ...] = tuple(range(1, 9))
     n_examples: int = 15
     n: int = 100
     """Prompts a cell, each with its own automata."""
 
-    @property
-    def tasks(self) -> list[dict[str, int | str]]:
-        """The arguments of each task."""
-        return [
-            {"style": style, "x_len": m, "phrase_len": c, "n_examples": self.n_examples}
-            for style in STYLES
-            for m in self.x_lens
-            for c in self.phrase_lens
-        ]
+
+def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
+    """Returns what `evaluate` does of a model on fresh prompts of a task; the function of a job.
+
+    Args:
+        model: What `load` takes.
+        task: The task's arguments.
+        n: Prompts.
+        seed: Of the prompts.
+        **_: The hash of the model's weights, as a name can get other weights.
+    """
+    loaded = stored(model)
+    return evaluate(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).frame
+
+
+def on_tasks(
+    function: Callable[..., pd.DataFrame], inputs: Inputs, tasks: Iterable[Mapping[str, Any]], *, n: int
+) -> list[Measurement]:
+    """Returns `accuracy`, or another function of its arguments, of every model on every task.
+
+    Keys are `model` and the tasks' arguments. Each task has prompts of its own, so that its rows are independent of
+    another task's.
+    """
+    return [
+        Measurement(
+            function,
+            {"model": model, "weights": about["weights"], "task": task, "n": n},
+            _seed_of(task),
+            {"model": model, **task},
+        )
+        for model, about in inputs.models.items()
+        for task in map(dict, tasks)
+    ]
+
+
+def _seed_of(task: Mapping[str, Any]) -> int:
+    digest = hashlib.sha256(json.dumps([dict(task), 0], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
 
 
 def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
-    return on_tasks(accuracy, inputs, config.tasks, n=config.n)
+    tasks = [
+        {"style": style, "x_len": m, "phrase_len": c, "n_examples": config.n_examples}
+        for style in STYLES
+        for m in config.x_lens
+        for c in config.phrase_lens
+    ]
+    return on_tasks(accuracy, inputs, tasks, n=config.n)
 
 
 def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
@@ -49,37 +85,32 @@ def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
     return frame[frame["offset"].isna()].drop(columns="seed")
 
 
+def _accuracy(table: Table, style: str, kind: str = "all", **where: int) -> Table:
+    return table.where(style=style, kind=kind, predictor="model", metric="accuracy", **where)
+
+
 # Figure 3
 
 
-def _accuracy(table: Table, style: str, kind: str) -> Table:
-    """The rows of one panel: `kind` is "all" or "first"."""
-    return table.where(style=style, kind=kind, predictor="model", metric="accuracy")
-
-
-PANELS = {
-    "a": ("standard", "all", "(a) standard, all tokens"),
-    "b": ("standard", "first", "(b) standard, first token of a phrase"),
-    "c": ("pre-aligned", "all", "(c) pre-aligned, all tokens"),
-}
-
-
 def _draw_grids(table: Table) -> dict[str, go.Figure]:
-    grids = {}
-    for style, kind, title in PANELS.values():
-        rows = _accuracy(table, style, kind).frame
-        grids[title] = rows.pivot(index="x_len", columns="phrase_len", values="value")
+    panels = {
+        "(a) standard, all tokens": _accuracy(table, "standard"),
+        "(b) standard, first token of a phrase": _accuracy(table, "standard", "first"),
+        "(c) pre-aligned, all tokens": _accuracy(table, "pre-aligned"),
+    }
+    grids = {
+        title: rows.frame.pivot(index="x_len", columns="phrase_len", values="value") for title, rows in panels.items()
+    }
     return {"fig3": plots.accuracy_grids(grids, x="phrase length c", y="input length m")}
 
 
 def _check_grids(table: Table) -> list[Check]:
     m, c = (int(table.frame[column].to_numpy().max()) for column in ("x_len", "phrase_len"))
 
-    def at(style: str, kind: str = "all", **where: int) -> Table:
-        return _accuracy(table, style, kind).where(**where)
+    at = partial(_accuracy, table)
 
     def beside(statistic: Callable[[str], Measured]) -> tuple[Measured, Measured, str]:
-        return statistic("standard"), statistic("pre-aligned"), "pre-aligned prompts"
+        return *both(statistic, *STYLES), "pre-aligned prompts"
 
     return [
         Claim(f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)").at_least(
@@ -121,7 +152,7 @@ FIG3 = Experiment(
 
 
 def _draw_models(table: Table) -> dict[str, go.Figure]:
-    panels = {style: _accuracy(table, style, "all").frame for style in STYLES}
+    panels = {style: _accuracy(table, style).frame for style in STYLES}
     return {"fig9": plots.curves(panels, x="phrase_len", by="model", label="phrase length c")}
 
 
@@ -142,37 +173,4 @@ FIG9 = Experiment(
     ),
     _draw_models,
     published="Llama 3.2 1B and 3B and Llama 3 8B: larger models are better, and all are good on pre-aligned prompts.",
-)
-
-
-# Table 1
-
-
-@dataclass(frozen=True)
-class Example:
-    """The prompts of Table 1: m = 3, c = 2, three examples."""
-
-    seed: int = 0
-
-
-def examples(*, seed: int) -> list[dict[str, Any]]:
-    """Returns a prompt of each style; the function of a job."""
-    rows = []
-    for style in STYLES:
-        prompts = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3, style=style).sample(1, char_tokenizer(), seed)
-        text = prompts.text[0].removeprefix("<bos>")
-        rows.append({"style": style, "prompt": text, "value": prompts.inputs.shape[1], "n": 1})
-    return rows
-
-
-TABLE1 = Experiment(
-    "icatune/table1",
-    "A standard and a pre-aligned prompt (value: tokens)",
-    "Agarwal and Sarawagi (2025), Table 1",
-    Study(
-        "icatune/table1",
-        {"smoke": Example(), "cpu": Example(), "paper": Example()},
-        lambda config, _: [Measurement(examples, seed=config.seed)],
-        lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
-    ),
 )

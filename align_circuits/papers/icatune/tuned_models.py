@@ -1,19 +1,20 @@
 """Models tuned once, and what several experiments measure of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
 
 from align_circuits.heads.score import score_heads
+from align_circuits.hooks.heads import Head
 from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.claims import Scale
-from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
+from align_circuits.papers.claims import mean_rows
+from align_circuits.papers.study import Inputs, Measurement, Rows, Study, training_folder
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence_times import emergence
 from align_circuits.tables.tables import VALUES, Provenance, Table
@@ -80,10 +81,27 @@ class Tunings:
     """The table keeps one probe in so many."""
 
 
-def tuned_study(name: str, smoke: Any, cpu: Any, paper: Any, **study: Any) -> Study:
-    """Returns the study of a model that is tuned; `Tunings.arms` are, unless told otherwise."""
-    scales: dict[Scale, Any] = {"smoke": smoke, "cpu": cpu, "paper": paper}
-    return Study(name, scales, **{"train": trainings, "models": "one", "load": loaded, **study})
+def tuned_study(
+    name: str,
+    summarize: Callable[[Any, Rows], pd.DataFrame],
+    measured: Sequence[Callable[..., pd.DataFrame]] = (),
+    arms: Callable[[Any, Inputs], Sequence[Arm]] = lambda config, _: config.arms,
+    **scales: Any,
+) -> Study:
+    """Returns the study of a model that is tuned, with a config such as `Tunings` for each of the `scales`.
+
+    `measured` are functions of `prompts`, the config's `n`, and of the arguments of `tuned`; `summarize` is given their
+    rows and those of `course`.
+    """
+
+    def jobs(config: Any, inputs: Inputs) -> list[Measurement]:
+        of = arms(config, inputs)
+        return [job for function in measured for job in of_tuned(function, of, inputs, prompts=config.n)]
+
+    def train(config: Any, inputs: Inputs) -> list[Measurement]:
+        return of_tuned(course, arms(config, inputs), inputs)
+
+    return Study(name, cast(Any, scales), jobs, summarize, train, models="one", load=loaded)
 
 
 def tuned(
@@ -101,12 +119,14 @@ def tuned(
     """
     version = code_version("align_circuits.training.tuning:tune")
     out = training_folder(runs, "tuned", weights, task, config, seed, version)
-    return tune(loaded(model), task_of(task, seed), TuneConfig(**config), seed=seed, out=out, progress=False)
+    of_seed = Seq2SeqTask(**task, task_seed=seed)
+    return tune(loaded(model), of_seed, TuneConfig(**config), seed=seed, out=out, progress=False)
 
 
-def task_of(arguments: Mapping[str, Any], seed: int) -> Seq2SeqTask:
-    """Returns the task of a seed."""
-    return Seq2SeqTask(**arguments, task_seed=seed)
+def before_and_after(**run: Any) -> tuple[dict[str, Any], Seq2SeqTask, int]:
+    """Returns the model before and after tuning, its task, and the seed of fresh prompts. Arguments as for `tuned`."""
+    models = {"before": loaded(run["model"]), "after": tuned(**run).model}
+    return models, Seq2SeqTask(**run["task"], task_seed=run["seed"]), FRESH + run["seed"]
 
 
 @lru_cache(maxsize=1)
@@ -116,15 +136,14 @@ def loaded(model: str) -> Any:
     return load(model, dtype=torch.float32) if sum(each.numel() for each in stored.parameters()) < SMALL else stored
 
 
-def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, **more: Any) -> list[Measurement]:
-    """Returns a measurement of each arm and seed.
+def best_head(scores: Table, metric: str) -> Head:
+    """Returns the head with the highest score, of what `score_heads` returned."""
+    best = scores.top(metric, 1).frame.iloc[0]
+    return int(best["layer"]), int(best["head"])
 
-    Args:
-        function: It takes the arguments of `tuned`, and `more`. With `course` these are the trainings: `Study.train`.
-        arms: What is tuned how; its name is the key `arm`.
-        inputs: With a single model.
-        **more: Further arguments of the function.
-    """
+
+def of_tuned(function: Callable[..., Any], arms: Sequence[Arm], inputs: Inputs, **more: Any) -> list[Measurement]:
+    """Returns a measurement of each arm and seed by a function of the arguments of `tuned`, and of `more`."""
     return [
         Measurement(
             function,
@@ -142,26 +161,21 @@ def course(**run: Any) -> pd.DataFrame:
     return tuned(**run).table.frame
 
 
-def trainings(config: Tunings, inputs: Inputs) -> list[Measurement]:
-    """Returns the tunings of a config's `arms`: `Study.train`."""
-    return of_tuned(course, config.arms, inputs)
-
-
 def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
-    """Measures a model before and after tuning on fresh prompts; the function of a job.
+    """Measures a model before and after tuning on fresh prompts under each of the `CONDITIONS`; the function of a job.
 
     Args:
-        prompts: How many under each of the `CONDITIONS`.
+        prompts: How many under each.
         **run: As for `tuned`.
     """
-    after, frames = tuned(**run).model, []
-    task, seed = task_of(run["task"], run["seed"]), FRESH + run["seed"]
+    models, task, seed = before_and_after(**run)
+    frames = []
     for condition in CONDITIONS:
         changed = replace(task, ood=condition == "OOD")
-        drawn = changed.sample(prompts, after.tokenizer, seed)
+        drawn = changed.sample(prompts, models["after"].tokenizer, seed)
         if condition == "labels corrupted":
             drawn = changed.corrupt(drawn, "labels", seed=seed)
-        for part, model in (("before", loaded(run["model"])), ("after", after)):
+        for part, model in models.items():
             right = evaluate(model, drawn).where(metric="accuracy", offset=None).frame
             heads = score_heads(model, drawn, [*PROBED, *ATTENDED]).heads().frame.assign(kind="all", predictor="model")
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
@@ -173,26 +187,20 @@ KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "
 """The key columns of tables about courses; missing where one does not apply, such as the seed of a mean over seeds."""
 
 
-def as_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Returns parts of a table as one frame with the columns `KEYS` and `VALUES`."""
-    return pd.concat([part.reindex(columns=[*KEYS, *VALUES]) for part in parts])
+def as_rows(parts: Iterable[pd.DataFrame], keys: Sequence[str] = KEYS) -> pd.DataFrame:
+    """Returns parts of a table as one frame with the columns `keys` and `VALUES`."""
+    return pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in parts])
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
-    """Returns the mean over seeds of each group of rows, with 95% bootstrap intervals over seeds.
+    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% bootstrap intervals over seeds.
 
     A single seed keeps its interval over prompts.
-
-    Args:
-        frame: One row a group and seed.
-        by: The columns that tell groups apart.
     """
     if frame["seed"].nunique() == 1:
         return frame[[*by, *VALUES]].reset_index(drop=True)
     wide = frame.pivot(index=list(by), columns="seed", values="value")
-    values = wide.to_numpy(dtype=float)
-    weights = (~np.isnan(values)).astype(float)
-    return Table.from_prompts(wide.index.to_frame(index=False), values, weights, Provenance("mean over seeds")).frame
+    return mean_rows(wide.index.to_frame(index=False), wide.to_numpy(dtype=float))
 
 
 def courses(frame: Any, every: int = 1) -> pd.DataFrame:
@@ -203,9 +211,7 @@ def courses(frame: Any, every: int = 1) -> pd.DataFrame:
         every: Keep one probe in so many, and the last.
 
     Returns:
-        Rows with `part="course"`, keyed by arm, condition, step, metric (accuracy and the references, or one of
-        `PROBED`, these in distribution), kind, layer (of heads), and `of`: `"model"`, `"best head"`, or
-        `"layer mean"`.
+        Rows with `part="course"`; `of` is `"model"`, or in distribution `"best head"` or `"layer mean"`.
     """
     steps = sorted(frame["step"].unique())
     frame = frame[frame["step"].isin([*steps[::every], steps[-1]]) & frame["offset"].isna()]

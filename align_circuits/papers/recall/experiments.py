@@ -7,8 +7,7 @@ from align_circuits.papers.recall.beyond.mixed_training import MIXING
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE
 from align_circuits.papers.recall.figures.fig_1_grammar import FIG1
-from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import FIG2, FIG3, FIG4, FIG15
-from align_circuits.papers.recall.figures.figs_5_6_7_dependence import FIG5, FIG6, FIG7
+from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import HEADS
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14, FIG19, FIG24

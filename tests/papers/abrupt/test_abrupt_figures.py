@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from align_circuits.papers.abrupt.curves import has_formed
-from align_circuits.papers.abrupt.fig_a5_labels_and_pairs import FIGA5
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
 from align_circuits.papers.abrupt.figs_3_4_5_transition import CHANGED, FIG4, FIG5, check_alignment
+from align_circuits.papers.abrupt.figs_6_a2_a5_reduced_model import FIGA5
 from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.abrupt.grid import SMOKE, Grid, network
@@ -120,11 +120,10 @@ def test_fresh_seeds_are_seeds_of_no_other_intervention():
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_tasks_of_every_grid_fit_at_every_scale(scale):
-    configs = [experiment.scales[scale] for experiment in ABRUPT]
-    grids = [each for config in configs for each in (config, getattr(config, "grid", None)) if isinstance(each, Grid)]
-    assert len(grids) == len(ABRUPT) - 2  # the loss landscape and the forecasts have no grid
+    grids = [grid for experiment in ABRUPT if isinstance(grid := experiment.scales[scale], Grid)]
+    assert len(grids) == len(ABRUPT) - 2  # the two of the loss landscape have none
     for grid in grids:
-        assert sum(map(len, grid.ensembles())) == len(grid.conditions)
+        assert sum(len(ensemble["tasks"]) for ensemble in grid.ensembles()) == len(grid.conditions)
 
 
 def test_each_operation_is_changed_where_it_is_and_elsewhere(tmp_path):
@@ -207,8 +206,10 @@ def test_conditions_of_one_shape_share_an_ensemble():
         {"burst": 2},
         {"burst": 1, "intervention": "previous"},
     )
-    groups = Grid(SMOKE, conditions).ensembles()
-    assert groups == [[conditions[0], conditions[2]], [conditions[1]], [conditions[3]]]
-    task = Grid(SMOKE, ({"model": "two"},)).task({"model": "two"})
+    keys = [ensemble["keys"] for ensemble in Grid(SMOKE, conditions).ensembles()]
+    bursts_and_labels = [[(key["burst"], key["n_labels"], key["intervention"]) for key in group] for group in keys]
+    assert bursts_and_labels == [[(1, 8, "nothing"), (2, 8, "nothing")], [(1, 4, "nothing")], [(1, 8, "previous")]]
+    (ensemble,) = Grid(SMOKE, ({"model": "two"},)).ensembles()
+    (task,) = (ExemplarTask(**each) for each in ensemble["tasks"])
     assert task == ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=0)
     assert not network(SMOKE, task, "two", [0]).beta_2.requires_grad  # pyright: ignore[reportAttributeAccessIssue]

@@ -43,7 +43,7 @@ def test_labels_are_written_as_the_world_says_and_swapped_ones_are_the_next():
     for batch, shift in ((plain, 0), (swapped, 1)):
         written = nearest(contents(batch, SMALL)[:, 1::2], worlds._labels[0])
         assert torch.equal(written, batch.context[0])
-        place = nearest(contents(batch, SMALL)[:, -1], worlds._means)
+        place = nearest(contents(batch, SMALL)[:, -1], worlds._means[0])
         for one, label in zip(place.tolist(), batch.label[0].tolist(), strict=True):
             assert known.setdefault(one, (label - shift) % 6) == (label - shift) % 6
     assert len(known) == 24
@@ -53,7 +53,7 @@ def test_labels_are_written_as_the_world_says_and_swapped_ones_are_the_next():
 def test_novel_classes_are_none_of_the_world():
     worlds = Worlds([SMALL], [0])
     batch = worlds.batch(0, 50, "icl")
-    assert torch.cdist(contents(batch, SMALL)[:, -1], worlds._means).min() > 0.1
+    assert torch.cdist(contents(batch, SMALL)[:, -1], worlds._means[0]).min() > 0.1
     assert (batch.rank == -1).all()
     counts = batch.label[0].bincount(minlength=6)
     assert counts.min() > 0

@@ -10,7 +10,7 @@ from align_circuits.hooks.names import name_of
 from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.interventions import (
     INTERVENTIONS,
-    OPERATIONS,
+    OPERATION_SITES,
     Intervention,
     attend_to_label,
     attend_to_previous,
@@ -88,7 +88,7 @@ def test_labels_outside_the_context_are_ruled_out():
 
 
 @pytest.mark.parametrize("control", [False, True])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OPERATION_SITES)
 def test_an_operation_is_removed_and_nothing_else(operation, control):
     net = network()
     own, left = patterns(net), patterns(net, remove_operation(net, operation, control))

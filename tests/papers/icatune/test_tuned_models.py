@@ -17,10 +17,9 @@ from align_circuits.papers.icatune import causal_heads, conjecture
 from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
-from align_circuits.papers.icatune.fig_4_tuning import FIG4, before_in, layers_apart
-from align_circuits.papers.icatune.figs_6_7_10_variants import FIG6, FIG10, _sizes
+from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG10, _methods, before_in, layers_apart
 from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
-from align_circuits.papers.study import Inputs, Study
+from align_circuits.papers.study import Inputs
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig
@@ -36,36 +35,30 @@ def folder(tmp_path_factory, char_tokenizer, random_hf_model):
     return str(folder)
 
 
-def study_of(*arms: Arm, ends: int = 0) -> Study:
-    """Tunes, and measures before and after on `ends` prompts."""
-    return Study(
-        "test/tuned",
-        {},
-        lambda _, inputs: tuned.of_tuned(tuned.ends, arms, inputs, prompts=ends) if ends else [],
-        lambda _, rows: rows["ends" if ends else "course"],
-        lambda _, inputs: tuned.of_tuned(tuned.course, arms, inputs),
-        models="one",
-        load=tuned.loaded,
-    )
+def tune(model: str, runs: Path, arm: Arm, ends: int = 0) -> Table:
+    """The courses of the tunings, or what is measured before and after on `ends` prompts."""
+    measured = [tuned.ends] if ends else []
+    study = tuned.tuned_study("test/tuned", lambda _, rows: rows["ends" if ends else "course"], measured)
+    return study.run(tuned.Tunings((arm,), ends), models=[model], folder=runs)
 
 
 def test_a_model_is_tuned_once_for_all_that_is_measured_of_it(folder, tmp_path, monkeypatch):
-    course = study_of(ARM).run(ARM, models=[folder], folder=tmp_path)
+    course = tune(folder, tmp_path, ARM)
     assert set(course.frame["seed"]) == {0, 1} and set(course.frame["arm"]) == {"ICA-Tune"}
     assert course.provenance.model["name"] == folder
     assert len(list((tmp_path / "trained").iterdir())) == 2
     trained, real = [], torch.nn.utils.get_total_norm
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *a, **k: trained.append(1) or real(*a, **k))
-    study_of(ARM, ends=3).run(ARM, models=[folder], folder=tmp_path)
+    tune(folder, tmp_path, ARM, ends=3)
     assert not trained, "tuned again"
-    study_of(replace(ARM, config={**ARM.config, "lr": 1e-3})).run(ARM, models=[folder], folder=tmp_path)
+    tune(folder, tmp_path, replace(ARM, config={**ARM.config, "lr": 1e-3}))
     assert len(trained) == 2 * SMOKE["steps"]
 
 
 def test_a_failing_tuning_is_reported_with_its_config(folder, tmp_path):
     wrong = replace(ARM, config={**ARM.config, "layers": 9}, seeds=(0,))
     with pytest.raises(ValueError, match=r"1 jobs failed.*'layers': 9") as error:
-        study_of(wrong).run(ARM, models=[folder], folder=tmp_path)
+        tune(folder, tmp_path, wrong)
     assert "the model has layers 0 to 1" in str(error.value)
 
 
@@ -132,31 +125,14 @@ def test_layers_apart_pairs_seeds():
 
 
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
-    course = pd.DataFrame(
-        [
-            (seed, step, False, "accuracy", "first", None, "model", None, None, 0.5 * seed + 0.1 * step)
-            for seed in (0, 1)
-            for step in (0, 1, 2, 3)
-        ]
-        + [
-            (
-                seed,
-                step,
-                False,
-                "lookup",
-                "all",
-                None,
-                level,
-                0,
-                head,
-                0.1 * (-1 if head is None else head) + 0.5 * seed,
-            )
-            for seed in (0, 1)
-            for step in (0, 1, 2, 3)
-            for head, level in ((None, "layer"), (0, "head"), (1, "head"))
-        ],
-        columns=["seed", "step", "ood", "metric", "kind", "offset", "level", "layer", "head", "value"],
-    ).assign(arm="a", low=0.0, high=1.0, n=4)
+    rows = []
+    for seed, step in itertools.product((0, 1), (0, 1, 2, 3)):
+        about = {"seed": seed, "step": step}
+        rows.append({**about, "metric": "accuracy", "kind": "first", "level": "model", "value": seed / 2 + step / 10})
+        for level, head, value in (("layer", None, -0.1), ("head", 0, 0.0), ("head", 1, 0.1)):
+            of_heads = {"metric": "lookup", "kind": "all", "level": level, "layer": 0, "head": head}
+            rows.append({**about, **of_heads, "value": value + seed / 2})
+    course = pd.DataFrame(rows).assign(arm="a", ood=False, offset=None, low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
     rows: Any = as_rows([found])
     assert sorted(found["step"].unique()) == [0, 2, 3] and rows["seed"].isna().all()
@@ -229,8 +205,8 @@ def test_phrases_are_accepted_by_their_own_automata_alone(char_tokenizer):
 
 def test_standard_tuning_reads_no_more_examples_than_there_are():
     task = {**SMOKE_TASK, "automata": "task"}
-    standard = Arm("standard", task, {**SMOKE, "method": "standard", "loss_on": "last", "batch": 88}, (0,))
-    arms = _sizes(Arm("ICA-Tune", task, SMOKE, (0,)), standard, (20, 800))
+    arms = _methods(SMOKE_TASK, SMOKE, 88, (0,), (20, 800))
+    assert all(arm.task == task for arm in arms)
     batches = {arm.name: TuneConfig(**arm.config).batch for arm in arms}
     assert batches == {"ICA-Tune, N = 20": 2, "standard, N = 20": 20, "ICA-Tune, N = 800": 2, "standard, N = 800": 88}
     assert {TuneConfig(**arm.config).dataset_size for arm in arms} == {20, 800}
@@ -243,7 +219,7 @@ def test_scales_for_the_paper_are_valid(experiment):
     arms: Any = config.arms(inputs) if callable(config.arms) else config.arms
     for arm in arms:
         TuneConfig(**arm.config)
-        tuned.task_of(arm.task, 1)
+        ac.Seq2SeqTask(**arm.task)
 
 
 def test_figure_4_tells_success_from_failure(folder, tmp_path):

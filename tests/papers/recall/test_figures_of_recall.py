@@ -9,12 +9,11 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import FIG2, FIG3, FIG15
-from align_circuits.papers.recall.figures.figs_5_6_7_dependence import FIG5, FIG6
+from align_circuits.papers.recall.figures.common import best, reached
+from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG5, FIG6, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18, by_type
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
-from align_circuits.papers.recall.figures.gpt2_models import SMOKE, finetuned, pretrained
-from align_circuits.papers.recall.figures.training_curves import Trainings, best, curves_study, reached
+from align_circuits.papers.recall.figures.gpt2_models import SMOKE, Trainings, curves_study, finetuned, pretrained
 from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.tables.tables import Provenance, Table
 

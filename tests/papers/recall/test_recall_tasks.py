@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from align_circuits.papers.recall.task import sequences as recall_tasks
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld, distances
@@ -357,6 +356,6 @@ def test_corrupted_prompts_ask_for_something_else_and_tell_facts_too(task, kind)
 
 
 def test_an_unknown_corruption_is_refused():
-    unchecked = inspect.unwrap(recall_tasks._corrupt)  # past the type check of the import hook, as for users without it
+    unchecked = inspect.unwrap(DemonstrationsTask.corrupt)  # past the type check of the import hook, as for users
     with pytest.raises(ValueError, match="choose one of 'subject', 'type'"):
-        unchecked(PLAIN, TASKS[2].sample(2), "grammar", 0, one_subject=True)
+        unchecked(TASKS[2], TASKS[2].sample(2), "grammar")

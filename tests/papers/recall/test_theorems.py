@@ -112,4 +112,4 @@ def test_the_relation_head_is_another_than_the_subject_head():
         for head, value in enumerate(values)
     ]
     table = Table(pd.DataFrame(rows), Provenance("test"))
-    assert (head_of(table, "subject", "relative"), head_of(table, "relation", "relative")) == ([0], [1])
+    assert (head_of(table, "subject"), head_of(table, "relation")) == ([0], [1])

@@ -3,12 +3,10 @@
 At the cpu scale the claims were formed on seeds 0 and 1; seed 2 is new to them, and little is recovered in it.
 """
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
@@ -18,15 +16,14 @@ from torch import Tensor
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
-from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
+from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
 from align_circuits.papers.recall.metrics import recall_matches
+from align_circuits.papers.recall.task.sequences import from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
+from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.relations import Relation
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table
@@ -34,40 +31,22 @@ from align_circuits.tables.tables import Table
 DISTANCES = {"itself": 0, "separator": 1, "subject before": 3}
 """The tokens that the last token of an ICL prompt is made to attend to, by their distance."""
 
-Kind = Literal["pt"] | Finetuned
-"""A pretrained model, or one finetuned on a kind of sequences."""
-
 INTACT = "as it is"
 """The place of rows without an edit."""
 
 
-@dataclass(frozen=True)
-class ForcedAttention:
-    """The finetuned models that are measured beside the pretrained one."""
-
-    setup: GPT2Setup
-    kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
+def _jobs(config: gpt2.FinetunedModels, inputs: Inputs) -> list[Measurement]:
+    return gpt2.each_kind(force, config.setup, inputs, ("pt", *config.kinds))
 
 
-def _jobs(config: ForcedAttention, inputs: Inputs) -> list[Measurement]:
-    return [
-        job
-        for kind in ("pt", *config.kinds)
-        for job in each_seed(force, config.setup, inputs, {"kind": kind, "n": config.setup.n_prompts}, kind=kind)
-    ]
-
-
-def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> list[dict[str, Any]]:
+def force(*, setup: Mapping[str, Any], kind: gpt2.Kind, trained: str, seed: int) -> list[dict[str, Any]]:
     """Forces the attention of one model on ICL about held-out subjects; the function of a job.
 
     Returns:
         The rows of `forced`; and with match `"attention"` the share of attention that each layer gives the query
         subject at the last position, on `"ICL"` and on `"ICL+Grm"` with one grammar token, in the column of places.
     """
-    on_one_thread()
-    made = GPT2Setup.from_config(setup)
-    run = gpt2.pretrained(made, seed, trained) if kind == "pt" else gpt2.finetuned(made, seed, kind, trained)
-    model = load(copy.deepcopy(run.model))
+    made, model = gpt2.GPT2Setup.from_config(setup), gpt2.model_of(setup, kind, seed, trained)
     tasks = {
         "ICL": made.demonstrations(seed, "icl", held_out=True),
         "ICL+Grm": made.demonstrations(seed, "icl+grm", held_out=True, grammar_lens=(1, 1)),
@@ -85,19 +64,9 @@ def force(*, setup: Mapping[str, Any], kind: Kind, trained: str, seed: int) -> l
 
 def with_relation_back(prompts: Prompts, name: str, distance: int) -> Prompts:
     """Returns prompts with another relation: from the last token of each to the token at some distance before it."""
-    n, length = prompts.mask.shape
-    each, places = torch.arange(n), torch.arange(length).expand(n, -1)
-    relation = Relation(
-        name,
-        target=each,
-        prompt=each,
-        query=torch.full((n,), length - 1),
-        key_value=torch.full((n,), length - 1 - distance),
-        candidate_value=torch.zeros(n, dtype=torch.long),
-        key_label=places,
-        candidate_label=torch.zeros_like(places),
-    )
-    return replace(prompts, relations={**prompts.relations, name: relation})
+    key = prompts.mask.shape[1] - 1 - distance
+    keys = (torch.arange(prompts.mask.shape[1]) == key).expand_as(prompts.mask)
+    return replace(prompts, relations={**prompts.relations, name: from_last_token(name, keys, prompts.mask)})
 
 
 def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, Any]]:
@@ -130,19 +99,14 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
     ]
 
 
-def _of(table: Table, **where: Any) -> Float[ndarray, " seed"]:
-    """Each seed's value."""
-    return table.where(**where).frame.sort_values("seed")["value"].to_numpy(float)
-
-
 def _check(table: Table) -> list[Check]:
     def gain(kind: str, layer: int, place: str) -> Float[ndarray, " seed"]:
         exact: dict[str, Any] = {"kind": kind, "match": "exact"}
-        return _of(table, layer=layer, place=place, **exact) - _of(table, place=INTACT, **exact)
+        return per_seed(table, layer=layer, place=place, **exact) - per_seed(table, place=INTACT, **exact)
 
     def more_attention(kind: str) -> Float[ndarray, " seed"]:
         where: dict[str, Any] = {"kind": kind, "match": "attention", "layer": 0}
-        return _of(table, place="ICL+Grm", **where) - _of(table, place="ICL", **where)
+        return per_seed(table, place="ICL+Grm", **where) - per_seed(table, place="ICL", **where)
 
     measured = gain("icl+grm", 0, "itself")
     return [
@@ -180,12 +144,11 @@ BRIDGE = Experiment(
     "recall/bridge",
     "What does ICL lack after finetuning on ICL+Grm?",
     f"Beyond {SOURCE}",
-    Study(
+    study(
         "recall/bridge",
-        {"smoke": ForcedAttention(gpt2.SMOKE), "cpu": ForcedAttention(gpt2.CPU), "paper": ForcedAttention(gpt2.PAPER)},
-        _jobs,
-        lambda _, rows: rows["force"].assign(layer=rows["force"]["layer"].astype("Int64"), low=np.nan, high=np.nan),
-        gpt2.pretrainings,
+        *(gpt2.FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER)),
+        jobs=_jobs,
+        train=gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -1,28 +1,22 @@
 """Beyond the paper: does the output of layer-2 attention carry the type? By patching and ablation."""
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
-from numpy import ndarray
+from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.heads.patch import EVERYWHERE, patch_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
-from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.figs_2_3_4_15_learning import CAPTIONS
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
+from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
+from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -30,31 +24,17 @@ from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Table
 
 
-@dataclass(frozen=True)
-class Patching:
-    """The finetuned models that are patched."""
-
-    setup: GPT2Setup
-    kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
+def _jobs(config: gpt2.FinetunedModels, inputs: Inputs) -> list[Measurement]:
+    return gpt2.each_kind(patch_types, config.setup, inputs, config.kinds)
 
 
-def _jobs(config: Patching, inputs: Inputs) -> list[Measurement]:
-    return [
-        job
-        for kind in config.kinds
-        for job in each_seed(patch_types, config.setup, inputs, {"kind": kind, "n": config.setup.n_prompts}, kind=kind)
-    ]
-
-
-def patch_types(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> pd.DataFrame:
+def patch_types(*, setup: Mapping[str, Any], kind: gpt2.Finetuned, trained: str, seed: int) -> pd.DataFrame:
     """Patches and ablates one finetuned model on ICL about held-out subjects; the function of a job.
 
     Returns:
         The rows of `measure`; in the corrupted prompts the demonstrations are of another type.
     """
-    on_one_thread()
-    made = GPT2Setup.from_config(setup)
-    model = load(copy.deepcopy(gpt2.finetuned(made, seed, kind, trained).model))
+    made, model = gpt2.GPT2Setup.from_config(setup), gpt2.model_of(setup, kind, seed, trained)
     task = made.demonstrations(seed, "icl", held_out=True)
     clean = task.sample(made.n_prompts, seed=seed)
     return measure(model, clean, task.corrupt(clean, "type", seed=seed))
@@ -118,55 +98,42 @@ def _ablated(model: Any, clean: Prompts, groups: Mapping[str, Bool[Tensor, "prom
     return pd.DataFrame(rows)
 
 
-def _kinds(table: Table) -> list[str]:
-    return list(table.frame["kind"].unique())
+_AT_QUERY = {
+    "denoise": "layer-2 attention at the query subject brings the answer back where demonstrations tell another type",
+    "noise": "and takes it away where it comes from demonstrations of another type",
+    "ablate": "and so does its mean over types",
+}
+"""What each edit of attention at the query subject shows."""
 
 
 def _check(table: Table) -> list[Check]:
-    def change_of(**where: Any) -> Float[ndarray, " seed"]:
-        """Each seed's change of accuracy."""
-        return table.where(metric="accuracy", **where).frame.sort_values("seed")["value"].to_numpy(float)
-
+    accuracy = table.where(metric="accuracy")
     checks = []
-    for kind in _kinds(table):
-        after = f"After {CAPTIONS[kind]}"
-        for edit, sign, claim in (
-            (
-                "denoise",
-                1,
-                "layer-2 attention at the query subject brings the answer back where demonstrations tell another type",
-            ),
-            ("noise", -1, "and takes it away where it comes from demonstrations of another type"),
-            ("ablate", -1, "and so does its mean over types"),
-        ):
+    for kind in accuracy.frame["kind"].unique():
+        after, of_kind = f"After {gpt2.CAPTIONS[kind]}", accuracy.where(kind=kind)
+        for edit, claim in _AT_QUERY.items():
+            sign, measure = (1, "gain") if edit == "denoise" else (-1, "loss")
             layer_2, layer_1 = (
-                sign * change_of(kind=kind, edit=edit, site="z", layer=layer, positions="query") for layer in (1, 0)
+                sign * per_seed(of_kind, edit=edit, site="z", layer=layer, positions="query") for layer in (1, 0)
             )
-            measure = "gain" if sign > 0 else "loss"
-            checks.append(
-                Claim(f"{after}, {claim} ({measure} of exact match, held-out)").at_least(
-                    0.5, layer_2, layer_1, "layer-1 attention there"
-                )
-            )
-        between = {"kind": kind, "edit": "denoise", "site": "resid_post", "layer": 0}
-        checks.append(
-            Claim(
-                f"{after}, it reads the type where the attributes of demonstrations stand (gain of exact match "
-                "from the residual stream between the layers, there)"
-            ).at_least(
-                0.5,
-                change_of(positions="attributes", **between),
-                change_of(positions="subjects", **between),
-                "at the demonstrations' subjects",
-            )
+            claim = f"{after}, {claim} ({measure} of exact match, held-out)"
+            checks.append(Claim(claim).at_least(0.5, layer_2, layer_1, "layer-1 attention there"))
+        attributes, subjects = (
+            per_seed(of_kind, edit="denoise", site="resid_post", layer=0, positions=positions)
+            for positions in ("attributes", "subjects")
         )
+        claim = (
+            f"{after}, it reads the type where the attributes of demonstrations stand (gain of exact match "
+            "from the residual stream between the layers, there)"
+        )
+        checks.append(Claim(claim).at_least(0.5, attributes, subjects, "at the demonstrations' subjects"))
     return checks
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
     groups = ["query", "attributes", "subjects", "separators", EVERYWHERE]
     grids, curves = {}, {}
-    for kind in _kinds(table):
+    for kind in table.frame["kind"].unique():
         rows: Any = table.where(kind=kind, metric="accuracy", edit="denoise").frame
         limit = rows["site"] == "resid_pre"
         in_groups = rows["positions"].isin(groups)
@@ -192,14 +159,13 @@ CARRIER = Experiment(
     "recall/carrier",
     "Does layer-2 attention carry the task vector?",
     f"Beyond {SOURCE}",
-    Study(
+    study(
         "recall/carrier",
-        {"smoke": Patching(gpt2.SMOKE), "cpu": Patching(gpt2.CPU, ("icl",)), "paper": Patching(gpt2.PAPER)},
-        _jobs,
-        lambda _, rows: rows["patch_types"].assign(
-            layer=rows["patch_types"]["layer"].astype("Int64"), low=np.nan, high=np.nan
-        ),
-        gpt2.pretrainings,
+        gpt2.FinetunedModels(gpt2.SMOKE),
+        gpt2.FinetunedModels(gpt2.CPU, ("icl",)),
+        gpt2.FinetunedModels(gpt2.PAPER),
+        jobs=_jobs,
+        train=gpt2.pretrainings,
     ),
     _draw,
     _check,

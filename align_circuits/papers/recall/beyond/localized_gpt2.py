@@ -1,22 +1,19 @@
 """Beyond the paper: the heads that `localize` names in the trained GPT-2."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 from jaxtyping import Bool
 from numpy import ndarray
 
 from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.heads import heads_of
-from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, on_one_thread
+from align_circuits.papers.recall.figures.common import SOURCE, study
+from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -27,18 +24,18 @@ ROLES = ("subject", "grammar", "query_subject", "same_type")
 class Localized:
     """The models on which `localize` runs."""
 
-    setup: GPT2Setup
-    kind: Finetuned = "icl"
+    setup: gpt2.GPT2Setup
+    kind: gpt2.Finetuned = "icl"
     n: int = 128
     """Prompts, half of which select heads and half of which test them."""
 
 
 def _jobs(config: Localized, inputs: Inputs) -> list[Measurement]:
-    return each_seed(localize_gpt2, config.setup, inputs, {"n": config.n // 2}, kind=config.kind, n=config.n)
+    return gpt2.each_seed(localize_gpt2, config.setup, inputs, {"n": config.n // 2}, kind=config.kind, n=config.n)
 
 
 def localize_gpt2(
-    *, setup: Mapping[str, Any], kind: Finetuned, trained: str, n: int, seed: int
+    *, setup: Mapping[str, Any], kind: gpt2.Finetuned, trained: str, n: int, seed: int
 ) -> list[dict[str, Any]]:
     """Runs `localize` on the model before training, pretrained and finetuned; the function of a job.
 
@@ -46,20 +43,13 @@ def localize_gpt2(
         Rows keyed by stage (`"untrained"`, `"pt"`, `"ft"`), sequences (`"pretraining"`; `"in context"`, about held-out
         subjects), role, layer, head and metric (`"named"`, 0 or 1; `"attention"`, the share on keys).
     """
-    on_one_thread()
-    made = GPT2Setup.from_config(setup)
-    nets = {
-        "untrained": gpt2.initial_gpt2(made, seed),
-        "pt": gpt2.pretrained(made, seed, trained).model,
-        "ft": gpt2.finetuned(made, seed, kind, trained).model,
-    }
-    tasks: dict[str, Any] = {
-        "pretraining": made.facts(seed),
-        "in context": made.demonstrations(seed, "icl", held_out=True),
-    }
+    made = gpt2.GPT2Setup.from_config(setup)
+    kinds: dict[str, gpt2.Kind] = {"untrained": "untrained", "pt": "pt", "ft": kind}
+    in_context = made.demonstrations(seed, "icl", held_out=True)
+    tasks: dict[str, Any] = {"pretraining": made.facts(seed), "in context": in_context}
     rows = []
-    for stage, net in nets.items():
-        model = load(copy.deepcopy(net))
+    for stage, of_stage in kinds.items():
+        model = gpt2.model_of(setup, of_stage, seed, trained)
         for sequences, task in tasks.items():
             localization = localize(model, task, n, seed=seed, draws=0)
             for role in (role for role in ROLES if role in localization.heads_by_role):
@@ -105,12 +95,11 @@ LOCALIZED = Experiment(
     "recall/localized",
     "Which heads of the trained GPT-2 does localize name?",
     f"Beyond {SOURCE}",
-    Study(
+    study(
         "recall/localized",
-        {"smoke": Localized(gpt2.SMOKE, n=16), "cpu": Localized(gpt2.CPU), "paper": Localized(gpt2.PAPER)},
-        _jobs,
-        lambda _, rows: rows["localize_gpt2"].assign(low=np.nan, high=np.nan),
-        gpt2.pretrainings,
+        *(Localized(gpt2.SMOKE, n=16), Localized(gpt2.CPU), Localized(gpt2.PAPER)),
+        jobs=_jobs,
+        train=gpt2.pretrainings,
     ),
     _draw,
     _check,

@@ -9,18 +9,17 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.papers.claims import Check, Claim, share_of
-from align_circuits.papers.recall.figures.attention_only_models import PAPER
+from align_circuits.papers.recall.figures.attention_only_models import PAPER, AttentionOnlyModels
+from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import (
     CPU,
     KEYS,
     SMOKE,
-    Heads,
     head_of,
     heads_jobs,
     heads_table,
 )
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
-from align_circuits.papers.study import Experiment, Study
+from align_circuits.papers.study import Experiment
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -36,7 +35,7 @@ def strength(table: Table, stage: str, strategy: Strategy) -> Float[ndarray, " s
     subject after pretraining.
     """
     weights: Any = table.where(stage=stage, metric="weight").frame
-    head = head_of(table, "subject", "relative")
+    head = head_of(table, "subject")
     rows = weights[weights["head"].to_numpy() == head[weights["seed"].to_numpy()]]
     grid = rows.pivot(index="seed", columns="what", values="value")
     values = grid["subject to own" if strategy == "boost" else "subject to other values"].to_numpy(float)
@@ -44,22 +43,18 @@ def strength(table: Table, stage: str, strategy: Strategy) -> Float[ndarray, " s
 
 
 def _check(table: Table) -> list[Check]:
-    def accuracy(stage: str) -> Float[ndarray, " seed"]:
-        frame = table.where(stage=stage, sequences="pretraining", metric="exact").frame
-        return frame.sort_values("seed")["value"].to_numpy(float)
-
-    checks = [
-        Claim("The models have learned their facts (exact match on pretraining sequences)").at_least(
-            0.8, accuracy("pretrained"), accuracy("untrained"), "before training"
-        )
-    ]
+    untrained, trained = (
+        per_seed(table, stage=stage, sequences="pretraining", metric="exact") for stage in ("untrained", "pretrained")
+    )
+    claim = "The models have learned their facts (exact match on pretraining sequences)"
+    checks = [Claim(claim).at_least(0.8, trained, untrained, "before training")]
     for stage in ("pretrained", "finetuned"):
         suppresses = strength(table, stage, "suppress") > strength(table, stage, "boost")
+        claim = f"The subject head suppresses others' values more than it boosts its own, {stage} (share of seeds)"
         checks.append(
-            Claim(
-                f"The subject head suppresses others' values more than it boosts its own, {stage} (share of seeds)",
-                "some seeds boost",
-            ).at_least(0.9, share_of(suppresses), share_of(~suppresses), "seeds in which it boosts more")
+            Claim(claim, "some seeds boost").at_least(
+                0.9, share_of(suppresses), share_of(~suppresses), "seeds in which it boosts more"
+            )
         )
     return checks
 
@@ -67,30 +62,24 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> dict[str, go.Figure]:
     panels = {}
     for stage in ("pretrained", "finetuned"):
-        curves = [
-            pd.DataFrame({"curve": caption, "value": strength(table, stage, strategy)})
-            .rename_axis("seed")
-            .reset_index()
-            for strategy, caption in CAPTIONS.items()
-        ]
-        panels[stage] = pd.concat(curves).assign(low=np.nan, high=np.nan)
+        curves = pd.DataFrame({caption: strength(table, stage, strategy) for strategy, caption in CAPTIONS.items()})
+        long = curves.rename_axis("seed").reset_index().melt("seed", var_name="curve")
+        panels[stage] = long.assign(low=np.nan, high=np.nan)
     value = "mean logit from attending to a subject"
     return {"": plots.curves(panels, x="seed", by="curve", label="seed", value=value)}
 
+
+_RELATIVE = ({"positions": "relative"},)
 
 STRATEGIES = Experiment(
     "recall/strategies",
     "Does the subject head suppress or boost?",
     f"Beyond {SOURCE}",
-    Study(
+    study(
         "recall/strategies",
-        {
-            "smoke": Heads(SMOKE, 2, ("relative",)),
-            "cpu": Heads(CPU, 10, ("relative",)),
-            "paper": Heads(PAPER, 10, ("relative",)),
-        },
-        heads_jobs,
-        lambda _, rows: heads_table(rows, KEYS[:7], ("weight", "attention", "exact")),
+        *(AttentionOnlyModels(setup, seeds, _RELATIVE) for setup, seeds in ((SMOKE, 2), (CPU, 10), (PAPER, 10))),
+        jobs=heads_jobs,
+        summarize=lambda _, rows: heads_table(rows, KEYS[:7], ("weight", "attention", "exact")),
     ),
     _draw,
     _check,

@@ -1,12 +1,10 @@
 """Beyond the paper: what finetuning changes, by swapping heads between the pretrained and the finetuned model."""
 
-import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
@@ -16,12 +14,19 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import Site, name_of
-from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.recall.figures import attention_only_models, figs_13_14_19_24_held_out, gpt2_models
-from align_circuits.papers.recall.figures.attention_only_models import AttentionOnlySetup
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE, Finetuned, GPT2Setup, each_seed, pretrainings
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.attention_only_models import (
+    PAPER,
+    SMALLEST,
+    AttentionOnlyModels,
+    AttentionOnlySetup,
+    finetuned,
+    pretrained,
+)
+from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
+from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import CPU
+from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture
@@ -39,31 +44,24 @@ ROLES = ("subject", "relation")
 class Swaps:
     """The models whose heads are swapped."""
 
-    setup: GPT2Setup
-    kind: Finetuned
-    attention_only: AttentionOnlySetup
-    seeds: int
-    """Of the attention-only models."""
+    setup: gpt2.GPT2Setup
+    kind: gpt2.Finetuned
+    attention_only: AttentionOnlyModels
 
 
 def _jobs(config: Swaps, inputs: Inputs) -> list[Measurement]:
-    gpt2 = {"model": "GPT-2", "n": config.setup.n_prompts}
-    small = {"model": "attention-only", "n": config.attention_only.n}
-    settings = {"setup": asdict(config.attention_only), "trained": inputs.trained}
+    keys = {"model": "GPT-2", "n": config.setup.n_prompts}
     return [
-        *each_seed(swap_gpt2, config.setup, inputs, gpt2, kind=config.kind),
-        *(Measurement(swap_attention_only, settings, seed, small) for seed in range(config.seeds)),
+        *gpt2.each_seed(swap_gpt2, config.setup, inputs, keys, kind=config.kind),
+        *config.attention_only.jobs(swap_attention_only, trained=inputs.trained),
     ]
 
 
-def swap_gpt2(*, setup: Mapping[str, Any], kind: Finetuned, trained: str, seed: int) -> list[dict[str, Any]]:
+def swap_gpt2(*, setup: Mapping[str, Any], kind: gpt2.Finetuned, trained: str, seed: int) -> list[dict[str, Any]]:
     """Swaps the heads of a GPT-2; the function of a job. Returns the rows of `_both_ways`."""
-    on_one_thread()
-    made = GPT2Setup.from_config(setup)
-    runs = {"pt": gpt2_models.pretrained(made, seed, trained), "ft": gpt2_models.finetuned(made, seed, kind, trained)}
-    models = {name: load(copy.deepcopy(run.model)) for name, run in runs.items()}
+    models = {"pt": gpt2.model_of(setup, "pt", seed, trained), "ft": gpt2.model_of(setup, kind, seed, trained)}
     parts = {head: f"layer {head[0] + 1}" for head in heads_of(models["pt"].cfg)}
-    probes = made.probes(seed)
+    probes = gpt2.GPT2Setup.from_config(setup).probes(seed)
     return _both_ways(models, {"pt": probes["pt"], "icl": probes["icl_held_out"]}, parts)
 
 
@@ -71,13 +69,10 @@ def swap_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int) ->
     """Swaps the heads of an attention-only model; the function of a job. Returns the rows of `_both_ways`."""
     on_one_thread()
     made = AttentionOnlySetup(**setup)
-    models = {
-        "pt": attention_only_models.pretrained(made, seed, "relative", trained).model,
-        "ft": attention_only_models.finetuned(made, seed, "relative", trained).model,
-    }
-    facts = made.facts(made.world(seed)).sample(made.n, seed=seed)
-    in_context = attention_only_models.in_context(made, seed)["held_out"]
-    return _both_ways(models, {"pt": facts, "icl": in_context}, parts_of(models["pt"], facts))
+    models = {"pt": pretrained(made, seed, trained).model, "ft": finetuned(made, seed, trained).model}
+    probes = {"pt": made.facts(made.world(seed)).sample(made.n, seed=seed), "icl": made.in_context(seed)["held_out"]}
+    rows = _both_ways(models, probes, parts_of(models["pt"], probes["pt"]))
+    return [{"model": "attention-only", "n": made.n, **row} for row in rows]
 
 
 def _both_ways(
@@ -119,21 +114,11 @@ def parts_of(model: Any, facts: Prompts) -> dict[Head, str]:
     return {head: names.get(head, "other head") for head in heads_of(model.cfg)}
 
 
-def _table(_: Swaps, rows: Rows) -> pd.DataFrame:
-    frame = pd.concat([rows["swap_gpt2"], rows["swap_attention_only"]], ignore_index=True)
-    places = {name: frame[name].astype("Int64") for name in ("layer", "head")}
-    return frame.assign(low=np.nan, high=np.nan, **places)
-
-
-def _accuracy(table: Table, **where: Any) -> Float[ndarray, " seed"]:
-    return table.where(probe="icl", **where).frame.sort_values("seed")["value"].to_numpy(float)
-
-
 def _check(table: Table) -> list[Check]:
     def change(model: str, receiver: str, site: str, part: str) -> Float[ndarray, " seed"]:
         """The gain of the pretrained model, the loss of the finetuned one."""
-        where = {"model": model, "receiver": receiver}
-        gain = _accuracy(table, site=site, part=part, **where) - _accuracy(table, site="none", **where)
+        rows = table.where(model=model, receiver=receiver, probe="icl")
+        gain = per_seed(rows, site=site, part=part) - per_seed(rows, site="none")
         return gain if receiver == "pt" else -gain
 
     checks = []
@@ -146,12 +131,9 @@ def _check(table: Table) -> list[Check]:
             ),
             ("pt", f"the finetuned {key} is enough: with it the pretrained model recalls in context", "gain"),
         ):
-            measured, control = (change(model, receiver, "z", part) for part in (key, other))
-            checks.append(
-                Claim(f"{model}: {claim} ({measure} of exact match, held-out)").at_least(
-                    0.5, measured, control, f"the {other}"
-                )
-            )
+            of_key, of_other = (change(model, receiver, "z", part) for part in (key, other))
+            claim = f"{model}: {claim} ({measure} of exact match, held-out)"
+            checks.append(Claim(claim).at_least(0.5, of_key, of_other, f"the {other}"))
     attention, values = (change("attention-only", "ft", site, "relation head") for site in ("pattern", "v"))
     checks.append(
         Claim(
@@ -174,22 +156,17 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return figures
 
 
-_SMALL = figs_13_14_19_24_held_out
-
 EXCHANGE = Experiment(
     "recall/exchange",
     "What do heads contribute when swapped between pretrained and finetuned models?",
     f"Beyond {SOURCE}",
-    Study(
+    study(
         "recall/exchange",
-        {
-            "smoke": Swaps(gpt2_models.SMOKE, "icl", _SMALL.SMOKE, 1),
-            "cpu": Swaps(gpt2_models.CPU, "icl", _SMALL.CPU, 3),
-            "paper": Swaps(gpt2_models.PAPER, "icl", attention_only_models.PAPER, 3),
-        },
-        _jobs,
-        _table,
-        pretrainings,
+        Swaps(gpt2.SMOKE, "icl", AttentionOnlyModels(SMALLEST, 1)),
+        Swaps(gpt2.CPU, "icl", AttentionOnlyModels(CPU, 3)),
+        Swaps(gpt2.PAPER, "icl", AttentionOnlyModels(PAPER, 3)),
+        jobs=_jobs,
+        train=gpt2.pretrainings,
     ),
     _draw,
     _check,

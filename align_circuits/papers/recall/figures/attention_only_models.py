@@ -1,6 +1,6 @@
 """The attention-only models of the figures: their worlds, sequences and trainings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +9,13 @@ from align_circuits.papers.recall.models.attention_only import AttentionOnly, At
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import training_folder
+from align_circuits.papers.study import Measurement, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.training.loop import TrainConfig, TrainRun
 
 Positions = Literal["relative", "absolute"]
+BOTH_POSITIONS: tuple[Mapping[str, Positions], ...] = ({"positions": "relative"}, {"positions": "absolute"})
+"""The changes of a setup that give it each kind of positions."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class AttentionOnlySetup:
     lr: float = 1e-3
     n: int = 256
     """Prompts of an evaluation."""
+    positions: Positions = "relative"
+    values: int | None = None
+    """The unique values, over all types, that the seen subjects have; not controlled by default."""
 
     def world(self, seed: int = 0) -> RecallWorld:
         """Returns the world of a seed."""
@@ -46,64 +51,99 @@ class AttentionOnlySetup:
         """Returns the sequences of pretraining."""
         return FactsTask(world, self.n_facts, self.n_slots, p_grammar=0.0)
 
-    def model(self, seed: int, positions: Positions) -> AttentionOnly:
+    def demonstrations(self, seed: int) -> tuple[DemonstrationsTask, DemonstrationsTask]:
+        """Returns the sequences of finetuning, about seen subjects, and those with a held-out query subject."""
+        world = self.world(seed)
+        seen, held_out = world.split(self.n_seen, n_values=self.values, seed=seed)
+        task = DemonstrationsTask(world, self.n_demos, subjects=seen)
+        return task, replace(task, query_subjects=held_out)
+
+    def in_context(self, seed: int) -> dict[str, Prompts]:
+        """Returns the prompts of the finetuning log, about `seen` and `held_out` subjects."""
+        tasks = zip(("seen", "held_out"), self.demonstrations(seed), strict=True)
+        return {name: task.sample(self.n, seed=seed) for name, task in tasks}
+
+    def model(self, seed: int) -> AttentionOnly:
         """Returns the model before training."""
         world = self.world()
-        config = AttentionOnlyConfig(world.d_vocab, self.facts(world).length - 1, self.d_head, positions=positions)
-        return AttentionOnly(config, seed=seed)
+        length = self.facts(world).length - 1
+        return AttentionOnly(AttentionOnlyConfig(world.d_vocab, length, self.d_head, positions=self.positions), seed)
 
     def schedule(self, base: TrainConfig, steps: int, **changes: Any) -> TrainConfig:
         """Returns the schedule of a training."""
         return replace(base, steps=steps, lr=self.lr, **changes)
 
+    def without_finetuning(self) -> "AttentionOnlySetup":
+        """Returns the setup with the same values for all that pretrain the same model."""
+        return replace(self, n_seen=1, finetuning=1, values=None)
+
 
 PAPER = AttentionOnlySetup()
 """App. B: 2,000 and 1,000 steps to validate the constructions; Figs. 13 and 14 have 5,000 and 2,000."""
 
+SMALLEST = AttentionOnlySetup(
+    n_subjects=8,
+    n_values=2,
+    n_types=2,
+    n_grammar=4,
+    n_slots=3,
+    n_facts=2,
+    n_demos=2,
+    n_seen=4,
+    d_head=8,
+    pretraining=4,
+    finetuning=4,
+    batch_size=4,
+    lr=1e-2,
+    n=8,
+)
+"""Too small to learn anything; checks that everything runs."""
 
-def pretrained(setup: AttentionOnlySetup, seed: int, positions: Positions, trained: str | Path) -> TrainRun:
+
+def pretrained(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> TrainRun:
     """Returns a model trained on PT; from the folder `trained` where it is there."""
     task = setup.facts(setup.world(seed))
     schedule = setup.schedule(PRETRAINING, setup.pretraining, schedule="cosine", log_every=setup.pretraining)
     return train_stage(
-        setup.model(seed, positions),
+        setup.model(seed),
         Stage(task, schedule, setup.batch_size),
         probes={"pt": task.sample(setup.n, seed=seed)},
         seed=seed,
-        out=training_folder(
-            trained, "recall-attention-only-pt", asdict(replace(setup, n_seen=1, finetuning=1)), seed, positions
-        ),
+        out=training_folder(trained, "recall-attention-only-pt", asdict(setup.without_finetuning()), seed),
         progress=False,
     )
 
 
-def finetuned(
-    setup: AttentionOnlySetup, seed: int, positions: Positions, trained: str | Path, n_values: int | None = None
-) -> TrainRun:
+def finetuned(setup: AttentionOnlySetup, seed: int, trained: str | Path) -> TrainRun:
     """Returns a pretrained model finetuned on ICL about seen subjects; from the folder `trained` where it is there."""
-    task, _ = _demonstrations(setup, seed, n_values)
-    every = max(1, setup.finetuning // 20)
+    schedule = setup.schedule(FINETUNING, setup.finetuning, log_every=max(1, setup.finetuning // 20))
     return train_stage(
-        pretrained(setup, seed, positions, trained).model,
-        Stage(task, setup.schedule(FINETUNING, setup.finetuning, log_every=every), setup.batch_size, "last"),
-        probes=in_context(setup, seed, n_values),
+        pretrained(setup, seed, trained).model,
+        Stage(setup.demonstrations(seed)[0], schedule, setup.batch_size, "last"),
+        probes=setup.in_context(seed),
         seed=seed,
-        out=training_folder(trained, "recall-attention-only-ft", asdict(setup), seed, positions, n_values),
+        out=training_folder(trained, "recall-attention-only-ft", asdict(setup), seed),
         progress=False,
     )
 
 
-def in_context(setup: AttentionOnlySetup, seed: int, n_values: int | None = None) -> Mapping[str, Prompts]:
-    """Returns the prompts of the finetuning log, about `seen` and `held_out` subjects."""
-    seen, held_out = _demonstrations(setup, seed, n_values)
-    return {name: task.sample(setup.n, seed=seed) for name, task in (("seen", seen), ("held_out", held_out))}
+@dataclass(frozen=True)
+class AttentionOnlyModels:
+    """The attention-only models of a study, and what differs between them."""
 
+    setup: AttentionOnlySetup
+    seeds: int
+    changes: tuple[Mapping[str, Any], ...] = ({},)
+    """The numbers of the setup that differ in each cell of the grid; they are its key columns."""
 
-def _demonstrations(
-    setup: AttentionOnlySetup, seed: int, n_values: int | None
-) -> tuple[DemonstrationsTask, DemonstrationsTask]:
-    """Demonstrations about seen subjects, with seen and with held-out queries; `n_values` are seen, if given."""
-    world = setup.world(seed)
-    seen, held_out = world.split(setup.n_seen, n_values=n_values, seed=seed)
-    task = DemonstrationsTask(world, setup.n_demos, subjects=seen)
-    return task, replace(task, query_subjects=held_out)
+    def jobs(self, function: Callable[..., Any], *, pretraining: bool = False, **arguments: Any) -> list[Measurement]:
+        """Returns a job of a function of `setup` and other arguments for each cell and seed.
+
+        With `pretraining` the function only pretrains, so that cells with the same pretraining share its job.
+        """
+        jobs = []
+        for change in self.changes:
+            setup = replace(self.setup, **change)
+            config = {"setup": asdict(setup.without_finetuning() if pretraining else setup), **arguments}
+            jobs += [Measurement(function, config, seed, change) for seed in range(self.seeds)]
+        return jobs

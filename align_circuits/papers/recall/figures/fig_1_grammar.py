@@ -4,18 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.recall.figures.common import SOURCE, draw_curves, key_values, per_seed, study
 from align_circuits.papers.recall.task.posterior import type_ceiling
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
-from align_circuits.report import plots
+from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.tables.tables import Table
 
 
@@ -38,50 +35,37 @@ def best_type_accuracy(*, world: Mapping[str, Any], lens: Sequence[int], n: int,
 
 
 def _jobs(config: Grammar, _: Inputs) -> list[Measurement]:
-    return [
-        Measurement(
-            best_type_accuracy,
-            {"world": asdict(replace(config.world, div=div)), "lens": config.lens, "n": config.n},
-            seed,
-            {"div": div},
-        )
-        for div in config.divs
-        for seed in range(config.seeds)
-    ]
-
-
-def _at(table: Table, div: float, length: int) -> Float[ndarray, " seed"]:
-    return table.where(div=div, grammar_len=length).frame.sort_values("seed")["value"].to_numpy(float)
+    jobs = []
+    for div in config.divs:
+        settings = {"world": asdict(replace(config.world, div=div)), "lens": config.lens, "n": config.n}
+        jobs += [Measurement(best_type_accuracy, settings, seed, {"div": div}) for seed in range(config.seeds)]
+    return jobs
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
-    keys = table.frame[["div", "grammar_len"]].drop_duplicates().itertuples(index=False)
-    rows = [
-        {"grammar_len": length, "curve": f"Div {div:g}", **vars(over_seeds(_at(table, div, length)))}
-        for div, length in keys
-    ]
-    panels, label = {"": pd.DataFrame(rows)}, "grammar tokens S"
-    return {"": plots.curves(panels, x="grammar_len", by="curve", label=label, value="best accuracy of the type")}
+    curves = {f"Div {div:g}": {"div": div} for div in table.frame["div"].unique()}
+    label, value = "grammar tokens S", "best accuracy of the type"
+    return {"": draw_curves(table, {"": curves}, "grammar_len", label=label, value=value)}
 
 
 def _check(table: Table) -> list[Check]:
-    divs, lens = (sorted(table.frame[name].unique().tolist()) for name in ("div", "grammar_len"))
+    def at(div: float, length: int) -> Float[ndarray, " seed"]:
+        return per_seed(table, div=div, grammar_len=length)
+
+    divs, lens = key_values(table, "div"), key_values(table, "grammar_len")
     low, high, shortest, longest = divs[0], divs[-1], lens[0], lens[-1]
     short = max(length for length in lens if length <= 5)
     middle = lens[len(lens) // 2 + 1] if len(lens) > 3 else longest
-    alone, most = _at(table, high, shortest), _at(table, high, longest)
+    alone, most = at(high, shortest), at(high, longest)
     return [
         Claim(f"The grammar of pretraining tells the type (S = {longest}, Div {high:g}: best accuracy)").at_least(
             0.95, most, alone, f"S = {shortest}"
         ),
         Claim(
             f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {high:g})", "insufficient"
-        ).at_most(0.8, _at(table, high, short), most, f"S = {longest}"),
+        ).at_most(0.8, at(high, short), most, f"S = {longest}"),
         Claim(f"A larger Div makes the type easier to tell (Div {high:g} minus {low:g}, S = {middle})").at_least(
-            0.1,
-            _at(table, high, middle) - _at(table, low, middle),
-            alone - _at(table, low, shortest),
-            f"S = {shortest}",
+            0.1, at(high, middle) - at(low, middle), alone - at(low, shortest), f"S = {shortest}"
         ),
     ]
 
@@ -90,15 +74,12 @@ FIG1 = Experiment(
     "recall/fig1",
     "How much grammar determines the type",
     f"{SOURCE}, Fig. 1 and §3.2",
-    Study(
+    study(
         "recall/fig1",
-        {
-            "smoke": Grammar(RecallWorld.small(), (0.2, 0.5), (1, 3, 20), 50, 2),
-            "cpu": Grammar(RecallWorld.paper()),
-            "paper": Grammar(RecallWorld.paper(), n=20_000, seeds=6),
-        },
-        _jobs,
-        lambda _, rows: rows["best_type_accuracy"].assign(low=np.nan, high=np.nan),
+        Grammar(RecallWorld.small(), (0.2, 0.5), (1, 3, 20), 50, 2),
+        Grammar(RecallWorld.paper()),
+        Grammar(RecallWorld.paper(), n=20_000, seeds=6),
+        jobs=_jobs,
     ),
     _draw,
     _check,

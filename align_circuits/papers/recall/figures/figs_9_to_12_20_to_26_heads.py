@@ -1,8 +1,8 @@
 """The heads of trained attention-only models beside the constructions: Figs. 9 to 12 and 20 to 26."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -16,22 +16,29 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
 from align_circuits.papers.claims import Check, Claim, Measured, over_seeds
-from align_circuits.papers.recall.figures.attention_only_models import PAPER, AttentionOnlySetup, Positions
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.recall.figures.attention_only_models import (
+    BOTH_POSITIONS,
+    PAPER,
+    SMALLEST,
+    AttentionOnlyModels,
+    AttentionOnlySetup,
+    Positions,
+)
+from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Directions
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture
 from align_circuits.tables.tables import Table
 
 Role = Literal["subject", "relation"]
-
-POSITIONS: tuple[Positions, ...] = ("relative", "absolute")
+ROLES: tuple[Role, ...] = get_args(Role)
+POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
 ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
 """The relations of the last position by which heads are scored."""
@@ -39,7 +46,7 @@ ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
 KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
 
 
-def measure_heads(*, seed: int, positions: Positions, **setup: Any) -> list[dict[str, Any]]:
+def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Trains one model in both stages and measures its heads before, between and after; the function of a job."""
     made = AttentionOnlySetup(**setup)
     world = made.world()
@@ -47,28 +54,25 @@ def measure_heads(*, seed: int, positions: Positions, **setup: Any) -> list[dict
     facts, in_context = made.facts(world), DemonstrationsTask(world, made.n_demos, subjects=seen)
     tasks = {"pretraining": facts, "in context": replace(in_context, query_subjects=held_out)}
     probes = {name: task.sample(made.n, seed=1) for name, task in tasks.items()}
-    model, every = made.model(seed, positions), {"log_every": 10**6, "checkpoint_every": 10**6}
-    schedules = (
-        made.schedule(PRETRAINING, made.pretraining, schedule="cosine", **every),
-        made.schedule(FINETUNING, made.finetuning, **every),
-    )
+    model, every = made.model(seed), {"log_every": 10**6, "checkpoint_every": 10**6}
+    pretraining = made.schedule(PRETRAINING, made.pretraining, schedule="cosine", **every)
+    finetuning = made.schedule(FINETUNING, made.finetuning, **every)
     stages = {
         "untrained": None,
-        "pretrained": Stage(facts, schedules[0], made.batch_size),
-        "finetuned": Stage(in_context, schedules[1], made.batch_size, "last"),
+        "pretrained": Stage(facts, pretraining, made.batch_size),
+        "finetuned": Stage(in_context, finetuning, made.batch_size, "last"),
     }
-    localized_on = {"pretrained": ["pretraining"], "finetuned": ["in context"]}
+    own_tasks = {name: {sequences: tasks[sequences]} for name, (sequences, *_) in _STAGES.items()}
     rows: list[dict[str, Any]] = []
     for name, stage in stages.items():
         if stage is not None:
             train_stage(model, stage, seed=seed, progress=False)
         of_stage = [row for sequences, prompts in probes.items() for row in measure(model, world, prompts, sequences)]
         of_stage += blocks(model, world)
-        localized_tasks = {sequences: tasks[sequences] for sequences in localized_on.get(name, tasks)}
-        of_stage += localized(model, localized_tasks, made.n // 4)
+        of_stage += localized(model, tasks if stage is None else own_tasks[name], made.n // 4)
         if seed == 0:
             of_stage += [row for which, prompts in probes.items() for row in attention_map(model, prompts[:1], which)]
-            of_stage += weight_slices(model, world) if positions == "relative" else []
+            of_stage += weight_slices(model, world) if made.positions == "relative" else []
         rows += [{"stage": name, "n": made.n, **row} for row in of_stage]
     return rows
 
@@ -91,7 +95,7 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
     z = capture(model, prompts, [site])[site][:, -1]
     with torch.no_grad():
         outputs = torch.einsum("nhe,hev->nhv", z, model.W_O)
-    subject, type_ = prompts.latent["subject"][:, -1], prompts.latent["type"][:, -1]
+    subject, type_ = (prompts.latent[name][:, -1] for name in ("subject", "type"))
     values = torch.stack(directions.values)
     theory = {
         "f_subj": directions.facts[subject] - directions.value,
@@ -125,9 +129,8 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
     of = Directions(world, 1)
     with torch.no_grad():
         ov = model.ov
-    same_type = torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
     subjects, other_tokens = torch.outer(of.value, of.subjects), 1 - of.value
-    attributes, stated = torch.zeros_like(same_type), torch.zeros_like(same_type)
+    attributes, stated = torch.zeros_like(of.same_type), torch.zeros_like(of.same_type)
     attributes[:, : world.n_subjects] = of.facts.T
     for relation, values in zip(world.relation_ids, of.values, strict=True):
         stated[:, relation] = values
@@ -137,8 +140,8 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
         "subject to other tokens": torch.outer(other_tokens, of.subjects),
         "relation to own": stated,
         "relation to other values": torch.outer(of.value, of.relations) - stated,
-        "value to its type": same_type,
-        "value to other values": torch.outer(of.value, of.value) - same_type,
+        "value to its type": of.same_type,
+        "value to other values": torch.outer(of.value, of.value) - of.same_type,
     }
     return [
         {"metric": "weight", "head": head, "what": name, "value": float((ov[head] * mask).sum() / mask.sum())}
@@ -154,9 +157,8 @@ def attention_map(model: AttentionOnly, prompt: Prompts, sequences: str) -> list
     keys = {"metric": "map", "sequences": sequences}
     return [
         {**keys, "head": head, "query": query, "key": key, "value": pattern[head, query, key].item()}
-        for head in range(len(pattern))
-        for query in range(pattern.shape[1])
-        for key in range(query + 1)
+        for head, query, key in np.ndindex(*pattern.shape)
+        if key <= query
     ]
 
 
@@ -168,28 +170,13 @@ def weight_slices(model: AttentionOnly, world: RecallWorld) -> list[dict[str, An
         ov = model.ov[:, ids][:, :, ids]
     return [
         {"metric": "slice", "head": head, "query": row, "key": column, "value": ov[head, row, column].item()}
-        for head in range(len(ov))
-        for row in range(len(ids))
-        for column in range(len(ids))
+        for head, row, column in np.ndindex(*ov.shape)
     ]
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Models of one setup, each kind of positions, several seeds."""
-
-    setup: AttentionOnlySetup
-    seeds: int
-    positions: tuple[Positions, ...] = POSITIONS
-
-
-def heads_jobs(config: Heads, _: Inputs) -> list[Measurement]:
+def heads_jobs(config: AttentionOnlyModels, _: Inputs) -> list[Measurement]:
     """Returns a job for each model."""
-    return [
-        Measurement(measure_heads, {"positions": positions, **asdict(config.setup)}, seed, {"positions": positions})
-        for positions in config.positions
-        for seed in range(config.seeds)
-    ]
+    return config.jobs(measure_heads)
 
 
 def heads_table(rows: Rows, keys: Sequence[str] = KEYS, metrics: Sequence[str] | None = None) -> pd.DataFrame:
@@ -198,20 +185,19 @@ def heads_table(rows: Rows, keys: Sequence[str] = KEYS, metrics: Sequence[str] |
     if metrics is not None:
         frame = frame[frame["metric"].isin(metrics)]
     frame = frame.reindex(columns=[*keys, "value", "n"])
-    places = {name: frame[name].astype("Int64") for name in ("head", "query", "key") if name in keys}
-    return frame.assign(value=frame["value"].astype(float).round(4), low=np.nan, high=np.nan, **places)
+    return frame.assign(value=frame["value"].astype(float).round(4), low=np.nan, high=np.nan)
 
 
 def _by_head(table: Table, **where: Any) -> Float[ndarray, "seed head"]:
     return table.where(**where).frame.pivot(index="seed", columns="head", values="value").to_numpy(float)
 
 
-def head_of(table: Table, role: Role, positions: str) -> Int[ndarray, " seed"]:
+def head_of(table: Table, role: Role) -> Int[ndarray, " seed"]:
     """Returns each seed's head of a role: that with the most attention to the role's tokens after pretraining.
 
-    The relation head is not the subject head.
+    The relation head is not the subject head. The table is about one kind of positions.
     """
-    where = {"positions": positions, "stage": "pretrained", "sequences": "pretraining", "metric": "attention"}
+    where = {"stage": "pretrained", "sequences": "pretraining", "metric": "attention"}
     subject = _by_head(table, what="subject", **where).argmax(1)
     if role == "subject":
         return subject
@@ -219,10 +205,10 @@ def head_of(table: Table, role: Role, positions: str) -> Int[ndarray, " seed"]:
     return np.where(np.arange(relation.shape[1]) == subject[:, None], -1.0, relation).argmax(1)
 
 
-def _of(table: Table, role: Role, positions: str, **where: Any) -> Measured:
+def _of(table: Table, role: Role, **where: Any) -> Measured:
     """A number of the head that has a role, over seeds."""
-    heads = head_of(table, role, positions)
-    return over_seeds(_by_head(table, positions=positions, **where)[np.arange(len(heads)), heads])
+    heads = head_of(table, role)
+    return over_seeds(_by_head(table, **where)[np.arange(len(heads)), heads])
 
 
 _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
@@ -239,65 +225,53 @@ _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
 ]
 """Claims about the head of a role: the role, the metric, of what, and the stage."""
 
-_STAGES = {"pretrained": ("pretraining", "untrained", "before training")}
-_STAGES["finetuned"] = ("in context", "pretrained", "before finetuning")
+_STAGES = {
+    "pretrained": ("pretraining", "untrained", "before training"),
+    "finetuned": ("in context", "pretrained", "before finetuning"),
+}
 """The sequences of each stage, the stage before it, and its caption."""
 
 
-def _checks(table: Table, positions: str) -> Iterator[Check]:
-    name = f"{positions.capitalize()} positions"
-
-    def has_head(stage: str, sequences: str, role: str) -> Float[ndarray, " seed"]:
-        where = {"stage": stage, "sequences": sequences, "what": role, "metric": "heads named"}
-        counts = table.where(positions=positions, **where).frame["value"].to_numpy(float)
-        return (counts > 0).astype(float)
-
-    def recall(stage: str) -> Float[ndarray, " seed"]:
-        where = {"stage": stage, "sequences": "in context", "metric": "exact"}
-        return table.where(positions=positions, **where).frame["value"].to_numpy(float)
-
+def _checks(table: Table, name: str) -> Iterator[Check]:
     for claim, role, metric, what, stage in _OF_HEADS:
         sequences, before, control_is = _STAGES[stage]
         keys = {"stage": stage, "metric": metric, "sequences": sequences, "what": what}
         control = {"stage": before}
         if (what, stage) == ("f_rel", "pretrained"):
             control, control_is = {"what": "f_rel of another"}, "another type's"
-        value, of_control = (_of(table, role, positions, **where) for where in (keys, keys | control))
+        value, of_control = (_of(table, role, **where) for where in (keys, keys | control))
         yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
-    for stage, sequences, role in (
-        ("pretrained", "pretraining", "subject"),
-        ("pretrained", "pretraining", "relation"),
-        ("finetuned", "in context", "same_type"),
-    ):
-        yield Claim(f"{name}: localize names a head for {role!r}, {stage} (share of seeds)").at_least(
-            1.0, has_head(stage, sequences, role), has_head("untrained", sequences, role), "before training"
-        )
+    for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
+        where = {"metric": "heads named", "sequences": _STAGES[stage][0], "what": role}
+        after, before = ((per_seed(table, stage=at, **where) > 0).astype(float) for at in (stage, "untrained"))
+        claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
+        yield Claim(claim).at_least(1.0, after, before, "before training")
+    recalled = {stage: per_seed(table, stage=stage, sequences="in context", metric="exact") for stage in _STAGES}
     yield Claim(f"{name}: held-out subjects are recalled (exact match)").at_least(
-        0.8, recall("finetuned"), recall("pretrained"), "before finetuning"
+        0.8, recalled["finetuned"], recalled["pretrained"], "before finetuning"
     )
 
 
 def _check(table: Table) -> list[Check]:
-    return [check for positions in POSITIONS for check in _checks(table, positions)]
+    return [
+        check
+        for positions in POSITIONS
+        for check in _checks(table.where(positions=positions), f"{positions.capitalize()} positions")
+    ]
 
 
-_BARS: list[tuple[str, str, Role]] = [
-    ("pretrained", "pretraining", "subject"),
-    ("pretrained", "pretraining", "relation"),
-    ("finetuned", "in context", "subject"),
-    ("finetuned", "in context", "relation"),
-]
-
-
-def _draw_cosines(table: Table, positions: str) -> go.Figure:
+def _draw_cosines(table: Table) -> go.Figure:
     figure = go.Figure()
-    for place, what in enumerate(dict.fromkeys(table.where(positions=positions, metric="cosine").frame["what"])):
+    bars: list[tuple[str, str, Role]] = [
+        (stage, sequences, role) for stage, (sequences, *_) in _STAGES.items() for role in ROLES
+    ]
+    for place, what in enumerate(table.where(metric="cosine").frame["what"].unique()):
         cosines = [
-            _of(table, role, positions, stage=stage, sequences=sequences, metric="cosine", what=what)
-            for stage, sequences, role in _BARS
+            _of(table, role, stage=stage, sequences=sequences, metric="cosine", what=what)
+            for stage, sequences, role in bars
         ]
         figure.add_bar(
-            x=[[stage for stage, _, _ in _BARS], [f"{role} head" for _, _, role in _BARS]],
+            x=[[stage for stage, _, _ in bars], [f"{role} head" for _, _, role in bars]],
             y=[each.value for each in cosines],
             name=str(what),
             marker_color=plots.COLOURS[place],
@@ -313,8 +287,8 @@ def _draw_cosines(table: Table, positions: str) -> go.Figure:
 
 
 def _draw_weights(table: Table, stage: str, role: Role) -> go.Figure:
-    rows, head = table.where(stage=stage, metric="slice").frame, int(head_of(table, role, "relative")[0])
-    grid = rows[rows["head"] == head].pivot(index="query", columns="key", values="value").to_numpy(float)
+    slices = table.where(stage=stage, metric="slice", head=int(head_of(table, role)[0])).frame
+    grid = slices.pivot(index="query", columns="key", values="value").to_numpy(float)
     bound = float(np.abs(grid).max())
     figure = go.Figure(go.Heatmap(z=grid, colorscale=plots.DIVERGING, zmin=-bound, zmax=bound))
     figure.update_yaxes(autorange="reversed", title="logit of").update_xaxes(title="attended token")
@@ -324,14 +298,16 @@ def _draw_weights(table: Table, stage: str, role: Role) -> go.Figure:
 def _draw(table: Table) -> dict[str, go.Figure]:
     figures: dict[str, go.Figure] = {}
     for positions in POSITIONS:
-        for stage, sequences in (("pretrained", "pretraining"), ("finetuned", "in context")):
-            rows: Any = table.where(positions=positions, stage=stage, sequences=sequences, metric="map").frame
+        models = table.where(positions=positions)
+        for stage, (sequences, *_) in _STAGES.items():
+            rows: Any = models.where(stage=stage, sequences=sequences, metric="map").frame
             maps = {f"head {int(head)}": of_head.assign(step=0) for head, of_head in rows.groupby("head")}
             figures[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
-        figures[f"{positions}: cosines with the constructions"] = _draw_cosines(table, positions)
-    for stage in ("pretrained", "finetuned"):
-        for role in ("subject", "relation"):
-            figures[f"{stage}: W_OV of the {role} head"] = _draw_weights(table, stage, role)
+        figures[f"{positions}: cosines with the constructions"] = _draw_cosines(models)
+    relative = table.where(positions="relative")
+    for stage in _STAGES:
+        for role in ROLES:
+            figures[f"{stage}: W_OV of the {role} head"] = _draw_weights(relative, stage, role)
     return figures
 
 
@@ -351,31 +327,17 @@ CPU = AttentionOnlySetup(
 )
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
-SMOKE = AttentionOnlySetup(
-    n_subjects=8,
-    n_values=4,
-    n_types=2,
-    n_grammar=4,
-    n_slots=2,
-    n_facts=2,
-    n_demos=2,
-    n_seen=4,
-    d_head=8,
-    pretraining=6,
-    finetuning=3,
-    batch_size=4,
-    n=12,
-)
+SMOKE = replace(SMALLEST, n_values=4, n_slots=2, pretraining=6, finetuning=3, lr=1e-3, n=12)
 
 HEADS = Experiment(
     "recall/heads",
     "The heads of trained attention-only models beside the constructions",
     f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
-    Study(
+    study(
         "recall/heads",
-        {"smoke": Heads(SMOKE, 1), "cpu": Heads(CPU, 3), "paper": Heads(PAPER, 3)},
-        heads_jobs,
-        lambda _, rows: heads_table(rows),
+        *(AttentionOnlyModels(setup, seeds, BOTH_POSITIONS) for setup, seeds in ((SMOKE, 1), (CPU, 3), (PAPER, 3))),
+        jobs=heads_jobs,
+        summarize=lambda _, rows: heads_table(rows),
     ),
     _draw,
     _check,

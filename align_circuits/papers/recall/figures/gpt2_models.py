@@ -1,24 +1,30 @@
 """The GPT-2 models of the figures: their worlds, sequences and trainings at each scale, shared by all studies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
+from align_circuits.models.loading import load
+from align_circuits.papers.recall.figures.common import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Inputs, Measurement, on_one_thread, training_folder
+from align_circuits.papers.study import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.training.loop import TrainConfig, TrainRun
 
-SOURCE = "Vasudeva et al. (2026)"
-
 Finetuned = Literal["icl", "icl+grm"]
 """The sequences of finetuning: demonstrations, or demonstrations with short grammar."""
+
+Kind = Literal["untrained", "pt"] | Finetuned
+"""A model: new, pretrained, or finetuned on a kind of sequences."""
+
+CAPTIONS: dict[Finetuned, str] = {"icl": "ICL", "icl+grm": "ICL+Grm"}
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,16 @@ def finetuned(setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path)
     )
 
 
+def model_of(setup: Mapping[str, Any], kind: Kind, seed: int, trained: str | Path) -> Any:
+    """Returns a model with TransformerLens's hooks, for a job: `setup` is `asdict` of the setup."""
+    on_one_thread()
+    made = GPT2Setup.from_config(setup)
+    if kind == "untrained":
+        return load(initial_gpt2(made, seed))
+    run = pretrained(made, seed, trained) if kind == "pt" else finetuned(made, seed, kind, trained)
+    return load(run.model)
+
+
 def log_rows(run: TrainRun) -> pd.DataFrame:
     """Returns the log of a training with a row for each step, probe and match."""
     columns = [name for name in run.log.columns if "." in name]
@@ -192,9 +208,86 @@ def each_seed(
     return [Measurement(function, config, seed, keys or {}) for seed in range(setup.seeds)]
 
 
+def each_kind(
+    function: Callable[..., Any], setup: GPT2Setup, inputs: Inputs, kinds: Sequence[Kind]
+) -> list[Measurement]:
+    """Returns the jobs of `each_seed` for each kind of model, which is an argument and a key column."""
+    return [
+        job
+        for kind in kinds
+        for job in each_seed(function, setup, inputs, {"kind": kind, "n": setup.n_prompts}, kind=kind)
+    ]
+
+
 def pretrainings(config: Any, inputs: Inputs) -> list[Measurement]:
     """Returns the jobs that pretrain the models of `config.setup`: the `train` of a study."""
     return each_seed(pretrain, config.setup, inputs)
+
+
+@dataclass(frozen=True)
+class FinetunedModels:
+    """The finetuned models of a study."""
+
+    setup: GPT2Setup
+    kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """The trainings of a study, whose table is keyed by stage, `columns`, seed, step, `probe` and `match`.
+
+    Probes are those of `GPT2Setup.probes`, matches `exact`, `type`, `subject` and `attribute`; the value is a share of
+    prompts, and low and high are NaN.
+    """
+
+    setup: GPT2Setup
+    stages: tuple[Literal["pt", "icl", "icl+grm"], ...]
+    """Pretraining, and finetuning on one or the other."""
+    changes: tuple[Mapping[str, Any], ...] = ({},)
+    """The changes of the setup in each cell of the grid: arguments of `GPT2Setup.changed`."""
+
+    def __post_init__(self):
+        keys = [tuple(change.get(name) for name in self.columns) for change in self.changes]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"changes that differ in pairs alone: {self.changes}; the table has a column per number")
+
+    @property
+    def columns(self) -> list[str]:
+        """The key columns of the changes; pairs such as `grammar_lens` have none."""
+        return list(dict.fromkeys(name for keys in self.changes for name in keys if not isinstance(keys[name], tuple)))
+
+    def cells(self) -> Iterator[tuple[GPT2Setup, dict[str, Any]]]:
+        """Yields the setup of each cell of the grid and its keys."""
+        for change in self.changes:
+            setup = self.setup.changed(**change)
+            keys = {name: value for name, value in change.items() if name in self.columns}
+            yield setup, {**keys, "n": setup.n_prompts}
+
+
+def curves_study(name: str, smoke: Trainings, cpu: Trainings, paper: Trainings) -> Study:
+    """Returns the study that pretrains and finetunes the models of all cells."""
+    return study(name, smoke, cpu, paper, jobs=_finetunings, train=_pretrainings, summarize=_curves)
+
+
+def _pretrainings(config: Trainings, inputs: Inputs) -> list[Measurement]:
+    return [
+        job for setup, keys in config.cells() for job in each_seed(pretrain, setup, inputs, {"stage": "pt", **keys})
+    ]
+
+
+def _finetunings(config: Trainings, inputs: Inputs) -> list[Measurement]:
+    return [
+        job
+        for stage in config.stages
+        if stage != "pt"
+        for setup, keys in config.cells()
+        for job in each_seed(finetune, setup, inputs, {"stage": stage, **keys}, kind=stage)
+    ]
+
+
+def _curves(config: Trainings, rows: Rows) -> pd.DataFrame:
+    frame = pd.concat(rows.values(), ignore_index=True)
+    return frame[frame["stage"].isin(config.stages)].assign(low=np.nan, high=np.nan)
 
 
 def _without_finetuning(setup: GPT2Setup) -> GPT2Setup:

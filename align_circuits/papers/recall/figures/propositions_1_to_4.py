@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.papers.claims import Check, Claim, Measured
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.claims import Check, Claim, Measured, extreme_of
+from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -160,19 +160,15 @@ def _summarize(_: Constructions, rows: Rows) -> pd.DataFrame:
     return pd.concat([table.frame, coefficients.assign(low=np.nan, high=np.nan, n=1)], ignore_index=True)
 
 
-def _accuracy(table: Table, **where: object) -> pd.DataFrame:
-    return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where).frame
-
-
-def _worst(rows: pd.DataFrame) -> Measured:
-    """The place with the lowest accuracy."""
-    row = rows.loc[rows["value"].idxmin()]
-    return Measured(float(row["value"]), float(row["low"]), float(row["high"]))
+def _accuracy(table: Table, **where: object) -> Table:
+    """The accuracies at the largest β."""
+    return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where)
 
 
 def _check(table: Table) -> list[Check]:
     def worst(world: str = "shared values", **where: str) -> Measured:
-        return _worst(_accuracy(table, world=world, **where))
+        """The place with the lowest accuracy."""
+        return extreme_of(_accuracy(table, world=world, **where), highest=False)
 
     context = {"sequences": "in context", "place": "attribute", "part": "later"}
     unseen = {"sequences": "in context", "form": "corrected"}
@@ -206,7 +202,7 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> dict[str, go.Figure]:
     figures = {}
     for sequences in ("pretraining", "in context"):
-        rows = _accuracy(table, world="shared values", sequences=sequences)
+        rows = _accuracy(table, world="shared values", sequences=sequences).frame
         grid = rows.assign(at=rows["place"] + ", " + rows["part"]).pivot(index="form", columns="at", values="value")
         grid = grid.loc[list(FORMS)]
         heat = go.Heatmap(
@@ -245,15 +241,13 @@ PROPOSITIONS = Experiment(
     "recall/propositions",
     "The constructions of Propositions 1 to 4, printed and corrected",
     f"{SOURCE}, Propositions 1 to 4",
-    Study(
+    study(
         "recall/propositions",
-        {
-            "smoke": Constructions(_worlds(16, 4, 3, 6), 5, 3, 3, 12, (10.0, 100.0)),
-            "cpu": Constructions(_worlds(16, 4, 3, 6), 5, 4, 4, 64, _BETAS),
-            "paper": Constructions(_worlds(256, 32, 8, 20), 10, 5, 5, 64, _BETAS),
-        },
-        _jobs,
-        _summarize,
+        Constructions(_worlds(16, 4, 3, 6), 5, 3, 3, 12, (10.0, 100.0)),
+        Constructions(_worlds(16, 4, 3, 6), 5, 4, 4, 64, _BETAS),
+        Constructions(_worlds(256, 32, 8, 20), 10, 5, 5, 64, _BETAS),
+        jobs=_jobs,
+        summarize=_summarize,
     ),
     _draw,
     _check,

@@ -13,13 +13,13 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.papers.claims import Check, Claim, Measured, value_of
-from align_circuits.papers.recall.figures.gpt2_models import SOURCE
+from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.report import plots
 from align_circuits.tables.intervals import proportion
 from align_circuits.tables.tables import Provenance, Table
@@ -237,15 +237,13 @@ THEOREM = Experiment(
     "recall/theorem",
     "The first two steps of finetuning, beside their closed forms",
     f"{SOURCE}, Theorems 1 and 2",
-    Study(
+    study(
         "recall/theorem",
-        {
-            "smoke": Settings((Setting(PAPER_SIZE, 6, **_SMALL), Setting(ENOUGH, 48, **_SMALL))),
-            "cpu": _theorem(8192, 500, {"n_subjects": 256, "n_values": 16}, (24, 48, 96, 192)),
-            "paper": _theorem(65536, 2000, {"n_subjects": 896, "n_values": 32}, (64, 128, 192, 256, 384, 512, 768)),
-        },
-        _theorem_jobs,
-        _theorem_table,
+        Settings((Setting(PAPER_SIZE, 6, **_SMALL), Setting(ENOUGH, 48, **_SMALL))),
+        _theorem(8192, 500, {"n_subjects": 256, "n_values": 16}, (24, 48, 96, 192)),
+        _theorem(65536, 2000, {"n_subjects": 896, "n_values": 32}, (64, 128, 192, 256, 384, 512, 768)),
+        jobs=_theorem_jobs,
+        summarize=_theorem_table,
     ),
     _draw_theorem,
     _check_theorem,
@@ -367,11 +365,8 @@ LEMMAS = Experiment(
     "recall/lemmas",
     "The bounds of Lemmas C.1 and C.2 over random worlds",
     f"{SOURCE}, Appendix C.2.1",
-    Study(
-        "recall/lemmas",
-        {"smoke": Lemmas(4, 16), "cpu": Lemmas(60, 64), "paper": Lemmas(1000, 256)},
-        _lemma_jobs,
-        _lemma_table,
+    study(
+        "recall/lemmas", *(Lemmas(4, 16), Lemmas(60, 64), Lemmas(1000, 256)), jobs=_lemma_jobs, summarize=_lemma_table
     ),
     _draw_lemmas,
     _check_lemmas,

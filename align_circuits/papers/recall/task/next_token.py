@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.papers.recall.task.sequences import HEAD_ROLES, FactsTask
+from align_circuits.papers.recall.task.sequences import HEAD_ROLES, FactsTask, from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts, Role
-from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.task import Task
 
@@ -117,7 +116,7 @@ class SlotsTask(Task):
             roles[torch.isin(inputs, torch.tensor(list(ids)))] = role
         roles[~mask] = Role.PAD
         marks = (roles == Role.INPUT) | (roles == Role.RELATION)
-        nearest = torch.where(marks, torch.arange(longest), -1).amax(1)
+        nearest = torch.where(marks, torch.arange(longest), -1).amax(1, keepdim=True)
         targets = pd.DataFrame(
             {
                 "prompt": each,
@@ -129,23 +128,13 @@ class SlotsTask(Task):
                 "kind": "later",
             }
         )
-        mark = Relation(
-            "mark",
-            target=each,
-            prompt=each,
-            query=torch.full((n,), longest - 1),
-            key_value=nearest,
-            candidate_value=torch.zeros(n, dtype=torch.long),
-            key_label=torch.arange(longest).expand(n, -1).where(mask, IGNORE),
-            candidate_label=torch.where(mask, 0, IGNORE),
-        )
         return Prompts(
             inputs=inputs,
             mask=mask,
             roles=roles,
             example=torch.where(mask, pos // period, -1),
             targets=targets,
-            relations={"mark": mark},
+            relations={"mark": from_last_token("mark", torch.arange(longest) == nearest, mask)},
             answer_tokens=torch.arange(world.d_vocab),
             correct=allowed[each, length - 1],
             token_strings=world.token_strings,

@@ -47,6 +47,8 @@ class _FactSequences(Task):
     references: ClassVar = ("chance",)
     target_name: ClassVar = "The answer"
     name: ClassVar[str]
+    one_subject: ClassVar[bool]
+    """Whether all subsequences are about one subject, of any types, rather than of one type, about any subjects."""
     world: RecallWorld
 
     def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - a world has token ids
@@ -64,8 +66,63 @@ class _FactSequences(Task):
         self, seed: int, n: int, predict: Predicted = "all"
     ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
         """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
-        drawn = self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last")
-        return _batch(self.world, drawn, predict)
+        world, drawn = self.world, self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last")
+        tokens = torch.from_numpy(_write(world, drawn))
+        last = torch.from_numpy(_lengths(world, drawn.grammar_len, drawn.subject.shape[1]))[:, None] - 1
+        pos = torch.arange(1, tokens.shape[1])
+        labelled = pos == last if predict == "last" else pos <= last
+        return tokens[:, :-1], tokens[:, 1:].where(labelled, IGNORED)
+
+    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
+        """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
+
+        - `"subject"`: the subject becomes another with another answer. In facts it does so at every occurrence, and its
+          attributes with it; of demonstrations only the query changes.
+        - `"type"`: the type becomes another. Of facts only the last changes: other grammar, or another relation token;
+          in demonstrations all do: other attributes of the same subjects, other grammar.
+
+        Args:
+            prompts: Of `sample` of this task.
+            kind: What differs.
+            seed: Of the replacements.
+
+        Raises:
+            ValueError: An unknown kind, or no other answer.
+        """
+        if kind not in get_args(Corruption):
+            raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
+        subject, type_, has_fact, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
+        world, rng, n = self.world, Rng(seed, f"corrupt {kind}"), len(prompts)
+        where = slice(None) if self.one_subject == (kind == "subject") else slice(-1, None)
+        if kind == "subject":
+            value = world.facts[type_[:, -1]]
+            other = value != np.take_along_axis(value, subject[:, -1:], 1)
+            if not other.any(1).all():
+                raise ValueError("all subjects have the same value of a type: there is no other answer to corrupt to")
+            subject[:, where] = np.where(other, rng.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
+        else:
+            shift = 1 + _below(rng, "type", (n, 1), world.n_types - 1)
+            type_[:, where] = (type_[:, -1:] + shift) % world.n_types
+        steps = int(grammar_len.max()) + 2
+        text = np.full((n, has_fact.shape[1], steps), world.separator)  # with relation tokens, grammar stays
+        if not world.relation_tokens:
+            text = _grammar(world, rng, np.where(has_fact, type_, world.n_types), steps, grammar_len)
+        written, pos = _read(world, _Drawn(subject, type_, has_fact, grammar_len, text))
+        part = (pos // (grammar_len[:, None] + 3)).clip(0)
+        restated = np.take_along_axis((type_ != prompts.latent["type"].numpy()) & has_fact, part, 1)
+        roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
+        facts = (roles == Role.INPUT) | (roles == Role.OUTPUT)
+        replaced = facts if world.relation_tokens else facts | (restated & (roles == Role.TEXT))
+        inputs[replaced] = written[replaced]
+        relation = roles == Role.RELATION
+        inputs[relation] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[relation]
+        latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
+        return replace(
+            prompts,
+            inputs=torch.from_numpy(inputs),
+            latent={**prompts.latent, **latent},
+            task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}},
+        )
 
     def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:  # noqa: ARG002 - nothing is drawn
         """Returns prompts and others of the same length: the whole prompt is exchanged, not its subject alone."""
@@ -96,6 +153,7 @@ class FactsTask(_FactSequences):
     """
 
     name: ClassVar = "facts"
+    one_subject: ClassVar = True
     world: RecallWorld
     n_facts: int = 5
     """N_tr, the subsequences."""
@@ -117,22 +175,6 @@ class FactsTask(_FactSequences):
     def length(self) -> int:
         """The tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_len]), self.n_facts).item()
-
-    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
-        """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
-
-        - `"subject"`: at every occurrence the subject becomes another with another answer, and its attributes with it.
-        - `"type"`: the last subsequence states a fact of another type: other grammar, or another relation token.
-
-        Args:
-            prompts: Of `sample` of this task.
-            kind: What differs.
-            seed: Of the replacements.
-
-        Raises:
-            ValueError: An unknown kind, or no other answer.
-        """
-        return _corrupt(self.world, prompts, kind, seed, one_subject=True)
 
     def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":
         world, shape = self.world, (n, self.n_facts)
@@ -167,6 +209,7 @@ class DemonstrationsTask(_FactSequences):
     """
 
     name: ClassVar = "demonstrations"
+    one_subject: ClassVar = False
     world: RecallWorld
     n_demos: int = 16
     """N, the demonstrations before the query, from 0 up."""
@@ -192,22 +235,6 @@ class DemonstrationsTask(_FactSequences):
     def length(self) -> int:
         """The most tokens of a sequence, the last attribute included."""
         return _lengths(self.world, np.array([self.grammar_lens[1]]), self.n_demos + 1).item()
-
-    def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
-        """Makes the corrupted prompts of minimal pairs; targets, roles and relations stay those of the clean prompts.
-
-        - `"subject"`: the query subject becomes another whose answer differs; its other occurrences stay.
-        - `"type"`: all demonstrations are of another type: other attributes of the same subjects, other grammar.
-
-        Args:
-            prompts: Of `sample` of this task.
-            kind: What differs.
-            seed: Of the replacements.
-
-        Raises:
-            ValueError: An unknown kind, or no other answer.
-        """
-        return _corrupt(self.world, prompts, kind, seed, one_subject=False)
 
     def _draw(self, n: int, rng: Rng, ends: bool = True) -> "_Drawn":  # noqa: ARG002 - all subsequences state facts
         world, parts = self.world, self.n_demos + 1
@@ -293,62 +320,12 @@ def _write(world: RecallWorld, drawn: _Drawn) -> Int[ndarray, "prompt pos"]:
     return tokens
 
 
-def _batch(
-    world: RecallWorld, drawn: _Drawn, predict: Predicted
-) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-    tokens = torch.from_numpy(_write(world, drawn))
-    last = torch.from_numpy(_lengths(world, drawn.grammar_len, drawn.subject.shape[1]))[:, None] - 1
-    pos = torch.arange(1, tokens.shape[1])
-    labelled = pos == last if predict == "last" else pos <= last
-    return tokens[:, :-1], tokens[:, 1:].where(labelled, IGNORED)
-
-
 def _read(world: RecallWorld, drawn: _Drawn) -> tuple[Int[ndarray, "prompt pos"], Int[ndarray, "prompt pos"]]:
     """The tokens before the last attribute, padded on the left, and their places; those of padding are negative."""
     tokens = _write(world, drawn)
     lengths = _lengths(world, drawn.grammar_len, drawn.subject.shape[1])[:, None] - 1
     pos = np.arange(lengths.max()) - (lengths.max() - lengths)
     return np.where(pos >= 0, np.take_along_axis(tokens, pos.clip(0), 1), 0), pos
-
-
-def _corrupt(world: RecallWorld, prompts: Prompts, kind: Corruption, seed: int, one_subject: bool) -> Prompts:
-    """Prompts about another subject or of another type; `one_subject` is whether they are facts, not demonstrations."""
-    if kind not in get_args(Corruption):
-        raise ValueError(f"kind is {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")
-    subject, type_, has_fact, grammar_len = (prompts.latent[name].numpy().copy() for name in LATENT)
-    rng, n = Rng(seed, f"corrupt {kind}"), len(prompts)
-    where = slice(None) if one_subject == (kind == "subject") else slice(-1, None)
-    if kind == "subject":
-        value = world.facts[type_[:, -1]]
-        other = value != np.take_along_axis(value, subject[:, -1:], 1)
-        if not other.any(1).all():
-            raise ValueError("all subjects have the same value of a type: there is no other answer to corrupt to")
-        subject[:, where] = np.where(other, rng.uniform("subject", *other.shape).numpy(), -1).argmax(1)[:, None]
-    else:
-        shift = 1 + _below(rng, "type", (n, 1), world.n_types - 1)
-        type_[:, where] = (type_[:, -1:] + shift) % world.n_types
-    steps = int(grammar_len.max()) + 2
-    text = np.full((n, has_fact.shape[1], steps), world.separator)  # with relation tokens, grammar stays
-    if not world.relation_tokens:
-        text = _grammar(world, rng, np.where(has_fact, type_, world.n_types), steps, grammar_len)
-    written, pos = _read(world, _Drawn(subject, type_, has_fact, grammar_len, text))
-    part = (pos // (grammar_len[:, None] + 3)).clip(0)
-    restated = np.take_along_axis(type_ != prompts.latent["type"].numpy(), part, 1) & np.take_along_axis(
-        has_fact, part, 1
-    )
-    roles, inputs = prompts.roles.numpy(), prompts.tokens.numpy().copy()
-    facts = (roles == Role.INPUT) | (roles == Role.OUTPUT)
-    replaced = facts if world.relation_tokens else facts | (restated & (roles == Role.TEXT))
-    inputs[replaced] = written[replaced]
-    relation = roles == Role.RELATION
-    inputs[relation] = world.relation_ids.start + np.take_along_axis(type_, part, 1)[relation]
-    latent = {"subject": torch.from_numpy(subject), "type": torch.from_numpy(type_)}
-    return replace(
-        prompts,
-        inputs=torch.from_numpy(inputs),
-        latent={**prompts.latent, **latent},
-        task={**prompts.task, "corrupted": {"kind": kind, "seed": seed}},
-    )
 
 
 def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts:
@@ -389,7 +366,7 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
             "chance": 1 / sum(world.n_values),
         }
     )
-    relations = [_among_all(name, torch.from_numpy(at), torch.from_numpy(mask)) for name, at in keys.items()]
+    relations = [from_last_token(name, torch.from_numpy(at), torch.from_numpy(mask)) for name, at in keys.items()]
     return Prompts(
         inputs=torch.from_numpy(inputs),
         mask=torch.from_numpy(mask),
@@ -403,8 +380,8 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
     )
 
 
-def _among_all(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Relation:
-    """From the last position of each prompt that has keys to them, among all tokens."""
+def from_last_token(name: str, keys: Bool[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]) -> Relation:
+    """Returns the relation from the last position of each prompt that has keys to them, among all tokens in `mask`."""
     n, length = keys.shape
     zero, each = torch.zeros(n, dtype=torch.long), torch.arange(n)
     relation = Relation(

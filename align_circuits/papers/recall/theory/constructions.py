@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -64,6 +65,11 @@ class Directions:
         # [subject d_vocab]: the attributes of each subject, A_j
         self.facts = torch.zeros(world.n_subjects, world.d_vocab).scatter(1, facts.T, 1.0)
 
+    @cached_property
+    def same_type(self) -> Float[Tensor, "d_vocab d_vocab"]:
+        """1 from each value to every value of its type."""
+        return torch.stack([torch.outer(values, values) for values in self.values]).sum(0)
+
     def tokens(self, ids: Collection[int]) -> Float[Tensor, " d_vocab"]:
         """The sum of the one-hot vectors of tokens."""
         return torch.zeros(self.world.d_vocab).index_fill(0, torch.tensor(list(ids), dtype=torch.long), 1.0)
@@ -101,7 +107,8 @@ def pretrained(
 
     Source: Vasudeva et al. (2026), Propositions 1 and 3.
     """
-    _check(corrections)
+    if unknown := sorted(set(corrections) - set(CORRECTIONS)):
+        raise ValueError(f"unknown corrections {unknown}: choose among {', '.join(CORRECTIONS)}")
     of = Directions(world, n_ctx)
     window = of.back(*range(n_slots + 2))
     kq, ov = torch.zeros(3, len(window), world.d_vocab), torch.zeros(3, world.d_vocab, world.d_vocab)
@@ -110,7 +117,9 @@ def pretrained(
     kq[subj] += torch.outer(of.key(of.subjects), of.separator)
     for type_, relation in enumerate(world.relation_ids):
         ov[rel, :, relation] = of.values[type_]
-    ov[subj, :, : world.n_subjects] = -(_unique(of) if "values" in corrections else _counted(of))
+    # a subject lowers all values but its own; as printed, the values of all other subjects, each as often as it occurs
+    lowered = of.value if "values" in corrections else of.facts.sum(0)
+    ov[subj, :, : world.n_subjects] = -(lowered - of.facts).T
     kq[grm].diagonal().copy_(of.value + of.subjects)
     ov[grm, : world.n_subjects] += of.facts
     if "owner" in corrections:
@@ -133,16 +142,8 @@ def finetuned(
     That of pretraining, where the subject head prefers the token before the separator, and the relation head attends
     to the attributes in the context and raises all values of their types.
 
-    Args:
-        world: As for `pretrained`.
-        n_ctx: As for `pretrained`.
-        n_slots: As for `pretrained`.
-        beta: As for `pretrained`.
-        corrections: As for `pretrained`.
-        seen: The subjects of finetuning; the relation head has their values only. All by default.
-
-    Raises:
-        ValueError: As for `pretrained`.
+    Arguments and errors are those of `pretrained`; `seen` are the subjects of finetuning, all by default: the relation
+    head has their values only.
 
     Source: Vasudeva et al. (2026), Eqs. 4 and 5, Propositions 2 and 4 (whose condition "U'_l = U" should read U_l).
     """
@@ -152,8 +153,7 @@ def finetuned(
     known = of.value if seen is None else of.facts[list(seen)].amax(0)
     kq[rel, :, world.separator] = beta * of.key(of.relations + known)
     kq[subj, :, world.separator] += beta * of.back(1)
-    for values in of.values:
-        ov[rel] += torch.outer(values * known, values * known)
+    ov[rel] += of.same_type * torch.outer(known, known)
     return RecallWeights(kq, ov)
 
 
@@ -180,18 +180,3 @@ def _corrected_slots(of: Directions, kq: Tensor, ov: Tensor, n_slots: int) -> No
     kq[subj] += torch.outer(of.key(of.subjects) + of.back(n_slots) + 1.5 * of.back(0), slots)
     ov[subj] += torch.outer(0.95 * of.separator, of.subjects)
     kq[rel] += torch.outer(of.key(of.subjects), 1 - of.separator)
-
-
-def _unique(of: Directions) -> Float[Tensor, "d_vocab subject"]:
-    """For each subject the sum of all values that it does not have."""
-    return (of.value - of.facts).T
-
-
-def _counted(of: Directions) -> Float[Tensor, "d_vocab subject"]:
-    """For each subject the sum of the attributes of all other subjects, shared ones as often as they occur."""
-    return (of.facts.sum(0) - of.facts).T
-
-
-def _check(corrections: Collection[Any]) -> None:
-    if unknown := sorted(set(corrections) - set(CORRECTIONS)):
-        raise ValueError(f"unknown corrections {unknown}: choose among {', '.join(CORRECTIONS)}")

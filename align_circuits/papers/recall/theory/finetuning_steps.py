@@ -85,7 +85,7 @@ class Finetuning:
         own[:, list(self.seen)] = of.facts[list(self.seen)].T
         read = self._frequencies.mean(0) * self._within("attribute")
         read += seen * (1 + self._within("context subject")) / len(self.seen)
-        frequency, even = self.n_values * self._frequencies, torch.stack([torch.outer(v, v) for v in of.values]).sum(0)
+        frequency, even = self.n_values * self._frequencies, of.same_type
         places = {f"{name} positions": of.back(*range(first, self.window, 3)) for name, first in _FIRST.items()}
         beyond = {
             f"{name} positions, beyond the window": of.back(*range(first + 3 * self._within(name), self.length, 3))
@@ -137,12 +137,11 @@ class Finetuning:
 
     def closed(self, form: Form) -> Mapping[Update, Tensor]:
         """Returns the closed form of each update as a direction."""
-        return {
-            update: torch.stack([coefficients.get(name, 0.0) * term for name, term in self.terms[update].items()]).sum(
-                0
-            )
-            for update, coefficients in self.coefficients(form).items()
-        }
+        closed: dict[Update, Tensor] = {}
+        for update, coefficients in self.coefficients(form).items():
+            parts = [coefficients.get(name, 0.0) * term for name, term in self.terms[update].items()]
+            closed[update] = torch.stack(parts).sum(0)
+        return closed
 
     def _printed(self) -> dict[Update, dict[str, float]]:
         n_types, n_values, m, length = self.world.n_types, self.n_values, self.n_demos + 1, self.length
@@ -284,35 +283,35 @@ class Finetuning:
         model = self.model()
         first = batches.updates(self, model)
         yield model, first
-        rel, subj = (HEADS.index(head) for head in HEADS)
-        separator, d_vocab, w = self.world.separator, self.world.d_vocab, self.window
-        attributes = self._within("attribute")
-        with torch.no_grad():
-            length = self.beta / self.coefficients("corrected")["subject KQ"]["query position"]
-            model.W_Q[subj, separator] += length * first["subject KQ"].mean(0)
-            length = self.world.n_types * w * self.n_values**2 / attributes
-            model.W_O[rel, :d_vocab] += length * first["relation OV"].mean(0).T
+        alpha = self.world.n_types * self.window * self.n_values**2 / self._within("attribute")
+        to_beta = self.beta / self.coefficients("corrected")["subject KQ"]["query position"]
+        self._step(model, "subject KQ", to_beta * first["subject KQ"].mean(0))
+        self._step(model, "relation OV", alpha * first["relation OV"].mean(0))
         second = batches.updates(self, model)
         yield model, second
-        with torch.no_grad():
-            model.W_Q[rel, separator] += self.beta * w * second["relation KQ"].mean(0)
+        self._step(model, "relation KQ", self.beta * self.window * second["relation KQ"].mean(0))
         yield model, {}
 
     def by_formula(self, form: Form) -> AttentionOnly:
         """Returns the model after both steps with the step sizes of `steps` and the closed forms as updates."""
         model, closed, coefficients = self.model(), self.closed(form), self.coefficients(form)
-        rel, subj = (HEADS.index(head) for head in HEADS)
-        separator, d_vocab = self.world.separator, self.world.d_vocab
-        with torch.no_grad():
-            model.W_Q[subj, separator] += (
-                self.beta / coefficients["subject KQ"]["query position"] * closed["subject KQ"]
-            )
-            values = coefficients["relation OV"]["attributes to values of their type"]
-            model.W_O[rel, :d_vocab] += closed["relation OV"].T / values
-            update = coefficients["relation KQ"]
-            difference = update["attribute positions"] - update["separator positions"]
-            model.W_Q[rel, separator] += self.beta / difference * closed["relation KQ"]
+        to_beta = self.beta / coefficients["subject KQ"]["query position"]
+        self._step(model, "subject KQ", to_beta * closed["subject KQ"])
+        values = coefficients["relation OV"]["attributes to values of their type"]
+        self._step(model, "relation OV", closed["relation OV"] / values)
+        positions = coefficients["relation KQ"]
+        difference = positions["attribute positions"] - positions["separator positions"]
+        self._step(model, "relation KQ", self.beta / difference * closed["relation KQ"])
         return model
+
+    def _step(self, model: AttentionOnly, update: Update, change: Tensor) -> None:
+        """Adds a change to the matrix of an update, in place."""
+        head = HEADS.index("subject" if update == "subject KQ" else "relation")
+        with torch.no_grad():
+            if update == "relation OV":
+                model.W_O[head, : self.world.d_vocab] += change.T
+            else:
+                model.W_Q[head, self.world.separator] += change
 
 
 @dataclass(frozen=True)
@@ -329,20 +328,18 @@ class Batches:
 
     def updates(self, setting: Finetuning, model: AttentionOnly) -> dict[Update, Float[Tensor, "group ..."]]:
         """Returns the mean updates of each group."""
-        groups = [self._mean(setting, model, group) for group in range(self.groups)]
+        groups: list[dict[Update, Tensor]] = []
+        for group in range(self.groups):
+            if self.n is None:
+                tokens, answers = (part[group :: self.groups] for part in setting.everything())
+            else:
+                tokens, answers = setting.drawn(self.seed + group, self.n // self.groups)
+            total: dict[Update, Tensor] = {}
+            for batch, labels in zip(tokens.split(self.size), answers.split(self.size), strict=True):
+                for name, update in setting.updates(model, batch, labels).items():
+                    total[name] = total.get(name, 0) + update * len(batch) / len(tokens)
+            groups.append(total)
         return {name: torch.stack([group[name] for group in groups]) for name in groups[0]}
-
-    def _mean(self, setting: Finetuning, model: AttentionOnly, group: int) -> dict[Update, Tensor]:
-        if self.n is None:
-            tokens, answers = setting.everything()
-            tokens, answers = tokens[group :: self.groups], answers[group :: self.groups]
-        else:
-            tokens, answers = setting.drawn(self.seed + group, self.n // self.groups)
-        total: dict[Update, Tensor] = {}
-        for batch, labels in zip(tokens.split(self.size), answers.split(self.size), strict=True):
-            for name, update in setting.updates(model, batch, labels).items():
-                total[name] = total.get(name, 0) + update * len(batch) / len(tokens)
-        return total
 
 
 _FIRST = {"attribute": 2, "context subject": 4, "separator": 0}

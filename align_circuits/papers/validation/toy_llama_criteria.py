@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
-from align_circuits.papers.model_on_tasks import accuracy, head_scores, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
+from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, stored
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -30,14 +30,6 @@ class Criteria:
     phrase_lens: tuple[int, ...] = (1, 2, 3)
 
     @property
-    def tasks(self) -> list[dict[str, int | str | bool]]:
-        """Pre-aligned over the grid, single symbols, and the gap with and without the grammar."""
-        common = {"n_examples": self.n_examples}
-        pre = [{"style": "pre-aligned", "x_len": m, "phrase_len": c} for m in self.x_lens for c in self.phrase_lens]
-        single = [{"style": "standard", "x_len": 1, "phrase_len": c} for c in self.phrase_lens]
-        return [task | {"ood": False} | common for task in pre + single] + self.gap
-
-    @property
     def gap(self) -> list[dict[str, int | str | bool]]:
         """The prompts that need alignment."""
         m, c = self.x_lens[-2], self.phrase_lens[1]
@@ -45,6 +37,12 @@ class Criteria:
             {"style": "standard", "x_len": m, "phrase_len": c, "ood": ood, "n_examples": self.n_examples}
             for ood in (False, True)
         ]
+
+
+def head_scores(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
+    """Scores a model's heads on fresh prompts; the function of a job. Arguments as for `accuracy`."""
+    loaded = stored(model)
+    return score_heads(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed), ["align_query"]).heads().frame
 
 
 def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
@@ -55,17 +53,16 @@ def planted_scores(*, task: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _jobs(config: Criteria, inputs: Inputs) -> list[Measurement]:
+    """Pre-aligned prompts over the grid, single symbols, and the gap with and without the grammar."""
+    common = {"ood": False, "n_examples": config.n_examples}
+    pre = [{"style": "pre-aligned", "x_len": m, "phrase_len": c} for m in config.x_lens for c in config.phrase_lens]
+    single = [{"style": "standard", "x_len": 1, "phrase_len": c} for c in config.phrase_lens]
+    tasks = [task | common for task in pre + single]
     return [
-        *on_tasks(accuracy, inputs, config.tasks, n=config.n),
+        *on_tasks(accuracy, inputs, tasks + config.gap, n=config.n),
         *on_tasks(head_scores, inputs, config.gap, n=config.n),
         *(Measurement(planted_scores, {"task": task}, None, {"model": PLANTED, **task}) for task in config.gap),
     ]
-
-
-def _summarize(_: Criteria, rows: Rows) -> pd.DataFrame:
-    scores = rows["head_scores"]
-    frames = [rows["accuracy"], scores[scores["metric"] == "align_query"], rows["planted_scores"]]
-    return pd.concat(frames, ignore_index=True).drop(columns="seed")
 
 
 def _right(table: Table, **where: Any) -> Table:
@@ -78,10 +75,17 @@ def _check(table: Table) -> list[Check]:
     single = _right(table, style="standard", x_len=1, **first)
     scored = table.where(metric="align_query")
     (model,) = set(scored.frame["model"]) - {PLANTED}
-    heads, aligner = scored.where(model=model), scored.where(model=PLANTED)
     of_gap = scored.frame.iloc[0]
     standard = {"style": "standard", "x_len": int(of_gap["x_len"]), "phrase_len": int(of_gap["phrase_len"])}
     gap = mean_of(_right(table, ood=False, **standard, **first))
+
+    def minus(ood: bool, minuend: str, subtrahend: str, kind: str = "first") -> Measured:
+        rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
+        return difference_of(*rows)
+
+    def aligns(ood: bool, model: str) -> Measured:
+        return extreme_of(scored.where(ood=ood, model=model), highest=True)
+
     checks = [
         Claim("Pre-aligned prompts: first-token accuracy, mean over all m and c").at_least(
             0.95, mean_of(pre), gap, "standard prompts"
@@ -94,22 +98,15 @@ def _check(table: Table) -> list[Check]:
         ),
     ]
     for ood, where in ((False, "within the grammar"), (True, "OOD")):
-
-        def minus(minuend: str, subtrahend: str, kind: str, ood: bool = ood) -> Measured:
-            rows = (_right(table, ood=ood, predictor=name, kind=kind, **standard) for name in (minuend, subtrahend))
-            return difference_of(*rows)
-
         checks += [
             Claim(
                 f"Standard prompts, {where}: the first token is no better than the history ceiling (difference)"
-            ).at_most(0.0, minus("model", "history", "first"), minus("oracle", "history", "first"), "the oracle"),
+            ).at_most(0.0, minus(ood, "model", "history"), minus(ood, "oracle", "history"), "the oracle"),
             Claim(f"Standard prompts, {where}: later tokens are near the oracle (oracle minus model)").at_most(
-                0.1, minus("oracle", "model", "later"), minus("oracle", "model", "first"), "first tokens"
+                0.1, minus(ood, "oracle", "model", "later"), minus(ood, "oracle", "model"), "first tokens"
             ),
             Claim(f"Standard prompts, {where}: no head aligns (highest align_query)").at_most(
-                0.5,
-                *both(lambda of, ood=ood: extreme_of(of.where(ood=ood), highest=True), heads, aligner),
-                "a planted circuit",
+                0.5, aligns(ood, model), aligns(ood, PLANTED), "a planted circuit"
             ),
         ]
     return checks
@@ -134,7 +131,7 @@ CRITERIA = Experiment(
             "paper": Criteria(),
         },
         _jobs,
-        _summarize,
+        lambda _, rows: pd.concat(rows.values(), ignore_index=True).drop(columns="seed"),
         models="one",
     ),
     _draw,

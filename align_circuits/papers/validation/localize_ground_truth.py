@@ -107,7 +107,10 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
     shares: list[dict[str, Any]] = []
 
     def add(models: str, role: str, at: float, metric: str, part: Any, total: Any) -> None:
-        shares.append({"models": models, "role": role, "at": at, "metric": metric, **_share(part, total)})
+        """A share with its exact binomial interval."""
+        low, high = binomial_interval(int(part), int(total))
+        share = {"value": part / total if total else np.nan, "low": low, "high": high, "n": int(total)}
+        shares.append({"models": models, "role": role, "at": at, "metric": metric, **share})
 
     for (strength, role), group in known.groupby(["strength", "role"]):
         sums = group[["true", "named", "both"]].sum()
@@ -124,12 +127,6 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
         for level in LEVELS:
             add("random", role, level, "p at most", (group["p"] <= level + 1e-12).sum(), len(group))
     return pd.DataFrame(shares)
-
-
-def _share(part: Any, total: Any) -> dict[str, float]:
-    """A share with its exact binomial interval."""
-    low, high = binomial_interval(int(part), int(total))
-    return {"value": part / total if total else np.nan, "low": low, "high": high, "n": int(total)}
 
 
 def _check(table: Table) -> list[Check]:
@@ -156,11 +153,8 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    planted_rows: Any = table.where(models="planted", metric=["recall", "precision"]).frame
-    panels = {
-        metric: planted_rows[(planted_rows["metric"] == metric) & planted_rows["role"].isin(TRUE)]
-        for metric in ("recall", "precision")
-    }
+    planted = table.where(models="planted", role=TRUE)
+    panels = {metric: planted.where(metric=metric).frame for metric in ("recall", "precision")}
     p = {"random weights": table.where(models="random", metric="p at most").frame}
     uniform = plots.curves(p, x="at", by="role", label="p", value="share of heads with a p-value up to p")
     uniform.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="uniform", line={"dash": "dot", "color": "#808080"})

@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Float
+from numpy import ndarray
 from scipy.stats import spearmanr
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,11 +20,11 @@ from align_circuits.circuits.faithful import circuit_model_distance, circuit_per
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, value_of
+from align_circuits.papers.claims import Check, Claim, Measured, mean_rows, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 METHODS: tuple[EdgeMethod, ...] = get_args(EdgeMethod)
@@ -58,7 +60,7 @@ class Exact:
 
 def compare(
     *, task: Mapping[str, Any], models: Literal["planted", "random"], sharpness: float, n: int, seed: int
-) -> list[dict[str, Any]]:
+) -> pd.DataFrame:
     """Compares every method's scores with exact patches of all edges in one model; the function of a job.
 
     Args:
@@ -82,29 +84,25 @@ def compare(
     prompts = seq2seq.sample(n, model.tokenizer, seed=seed)
     pair = Pair(prompts, seq2seq.corrupt(prompts, "query", seed=seed), direction="noise")
     exact = patch_edges(model, pair)
-    back = patch_edges(model, replace(pair, direction="denoise")).frame["value"]
-    both = Table(exact.frame.assign(value=(exact.frame["value"] - back) / 2), exact.provenance)
-    effects = dict(zip(RUNS, (exact, both), strict=True))
-    tables = {method: attribute_edges(model, pair, method=method) for method in METHODS}
+    clean = exact.frame["value"].to_numpy(dtype=float)
+    back = patch_edges(model, replace(pair, direction="denoise")).frame["value"].to_numpy(dtype=float)
+    effects = dict(zip(RUNS, (clean, (clean - back) / 2), strict=True))
+    tables = {"exact": exact, **{method: attribute_edges(model, pair, method=method) for method in METHODS}}
     order = np.random.default_rng(seed).permutation(len(exact))
     mixed = tables["eap_ig_inputs"].frame["value"].to_numpy()[order]
     tables[SHUFFLED] = Table(exact.frame.assign(value=mixed), exact.provenance)
-    rows: list[dict[str, Any]] = []
-    for method, table in {"exact": exact, **tables}.items():
-
-        def add(runs: str, metric: str, value: float, fraction: float = 0.0, method: str = method) -> None:
-            rows.append({"method": method, "runs": runs, "metric": metric, "fraction": fraction, "value": value})
-
-        curves = {by: faithfulness(model, table, pair, by=by) for by in ("signed", "absolute")}
+    rows: list[tuple[str, str, str, float, float]] = []
+    for method, table in tables.items():
         for runs, effect in effects.items():
-            for metric, value in _agreement(table, effect).items():
-                add(runs, metric, value)
-        add(RUNS[0], "circuit_performance_ratio", circuit_performance_ratio(curves["signed"]))
-        add(RUNS[0], "circuit_model_distance", circuit_model_distance(curves["absolute"]))
-        curve = curves["signed"].where(circuit="edges", metric="faithfulness").frame
+            agreement = _agreement(table.frame["value"].to_numpy(dtype=float), effect)
+            rows += [(method, runs, metric, 0.0, value) for metric, value in agreement.items()]
+        signed, absolute = (faithfulness(model, table, pair, by=by) for by in ("signed", "absolute"))
+        rows.append((method, RUNS[0], "circuit_performance_ratio", 0.0, circuit_performance_ratio(signed)))
+        rows.append((method, RUNS[0], "circuit_model_distance", 0.0, circuit_model_distance(absolute)))
+        curve = signed.where(circuit="edges", metric="faithfulness").frame
         for fraction, value in zip(curve["fraction"], curve["value"], strict=True):
-            add(RUNS[0], "faithfulness", value, fraction)
-    return rows
+            rows.append((method, RUNS[0], "faithfulness", fraction, value))
+    return pd.DataFrame(rows, columns=["method", "runs", "metric", "fraction", "value"])
 
 
 def _random(spread: float, seed: int) -> LlamaForCausalLM:
@@ -123,9 +121,8 @@ def _random(spread: float, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def _agreement(scores: Table, exact: Table) -> dict[str, float]:
+def _agreement(score: Float[ndarray, " edge"], effect: Float[ndarray, " edge"]) -> dict[str, float]:
     """How scores compare with exact effects on the edges that matter; scores that are all equal order nothing."""
-    score, effect = (table.frame["value"].to_numpy(dtype=float) for table in (scores, exact))
     matter = np.abs(effect) >= MATTER * np.abs(effect).max()
     score, effect = score[matter], effect[matter]
     return {
@@ -154,12 +151,10 @@ def _summarize(_: Exact, rows: Rows) -> pd.DataFrame:
         group = group.dropna(axis=1, how="all")
         paired = group[group.index.isin(["rank", "sign"], level="metric")]
         eap = group.xs("eap", level="method").reindex(paired.index.droplevel("method"))
-        above = paired - eap.to_numpy()
-        for frame, suffix in ((group, ""), (above, " above eap")):
-            keys, values = frame.index.to_frame(index=False), frame.to_numpy(dtype=float)
+        for frame, suffix in ((group, ""), (paired - eap.to_numpy(), " above eap")):
+            keys = frame.index.to_frame(index=False)
             keys["metric"] += suffix
-            weights = (~np.isnan(values)).astype(float)
-            parts.append(Table.from_prompts(keys, values, weights, Provenance("mean"), bounded=False).frame)
+            parts.append(mean_rows(keys, frame.to_numpy(dtype=float), bounded=False))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -171,20 +166,23 @@ def _check(table: Table) -> list[Check]:
     )
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
+
+        def beside(method: str, metric: str, runs: str, models: str = models) -> tuple[Measured, Measured]:
+            at = {"models": models, "metric": metric, "runs": runs}
+            return value_of(table, method=method, **at), value_of(table, method=SHUFFLED, **at)
+
         for (metric, runs, words), between in itertools.product(measures, ("inputs", "activations", "all_activations")):
-            at = {"models": models, "runs": runs, "metric": f"{metric} above eap"}
             name = f"EAP-IG ({between.replace('_', ' ')})"
-            measured, shuffled = (value_of(table, method=method, **at) for method in (f"eap_ig_{between}", SHUFFLED))
             checks.append(
                 Claim(f"{models}: {name} is at least as good as EAP ({words}, difference)").at_least(
-                    0.0, measured, shuffled, "scores of EAP-IG (inputs), shuffled"
+                    0.0,
+                    *beside(f"eap_ig_{between}", f"{metric} above eap", runs),
+                    "scores of EAP-IG (inputs), shuffled",
                 )
             )
-        at = {"models": models, "runs": RUNS[0], "metric": "sign"}
-        measured, shuffled = (value_of(table, method=method, **at) for method in ("eap_ig_inputs", SHUFFLED))
         checks.append(
             Claim(f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter").at_least(
-                0.8, measured, shuffled, "its scores shuffled"
+                0.8, *beside("eap_ig_inputs", "sign", RUNS[0]), "its scores shuffled"
             )
         )
     return checks
@@ -205,8 +203,7 @@ EXACT = Experiment(
         "attribution/exact",
         {
             "smoke": Exact(
-                planted=1,
-                strengths=(0.5,),
+                planted=0,  # thousands of edges: a minute
                 random=1,
                 spreads=(0.1,),
                 n=1,

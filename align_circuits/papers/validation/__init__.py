@@ -1,0 +1,1 @@
+"""What validates the package itself: `localize` and attribution where the truth is known, and the bundled model."""
