@@ -83,6 +83,16 @@ def layer_of(attention: nn.Module) -> int:
     return int(attention.layer_idx)  # pyright: ignore[reportArgumentType]
 
 
+def is_copy_for_mlp(model: Any, name: str) -> bool:
+    """Whether the hook point of the stream between attention and MLP holds what the MLP reads, and no more.
+
+    A bridge lets `hook_resid_mid` stand for the input of the MLP's norm: what is changed there reaches the MLP, but not
+    the stream that passes it by. A `HookedTransformer` changes both.
+    """
+    point = model.hook_dict.get(name)
+    return point is not None and name.endswith(".hook_resid_mid") and point.name != name
+
+
 @contextmanager
 def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
