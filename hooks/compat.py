@@ -6,6 +6,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
         for config in configs.values():
             config._attn_implementation = name
         for layer in layers:
-            vars(layer)["forward"] = component(layer).forward
+            vars(layer)["forward"] = partial(_attended, layer)
         yield
     finally:
         for layer, forward in zip(layers, forwards, strict=True):
@@ -122,6 +123,12 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
                 vars(layer)["forward"] = forward
         for key, config in configs.items():
             config._attn_implementation = implementations[key]
+
+
+def _attended(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What Hugging Face's attention layer returns, with the hook of its output, which the bridge's forward fires."""
+    output, *rest = component(layer).forward(*args, **kwargs)
+    return layer.hook_out(output), *rest
 
 
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:

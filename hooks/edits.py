@@ -266,13 +266,16 @@ class _AtSite(Edit):
 
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
         """One change for each layer that is named, or for the hook point."""
-        if self.hook is not None:
-            return {self.hook: partial(self._change, self.hook, None, context)}
-        where = layers_of(cfg, self.site, self.heads, self.layers)
-        return {
-            name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, context)
-            for layer, columns in where.items()
-        }
+        mask = self._mask(context)
+        where = (
+            {self.hook: None}
+            if self.hook is not None
+            else {
+                name_of(self.site, layer): columns
+                for layer, columns in layers_of(cfg, self.site, self.heads, self.layers).items()
+            }
+        )
+        return {name: partial(self._change, name, columns, mask, context) for name, columns in where.items()}
 
     def start(self, context: BatchContext) -> int:
         """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
@@ -295,13 +298,15 @@ class _AtSite(Edit):
             raise ValueError("named positions depend on the prompts: give them, as in fwd_hooks(model, prompts)")
         return context.prompts.mask_of(self.positions)
 
-    def _change(self, name: str, columns: Tensor | None, context: BatchContext | None, activation: Tensor) -> Tensor:
+    def _change(
+        self, name: str, columns: Tensor | None, mask: Tensor | None, context: BatchContext | None, activation: Tensor
+    ) -> Tensor:
         dim = 1 if is_pattern(name) else 2
         columns = None if columns is None else columns.to(activation.device)
         values = activation if columns is None else activation.index_select(dim, columns)
         old = _Activation(name, values, columns, dim, context)
         new = self._within(name, values, self.replacement(old).to(values).expand_as(values))
-        if (mask := self._mask(context)) is not None:
+        if mask is not None:
             edited = old.of_tokens(mask)
             edited = edited.reshape(*edited.shape, *[1] * (values.ndim - 2))
             new = torch.where(edited.transpose(1, 2) if dim == 1 else edited, new, values)
