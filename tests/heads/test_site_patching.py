@@ -68,8 +68,8 @@ class Alone:
     """The logits of the corrupted run."""
 
     def measured(self, logits: Tensor) -> dict[str, list[float]]:
-        targets = CLEAN.targets[CLEAN.targets["prompt"] == self.row]
-        query, token, wrong = (torch.from_numpy(targets[name].to_numpy(copy=True)) for name in COLUMNS)
+        own = CLEAN.column("prompt") == self.row
+        query, token, wrong = (CLEAN.column(name)[own] for name in COLUMNS)
         query = query - int((~CLEAN.mask[self.row]).sum())
         at, kept = logits[query], self.reference[query].log_softmax(-1)
         gold = at.gather(1, token[:, None])[:, 0]

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.token_html import readable
 from align_circuits.report.plots.style import DIVERGING, styled
 from align_circuits.tables.tables import Table
 
@@ -130,6 +131,6 @@ def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
                 f"position {column} is not in these prompts of {length} tokens: give those that were patched"
             )
         has_token = column is not None and bool(prompts.mask[0, column])
-        token = prompts.string_of(int(prompts.tokens[0, column])) if has_token else ""
+        token = readable(prompts.string_of(int(prompts.tokens[0, column]))) if has_token else ""
         labels.append(f"{position}: {token}" if isinstance(position, str) and token else token or str(position))
     return labels
