@@ -11,6 +11,7 @@ from align_circuits.heads.interchange_interventions import interchange
 from align_circuits.heads.localize_heads import Localization, localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
+from align_circuits.heads.site_patching import patch_sites
 from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
@@ -61,6 +62,7 @@ __all__ = [
     "patch_edges",
     "patch_heads",
     "patch_paths",
+    "patch_sites",
     "planted_circuit",
     "plots",
     "score_heads",

@@ -6,6 +6,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,16 @@ def layer_of(attention: nn.Module) -> int:
     return int(attention.layer_idx)  # pyright: ignore[reportArgumentType]
 
 
+def is_copy_for_mlp(model: Any, name: str) -> bool:
+    """Whether the hook point of the stream between attention and MLP holds what the MLP reads, and no more.
+
+    A bridge lets `hook_resid_mid` stand for the input of the MLP's norm: what is changed there reaches the MLP, but not
+    the stream that passes it by. A `HookedTransformer` changes both.
+    """
+    point = model.hook_dict.get(name)
+    return point is not None and name.endswith(".hook_resid_mid") and point.name != name
+
+
 @contextmanager
 def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
@@ -104,7 +115,7 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
         for layer in layers:
             # An instance's attribute comes before the method of its class: calls go to the wrapped layer until it is
             # removed, and the bridge's own attention is back.
-            vars(layer)["forward"] = component(layer).forward
+            vars(layer)["forward"] = partial(_attended, layer)
         yield
     finally:
         for layer, forward in zip(layers, forwards, strict=True):
@@ -113,6 +124,12 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
                 vars(layer)["forward"] = forward
         for key, config in configs.items():
             config._attn_implementation = implementations[key]
+
+
+def _attended(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What Hugging Face's attention layer returns, with the hook of its output, which the bridge's forward fires."""
+    output, *rest = component(layer).forward(*args, **kwargs)
+    return layer.hook_out(output), *rest
 
 
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:

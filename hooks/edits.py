@@ -5,15 +5,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.heads import Head, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.names import Site, name_of
+from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
 from align_circuits.prompts.prompts import Prompts
 
@@ -75,7 +77,8 @@ class Edit(ABC):
         Raises:
             ValueError: A head that the model does not have, a hook that never fires, or `prompts` missing.
         """
-        changes = changes_of([self], model, None if prompts is None else BatchContext.all_of(prompts))
+        context = None if prompts is None else BatchContext.all_of(prompts)
+        changes = as_hooked(changes_of([self], model, context), model)
         dry_run(model, changes).check()
         return Probes(model, changes).fwd_hooks
 
@@ -97,14 +100,48 @@ def changes_of(edits: Sequence[Edit], model: HookedModel, context: BatchContext 
     return {name: in_order(changes) for name, changes in changes_at.items()}
 
 
+def as_hooked(changes: Mapping[str, Change], model: HookedModel) -> dict[str, Change]:
+    """Returns changes of activations as changes at a model's hook points: the same, but for the stream within a layer.
+
+    Where the hook point between attention and MLP holds only what the MLP reads (`compat.is_copy_for_mlp`), what
+    changes there is added to the stream after the layer too, which it reaches unchanged in a `HookedTransformer`.
+    """
+    hooked = dict(changes)
+    for name, change in changes.items():
+        if compat.is_copy_for_mlp(model, name):
+            after = name.replace("hook_resid_mid", "hook_resid_post")
+            hooked[name], carried = _of_the_stream(change)
+            hooked[after] = in_order([carried, changes[after]]) if after in changes else carried
+    return hooked
+
+
+def _of_the_stream(change: Change) -> tuple[Change, Change]:
+    """A change of what the MLP reads, and one that adds the same to the stream after the layer."""
+    differences: list[Tensor] = []
+
+    def read(stream: Tensor) -> Tensor | None:
+        new = change(stream)
+        differences[:] = [] if new is None else [new - stream]
+        return new
+
+    def carried(stream: Tensor) -> Tensor | None:
+        return stream + differences.pop() if differences else None
+
+    return read, carried
+
+
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
     """Returns the settings that distinguish edits, as JSON, with tensors by a hash; an empty dict for no edits."""
     records = []
     for edit in edits:
         record: dict[str, Any] = {"edit": type(edit).__name__}
         for name, value in vars(edit).items():
+            if name == "site" and getattr(edit, "hook", None) is not None:
+                continue
             if name in ("site", "how", "relation", "scale"):
                 record[name] = value
+            elif name in ("hook", "neurons", "positions") and value is not None and not isinstance(value, Tensor):
+                record[name] = value if isinstance(value, str) else list(value)
             elif name in ("heads", "layers") and value:
                 record[name] = [list(head) for head in value] if name == "heads" else list(value)
             elif isinstance(value, Tensor) or (name == "values" and value):
@@ -196,7 +233,12 @@ class _Activation:
 
 @dataclass(frozen=True, eq=False)
 class _AtSite(Edit):
-    """An edit of one kind of activation, at given heads or layers and positions."""
+    """An edit of one kind of activation, at given heads or layers and positions: all of it, or a part.
+
+    Raises:
+        ValueError: Neurons and a direction at once, no neurons, a direction of length 0, rows that are not orthonormal,
+            or a hook point named together with heads, layers or a site.
+    """
 
     heads: Sequence[Head] = ()
     """Which heads, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share
@@ -204,45 +246,125 @@ class _AtSite(Edit):
     site: Site = "z"
     layers: Sequence[int] = ()
     """Which layers, for the sites of layers."""
-    positions: Bool[Tensor, "prompt pos"] | None = None
-    """Which tokens; all by default. Of a pattern: which of its rows."""
+    positions: Bool[Tensor, "prompt pos"] | str | Sequence[str] | None = None
+    """Which tokens, as a mask, or as names of `Prompts.positions`; all by default. Of a pattern: which of its rows."""
+    hook: str | None = field(default=None, kw_only=True)
+    """Any other hook point by its full name, such as `"hook_embed"` or `"ln_final.hook_normalized"`, in place of a site
+    with heads or layers."""
+    neurons: Sequence[int] | None = field(default=None, kw_only=True)
+    """Which columns of the activation's last dimension; all by default."""
+    direction: Float[Tensor, " d"] | Float[Tensor, "k d"] | None = field(default=None, kw_only=True)
+    """A vector of any length, or orthonormal rows, in the activation's last dimension: only the component within their
+    span changes. With `Patch` this is a distributed interchange intervention (Geiger et al., 2024, "Finding Alignments
+    Between Interpretable Causal Variables and Distributed Neural Representations"); with `Ablate` the direction is
+    projected out."""
+
+    def __post_init__(self):
+        if self.hook is not None and (len(self.heads) or len(self.layers) or self.site != "z"):
+            raise ValueError(f"hook={self.hook!r} is a place by itself: name no site, heads or layers")
+        if self.hook is not None and has_heads_first(self.hook):
+            raise ValueError(
+                f"hook={self.hook!r} has heads before tokens, where positions cannot be told from heads: edit the site "
+                "'q', 'k', 'rot_q' or 'rot_k'"
+            )
+        if self.site.startswith(("hook_", "blocks.")) or "." in self.site:
+            raise ValueError(f"site={self.site!r} is the name of a hook point: give it as hook={self.site!r}")
+        if self.neurons is not None and self.direction is not None:
+            raise ValueError("neurons and a direction at once: an edit takes one of them")
+        if self.neurons is not None and not len(self.neurons):
+            raise ValueError("neurons=[]: name at least one, or leave them out for the whole activation")
+        if self.direction is not None:
+            _basis_of(self.direction)
 
     @abstractmethod
     def replacement(self, old: _Activation) -> Tensor:
         """Returns what replaces `old.values`, broadcastable to it."""
 
     def changes(self, cfg: Any, context: BatchContext | None) -> Mapping[str, Change]:
-        """One change for each layer that is named."""
-        where = layers_of(cfg, self.site, self.heads, self.layers)
-        return {
-            name_of(self.site, layer): partial(self._change, name_of(self.site, layer), columns, context)
-            for layer, columns in where.items()
-        }
+        """One change for each layer that is named, or for the hook point."""
+        mask = self._mask(context)
+        where = (
+            {self.hook: None}
+            if self.hook is not None
+            else {
+                name_of(self.site, layer): columns
+                for layer, columns in layers_of(cfg, self.site, self.heads, self.layers).items()
+            }
+        )
+        return {name: partial(self._change, name, columns, mask, context) for name, columns in where.items()}
 
     def start(self, context: BatchContext) -> int:
         """The first of `positions` in any prompt of the batch; the number of columns if there is none."""
-        if self.positions is None:
+        mask = self._mask(context)
+        if mask is None:
             return 0
-        if self.positions.shape != context.prompts.mask.shape:
+        if mask.shape != context.prompts.mask.shape:
             raise ValueError(
-                f"positions: the edit holds {len(self.positions)} prompts of {self.positions.shape[-1]} tokens, but "
+                f"positions: the edit holds {len(mask)} prompts of {mask.shape[-1]} tokens, but "
                 f"the model runs on {len(context.prompts)} of {context.prompts.mask.shape[1]}: give an entry a token"
             )
-        columns = self.positions[context.rows].any(0).nonzero()
-        return int(columns[0]) if len(columns) else self.positions.shape[1]
+        columns = mask[context.rows].any(0).nonzero()
+        return int(columns[0]) if len(columns) else mask.shape[1]
 
-    def _change(self, name: str, columns: Tensor | None, context: BatchContext | None, activation: Tensor) -> Tensor:
-        dim = 1 if self.site == "pattern" else 2
+    def _mask(self, context: BatchContext | None) -> Bool[Tensor, "prompt pos"] | None:
+        """The tokens to edit; None for all."""
+        if self.positions is None or isinstance(self.positions, Tensor):
+            return self.positions
+        if context is None:
+            raise ValueError("named positions depend on the prompts: give them, as in fwd_hooks(model, prompts)")
+        return context.prompts.mask_of(self.positions)
+
+    def _change(
+        self, name: str, columns: Tensor | None, mask: Tensor | None, context: BatchContext | None, activation: Tensor
+    ) -> Tensor:
+        dim = 1 if is_pattern(name) else 2
         columns = None if columns is None else columns.to(activation.device)
         values = activation if columns is None else activation.index_select(dim, columns)
         old = _Activation(name, values, columns, dim, context)
-        new = self.replacement(old).to(values).expand_as(values)
-        if self.positions is not None:
-            edited = old.of_tokens(self.positions)
+        new = self._within(name, values, self.replacement(old).to(values).expand_as(values))
+        if mask is not None:
+            edited = old.of_tokens(mask)
             edited = edited.reshape(*edited.shape, *[1] * (values.ndim - 2))
             new = torch.where(edited.transpose(1, 2) if dim == 1 else edited, new, values)
         # Out of place: the activation may be in a cache or in the graph of gradients, which must keep the unedited one.
         return new if columns is None else activation.index_copy(dim, columns, new)
+
+    def _within(self, name: str, old: Float[Tensor, "*shape d"], new: Float[Tensor, "*shape d"]) -> Tensor:
+        """The new activation at `neurons`, or its component along `direction`, and the old one elsewhere."""
+        if self.neurons is None and self.direction is None:
+            return new
+        width = old.shape[-1]
+        if is_pattern(name):
+            raise ValueError(f"{name!r} has neither neurons nor directions: its last dimension is that of keys")
+        if self.neurons is not None:
+            columns = [index(neuron) for neuron in self.neurons]
+            if unknown := [neuron for neuron in columns if not 0 <= neuron < width]:
+                raise ValueError(f"no neuron {unknown[0]} at {name!r}: it has {width}, counted from 0")
+            chosen = torch.zeros(width, dtype=torch.bool, device=old.device)
+            chosen[columns] = True
+            return torch.where(chosen, new, old)
+        assert self.direction is not None
+        if self.direction.shape[-1] != width:
+            raise ValueError(f"a direction of {self.direction.shape[-1]} numbers at {name!r}: give {width}")
+        wide = torch.promote_types(old.dtype, torch.float32)  # bfloat16 would round the projection
+        basis = _basis_of(self.direction).to(old.device, wide)
+        return (old.to(wide) + (new.to(wide) - old.to(wide)) @ basis.T @ basis).to(old.dtype)
+
+
+def _basis_of(direction: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
+    """Orthonormal rows: those given, or a vector divided by its length."""
+    direction = direction.detach().to(torch.promote_types(direction.dtype, torch.float32))
+    if direction.ndim == 1:
+        length = direction.norm()
+        if not 0 < float(length) < torch.inf:
+            raise ValueError(f"a direction of length {float(length)}: give a vector that is not zero")
+        return direction[None] / length
+    products = direction @ direction.T
+    if not len(direction) or (products - torch.eye(len(direction)).to(products)).abs().max() > 1e-4:
+        raise ValueError(
+            f"direction {tuple(direction.shape)}: its rows are not orthonormal; take torch.linalg.qr(rows.T).Q.T"
+        )
+    return direction
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,9 +436,10 @@ class Ablate(_AtSite):
         reference = self.reference or AblationBaseline()
         by_name = reference.means if self.how == "mean" else reference.values
         if old.name not in by_name:
+            place = f"site={self.site!r}" if self.hook is None else f"hook={self.hook!r}"
             raise ValueError(
                 f"how={self.how!r} needs a reference that has {old.name!r}: make it with "
-                f"ablation_baseline(model, prompts, how={self.how!r}, site={self.site!r})"
+                f"ablation_baseline(model, prompts, how={self.how!r}, {place})"
             )
         if old.context is None:
             raise ValueError(
@@ -395,7 +518,7 @@ class Steer(_AtSite):
 
     def replacement(self, old: _Activation) -> Tensor:
         """The activation plus the scaled vector."""
-        if self.site == "pattern" or self.vector is None or self.vector.shape != old.values.shape[-1:]:
+        if is_pattern(old.name) or self.vector is None or self.vector.shape != old.values.shape[-1:]:
             shape = None if self.vector is None else tuple(self.vector.shape)
             raise ValueError(
                 f"a vector of shape {shape} cannot be added at {old.name!r}: give {old.values.shape[-1]} numbers, at "

@@ -13,8 +13,11 @@ RotatedSite = Literal["rot_q", "rot_k"]
 grouped-query attention. TransformerLens names them for every model with rotation, but their hooks never fire in its
 GPT-NeoX; the fast engine reads them there too."""
 
-LayerSite = Literal["resid_pre", "resid_post", "mlp_out"]
-"""Activations of whole layers, `[prompt pos d_model]`: the residual stream before and after one, its MLP's output."""
+LayerSite = Literal["resid_pre", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"]
+"""Activations of whole layers, in the order in which a layer computes them, all but one `[prompt pos d_model]`: the
+residual stream before it, what its attention adds, the stream after that, the MLP's neurons after the activation
+function (`[prompt pos d_mlp]`; of a gated MLP times the other branch, what its output matrix reads), what the MLP adds,
+and the stream after the layer. Where attention and MLP read the same stream (GPT-NeoX) there is no `resid_mid`."""
 
 Site = HeadSite | RotatedSite | LayerSite
 
@@ -27,12 +30,28 @@ LAYER_SITES: tuple[LayerSite, ...] = get_args(LayerSite)
 
 def name_of(site: Site, layer: int) -> str:
     """Returns the hook point of a site in a layer."""
+    if site == "mlp_post":
+        return f"blocks.{layer}.mlp.hook_post"
     return f"blocks.{layer}.hook_{site}" if site in LAYER_SITES else f"blocks.{layer}.attn.hook_{site}"
 
 
 def site_of(name: str) -> tuple[int, Site] | None:
     """Returns layer and site of a hook point, or None for a hook point of no site."""
-    match = re.fullmatch(r"blocks\.(\d+)\.(attn\.)?hook_(\w+)", name)
-    if match is None or match[3] not in (HEAD_SITES + ROTATED_SITES if match[2] else LAYER_SITES):
+    match = re.fullmatch(r"blocks\.(\d+)\.(attn\.hook_|mlp\.hook_|hook_)(\w+)", name)
+    if match is None:
         return None
-    return int(match[1]), cast(Site, match[3])
+    site = f"mlp_{match[3]}" if match[2] == "mlp.hook_" else match[3]
+    known = (*HEAD_SITES, *ROTATED_SITES, *LAYER_SITES)
+    if site not in known or name_of(cast(Site, site), int(match[1])) != name:
+        return None
+    return int(match[1]), cast(Site, site)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether the activation at a hook point is `[prompt head query key]`, and not `[prompt pos ...]`."""
+    return name.endswith(("hook_pattern", "hook_attn_scores"))
+
+
+def has_heads_first(name: str) -> bool:
+    """Whether the activation at a hook point is `[prompt head pos ...]`, as that of the norms of queries and keys."""
+    return re.search(r"\.[qk]_norm\.|_[qk]_normed$", name) is not None

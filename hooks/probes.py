@@ -1,6 +1,8 @@
 """Probes: functions that read or replace activations while a model runs."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import difflib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +29,8 @@ class Probes:
         Raises:
             ValueError: The model has no hook point of that name.
         """
-        known = model.hook_dict
-        if unknown := [name for name in changes if name not in known]:
-            raise ValueError(
-                f"no hook point {unknown[0]!r} in this {type(model).__name__}: it has {', '.join(list(known)[:8])}, "
-                "... (see model.hook_dict)"
-            )
+        check_hook_points(model, changes)
+        self._model = model
         self._changes = dict(changes)
         self._silent = set(changes)
 
@@ -57,7 +55,8 @@ class Probes:
         if self._silent:
             raise ValueError(
                 f"the hook {self.silent[0]!r} never fired: this model does not compute it where TransformerLens names "
-                f"it; silent are {len(self._silent)} of {len(self._changes)} hook points"
+                f"it; silent are {len(self._silent)} of {len(self._changes)} hook points. Among those that fire are "
+                f"{', '.join(_most_alike(self.silent[0], firing(self._model)))}"
             )
 
     def _hook(self, name: str) -> Callable[..., Tensor | None]:
@@ -68,16 +67,53 @@ class Probes:
         return fire
 
 
-def dry_run(model: Any, names: Collection[str]) -> Probes:
-    """Returns probes after one run of two tokens, so that `silent` lists the hook points that do not fire.
+def check_hook_points(model: HookedModel, names: Iterable[str]) -> None:
+    """Raises unless a model has hook points of these names.
 
-    A model that reads vectors in place of tokens gives their length as `cfg.d_in`.
+    Raises:
+        ValueError: It lacks one.
     """
-    probes = Probes(model, dict.fromkeys(names, lambda _: None))
+    known = model.hook_dict
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return
+    if unknown[0].endswith(".hook_resid_mid"):
+        raise ValueError(
+            f"no hook point {unknown[0]!r} in this {type(model).__name__}: its attention and its MLP read the same "
+            "stream, so there is none between them; take 'resid_pre', 'attn_out' or 'resid_post'"
+        )
+    raise ValueError(
+        f"no hook point {unknown[0]!r} in this {type(model).__name__}: it has "
+        f"{', '.join(_most_alike(unknown[0], known))}, ... (see model.hook_dict)"
+    )
+
+
+def firing(model: Any) -> list[str]:
+    """Returns the names of all hook points that fire, by a run of two tokens; those to be switched on are left out."""
+    fired: set[str] = set()
+    hook = [(lambda _: True, lambda _, hook: fired.add(hook.name))]
+    with torch.no_grad(), evaluating(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TransformerLens warns of those that it leaves out
+        model.run_with_hooks(_two_tokens(model), fwd_hooks=hook)
+    return [name for name, point in model.hook_dict.items() if point.name in fired]
+
+
+def _most_alike(name: str, known: Iterable[str], count: int = 8) -> list[str]:
+    """The names most like a given one, best first."""
+    return difflib.get_close_matches(name, list(known), count, 0)
+
+
+def _two_tokens(model: Any) -> Tensor:
+    """The shortest input; of a model that reads vectors, whose length is `cfg.d_in`, vectors."""
     first, d_in = next(model.parameters()), getattr(model.cfg, "d_in", None)
-    tokens = first.new_zeros(1, 2, dtype=torch.long) if d_in is None else first.new_zeros(1, 2, d_in)
+    return first.new_zeros(1, 2, dtype=torch.long) if d_in is None else first.new_zeros(1, 2, d_in)
+
+
+def dry_run(model: Any, names: Collection[str]) -> Probes:
+    """Returns probes after one run of two tokens, so that `silent` lists the hook points that do not fire."""
+    probes = Probes(model, dict.fromkeys(names, lambda _: None))
     with torch.no_grad(), evaluating(model):
-        model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks)
+        model.run_with_hooks(_two_tokens(model), fwd_hooks=probes.fwd_hooks)
     return probes
 
 

@@ -20,15 +20,22 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.names import Site, name_of, site_of
 from align_circuits.hooks.probes import Change
 
-HOOKED_SITES: tuple[Site, ...] = ("q", "k")
+_ATTENTION_INPUTS: tuple[Site, ...] = ("q", "k")
+
+HOOKED_SITES: tuple[Site, ...] = (*_ATTENTION_INPUTS, "mlp_post")
 """Sites that replay edits by hooks of the bridge, where these fire under Hugging Face's own attention."""
 
-REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *HOOKED_SITES, "rot_q", "rot_k", "v", "z", "mlp_out", "resid_post")
+_AFTER_ATTENTION: tuple[Site, ...] = ("attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post")
+
+REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *_ATTENTION_INPUTS, "rot_q", "rot_k", "v", "z", *_AFTER_ATTENTION)
 """Sites that replay can edit, in the order in which a layer computes them."""
 
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
     **dict.fromkeys(REPLAY_SITES, ("resid_pre",)),
     "z": ("resid_pre", "z"),
+    "attn_out": ("resid_pre", "attn_out"),
+    "resid_mid": ("resid_mid",),
+    "mlp_post": ("resid_pre", "resid_mid"),
     "mlp_out": ("mlp_out", "resid_post"),
     "resid_post": ("resid_post",),
 }
@@ -224,12 +231,20 @@ class Replay:
         last = self.bridge.cfg.n_layers - 1
         all_positions = True
         for layer in range(first, end):
-            all_positions = layer < last or batch.needs("mlp_out", last) or batch.needs("resid_post", last)
+            all_positions = layer < last or any(batch.needs(site, last) for site in _AFTER_ATTENTION)
             residual = self._layer(batch, layer, residual, None if all_positions else batch.queries)
         return residual[:, :, batch.queries] if all_positions and end > last else residual
 
     def _layer(self, batch: _Batch, layer: int, residual: Tensor, queries: Int[Tensor, " query"] | None) -> Tensor:
-        """Runs the running edit sets through a layer; others join at the site of their first edit."""
+        """Runs the running edit sets through a layer; others join at the site of their first edit.
+
+        - At the residual stream, queries, keys or values they join with the kept residual stream, since attention
+          computes the rest anew.
+        - At z they join with the kept z, edited, so the layer's attention is not computed for them.
+        - At the attention layer's output, and at the residual stream after it, they join there.
+        - At the MLP's neurons they join before the MLP, which is computed for them.
+        - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
+        """
         block = self.bridge.blocks[layer]
         # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
         # of every tensor, and no tensor is ever reordered.
@@ -254,8 +269,17 @@ class Replay:
             attended = torch.cat([attended, output])
         elif queries is not None:
             residual, attended = residual[:, :, queries], attended[:, :, queries]
-        middle = residual + attended
-        mlp_out = compat.mlp(block.mlp, compat.norm(block.ln2, residual if compat.is_parallel(block) else middle))
+        if joining := batch.join("attn_out", layer):
+            residual = self._appended(batch, residual, joining, "resid_pre", layer)
+            attended = self._appended(batch, attended, joining, "attn_out", layer)
+        middle = residual + batch.edit("attn_out", layer, attended)
+        middle = batch.edit("resid_mid", layer, self._with_joining(batch, "resid_mid", layer, middle))
+        parallel = compat.is_parallel(block)
+        if joining := batch.join("mlp_post", layer):
+            middle = self._appended(batch, middle, joining, "resid_mid", layer)
+            if parallel:
+                residual = self._appended(batch, residual, joining, "resid_pre", layer)
+        mlp_out = self._mlp(batch, layer, residual if parallel else middle)
         residual = middle + batch.edit("mlp_out", layer, mlp_out)
         # These skip the layer but for one sum: the kept stream after it, and the difference that the edit makes.
         if joining := batch.join("mlp_out", layer):
@@ -268,10 +292,23 @@ class Replay:
     def _with_joining(self, batch: _Batch, site: Site, layer: int, residual: Tensor) -> Tensor:
         """Appends the kept residual stream for each edit set that joins at a site; it is edited later."""
         joining = batch.join(site, layer)
-        if not joining:
-            return residual
-        kept = self._kept(batch, _STARTS_FROM[site][0], layer)
-        return torch.cat([residual, kept.expand(len(joining), *kept.shape)])
+        return self._appended(batch, residual, joining, _STARTS_FROM[site][0], layer) if joining else residual
+
+    def _appended(self, batch: _Batch, running: Tensor, joining: Sequence[int], site: Site, layer: int) -> Tensor:
+        """An activation of the running edit sets, then the kept one for each that joins."""
+        kept = self._kept(batch, site, layer)
+        return torch.cat([running, kept.expand(len(joining), *kept.shape)])
+
+    def _mlp(self, batch: _Batch, layer: int, stream: Float[Tensor, "edit_set prompt pos d_model"]) -> Tensor:
+        """What the MLP makes of the stream that it reads; its neurons are edited by a hook."""
+        block = self.bridge.blocks[layer]
+
+        def edit(neurons: Tensor, hook: Any) -> Tensor:  # noqa: ARG001 - TransformerLens's keyword
+            return batch.edit("mlp_post", layer, neurons)
+
+        needed = batch.needs("mlp_post", layer) and len(stream)
+        with self.bridge.hooks(fwd_hooks=[(name_of("mlp_post", layer), edit)]) if needed else nullcontext():
+            return compat.mlp(block.mlp, compat.norm(block.ln2, stream))
 
     def _kept(self, batch: _Batch, site: Site, layer: int) -> Float[Tensor, "prompt pos ..."]:
         return self.kept[name_of(site, layer)][:, batch.start - self.start :]
@@ -290,7 +327,7 @@ class Replay:
         hooks = [
             # q and k before rotation exist only inside Hugging Face's layer, where nothing but a hook reaches them.
             (name_of(site, layer), partial(batch.edit_rows, site, layer))
-            for site in HOOKED_SITES
+            for site in _ATTENTION_INPUTS
             if batch.needs(site, layer)
         ]
         with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():

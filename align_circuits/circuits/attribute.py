@@ -94,6 +94,11 @@ def attribute_heads(
     for site in sites:
         at_layers = site in LAYER_SITES
         layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])
+        if site == "resid_mid" or (graddrop and site in ("attn_out", "mlp_post")):
+            raise ValueError(
+                f"no {'scores without a sign' if graddrop else 'gradient'} at site={site!r}: take 'resid_pre', "
+                "'resid_post', 'mlp_out' or a site of heads; patch_sites measures it"
+            )
     pair = _checked(model, pair, steps, options)
     cfg, device = model.cfg, device_of(model)
     places: list[tuple[Site, int]] = [(site, layer) for site in sites for layer in layers]

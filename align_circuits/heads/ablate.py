@@ -11,7 +11,7 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import Head, heads_of
-from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, name_of
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
@@ -77,6 +77,7 @@ def ablation_baseline(
     *,
     site: Site = "z",
     layers: Sequence[int] | None = None,
+    hook: str | None = None,
     options: RunOptions = RunOptions(),
 ) -> AblationBaseline:
     """Returns the values by which `Ablate` replaces activations, measured on baseline prompts.
@@ -87,6 +88,7 @@ def ablation_baseline(
         how: `"mean"` keeps one mean for each group of tokens, `"resample"` every activation; `"zero"` needs nothing.
         site: Which activations.
         layers: In which layers; all by default.
+        hook: The full name of a hook point instead, as for `Ablate(hook=...)`.
         options: Engine and batch size.
 
     Raises:
@@ -97,12 +99,13 @@ def ablation_baseline(
     if site not in HEAD_SITES + LAYER_SITES:
         raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
     names = [name_of(site, layer) for layer in (range(model.cfg.n_layers) if layers is None else layers)]
+    names = names if hook is None else [hook]
     if how == "zero":
         return AblationBaseline()
     if how == "resample":
         _check_resampling(prompts)
         return AblationBaseline(values=capture(model, prompts, names, options=options))
-    if site == "pattern":
+    if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
     return AblationBaseline(means=_means_by_group(model, prompts, names, options))
 

@@ -1,7 +1,7 @@
 """Activation patching: what one head alone carries from clean prompts to corrupted ones, or back."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.heads.ablate import effects_table
-from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, heads_of, shared_at
 from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import HookedModel
@@ -23,6 +23,10 @@ from align_circuits.tables.tables import Table
 EVERYWHERE = "all"
 """The `positions` of a patch of every token."""
 
+Positions = Mapping[str, Bool[Tensor, "prompt pos"]] | Sequence[str] | str | None
+"""Tokens to patch, one group at a time: masks by name; names of `Prompts.positions`; `"groups"` for
+`position_groups(clean)`; None for all tokens at once."""
+
 
 def patch_heads(
     model: HookedModel,
@@ -30,7 +34,7 @@ def patch_heads(
     *,
     sites: Sequence[Site] = ("z",),
     heads: Sequence[Head] | None = None,
-    positions: Mapping[str, Bool[Tensor, "prompt pos"]] | Literal["groups"] | None = None,
+    positions: Positions = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what patching each head alone changes: by default the log-probability of the targets, and the accuracy.
@@ -46,11 +50,12 @@ def patch_heads(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts, and the direction. With a metric or a kind of targets, only that is reported.
         sites: What is patched: of each head (`"z"`, `"q"`, `"k"`, `"v"`, `"rot_q"`, `"rot_k"`, `"pattern"`), or of each
-            layer (`"resid_pre"`, `"resid_post"`, `"mlp_out"`), whose rows have no head. Under grouped-query attention
-            the heads that share a key head are patched together at `"k"`, `"rot_k"` and `"v"`, and have equal rows.
+            layer (`"resid_pre"`, `"attn_out"`, `"resid_mid"`, `"mlp_post"`, `"mlp_out"`, `"resid_post"`), whose rows
+            have no head. Under grouped-query attention the heads that share a key head are patched together at `"k"`,
+            `"rot_k"` and `"v"`, and have equal rows.
         heads: Which heads, or the layers of which heads; all by default.
-        positions: At which tokens: masks by name, each patched on its own; `"groups"` for `position_groups(clean)`; by
-            default all tokens at once.
+        positions: At which tokens: masks by name, or names of `pair.clean.positions`, each patched on its own;
+            `"groups"` for `position_groups(clean)`; by default all tokens at once.
         options: Engine and batch size.
 
     Returns:
@@ -59,9 +64,10 @@ def patch_heads(
         The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
+        KeyError: A named position that the prompts do not have.
         ValueError: An unknown site, a head that the model does not have, or positions that are no masks of the prompts.
     """
-    selected, masks = heads_of(model.cfg, heads), _masks(pair.clean, positions)
+    selected, masks = heads_of(model.cfg, heads), masks_of(pair.clean, positions)
     keys: list[tuple[Site, int, int | None, str]] = []
     edit_sets: list[list[Patch]] = [[]]  # the first run is unpatched
     edit_set_of: list[int] = []
@@ -72,20 +78,43 @@ def patch_heads(
                 if site in LAYER_SITES:
                     place = {"layers": [layer]}
                 for name, mask in masks.items():
-                    # Without a mask the edit skips a `where` over every activation.
-                    everywhere = name == EVERYWHERE and bool((mask == pair.clean.mask).all())
                     keys.extend((site, layer, head, name) for head in together)
                     edit_set_of += [len(edit_sets)] * len(together)
-                    edit_sets.append([Patch(**place, site=site, positions=None if everywhere else mask)])
+                    edit_sets.append([Patch(**place, site=site, positions=where_of(name, mask, pair.clean))])
+    frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
+    return patching_table("patch_heads", model, pair, frame, edit_sets, edit_set_of, {}, options)
+
+
+def patching_table(
+    verb: str,
+    model: HookedModel,
+    pair: Pair,
+    keys: pd.DataFrame,
+    edit_sets: Sequence[Sequence[Edit]],
+    edit_set_of: Sequence[int],
+    settings: Mapping[str, Any],
+    options: RunOptions,
+) -> Table:
+    """Returns what edits that put the source run's activations into the base run change, as a table.
+
+    Args:
+        verb: The public function that measures.
+        model: The model that runs.
+        pair: Clean and corrupted prompts, with what is measured.
+        keys: The key columns of the rows, with the column layer.
+        edit_sets: The edits of each run; the first has none.
+        edit_set_of: For each row the index of its edits: several rows may share them.
+        settings: What the provenance says beside the pair's own settings.
+        options: Engine and batch size.
+    """
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
     targets = targets.with_reference(model, pair.clean, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
-    frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
     changes = values[:, edit_set_of] - values[:, :1]
-    settings = {"metric": targets.names, "kind": list(kinds)}
-    return effects_table(frame, changes, targets, kinds, pair.provenance("patch_heads", model, settings, engine))
+    settings = {**settings, "metric": targets.names, "kind": list(kinds)}
+    return effects_table(keys, changes, targets, kinds, pair.provenance(verb, model, settings, engine))
 
 
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
@@ -95,16 +124,24 @@ def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
     return {"examples": prompts.mask & ~tested, "test input": symbols, "test output": tested & ~symbols}
 
 
-def _masks(
-    clean: Prompts, positions: Mapping[str, Bool[Tensor, "prompt pos"]] | Literal["groups"] | None
-) -> dict[str, Bool[Tensor, "prompt pos"]]:
-    """The tokens that are patched, by name."""
-    if positions == "groups":
-        return position_groups(clean)
+def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"]]:
+    """Returns the tokens that are patched, by name.
+
+    Raises:
+        KeyError: A named position that the prompts do not have.
+        ValueError: A mask that is none of these prompts, or no positions at all.
+    """
+    if isinstance(positions, str):
+        return position_groups(clean) if positions == "groups" else {positions: clean.mask_of(positions)}
     if positions is None:
         return {EVERYWHERE: clean.mask}
+    if isinstance(positions, Sequence) and positions and all(isinstance(name, str) for name in positions):
+        return {name: clean.mask_of(name) for name in positions}
     if not isinstance(positions, Mapping) or not positions:
-        raise ValueError(f"positions={positions!r}: give masks by name, 'groups', or nothing for all tokens")
+        raise ValueError(
+            f"positions={positions!r}: give masks by name, 'groups', or nothing for all tokens; or the names of "
+            f"positions, of which these prompts have {', '.join(map(repr, clean.positions)) or 'none'}"
+        )
     for name, mask in positions.items():
         if mask.dtype != torch.bool or mask.shape != clean.mask.shape:
             raise ValueError(
@@ -112,6 +149,11 @@ def _masks(
                 f"each token of the prompts, {tuple(clean.mask.shape)}"
             )
     return dict(positions)
+
+
+def where_of(name: str | int, mask: Bool[Tensor, "prompt pos"], clean: Prompts) -> Bool[Tensor, "prompt pos"] | None:
+    """Returns the positions of a patch: None for every token, which spares a comparison at each of them."""
+    return None if name == EVERYWHERE and bool((mask == clean.mask).all()) else mask
 
 
 def _patched_together(cfg: Any, site: Site, layer: int, selected: Sequence[Head]) -> Sequence[Sequence[int | None]]:

@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks.attention import raw_attention
-from align_circuits.hooks.edits import BatchContext, Edit, Patch, changes_of
+from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.names import site_of
-from align_circuits.hooks.probes import evaluating
+from align_circuits.hooks.names import is_pattern, site_of
+from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_tokens, in_batches
-from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, why_silent
+from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, is_inside, why_silent
 from align_circuits.run.options import RunOptions
 
 _NUMBERS_CACHED = 2**28
@@ -70,12 +71,14 @@ def run_edited(
         )
     no_prompts = BatchContext(prompts, prompt[:0])
     names = [set(changes_of(edits, model, no_prompts)) for edits in edit_sets]
+    check_hook_points(model, sorted(name for name in set().union(*names) if not is_inside(name)))
     runs = _EditedRuns(model, prompts, edit_sets, names, source, prompt, query, on_logits)
     if choose_engine(model, options) == "fast" and _replays(model, set().union(*names)):
         with torch.no_grad(), evaluating(model), raw_attention(model):
             _replay_in_batches(runs, options)
         return "replay"
-    engine = choose_engine(model, options, set().union(*names))
+    hooked = set().union(*(as_hooked(changes_of(edits, model, no_prompts), model) for edits in edit_sets))
+    engine = choose_engine(model, options, hooked)
     options = replace(options, engine=engine)
     for index, edits in _with_source_values(runs, options):
         forward(
@@ -215,7 +218,14 @@ def _next_names(runs: _EditedRuns, index: int) -> list[str]:
     following = list(dict.fromkeys(name for names in runs.names[index:] for name in names))
     size = 0
     for place, name in enumerate(following):
-        size += mask.numel() * (config.n_heads * mask.shape[1] if "pattern" in name else config.d_model)
+        size += mask.numel() * _width(config, name, mask.shape[1])
         if size > _NUMBERS_CACHED and place >= len(runs.names[index]):
             return following[:place]
     return following
+
+
+def _width(config: Any, name: str, length: int) -> int:
+    """About how many numbers an activation has for each token."""
+    if is_pattern(name):
+        return config.n_heads * length
+    return config.d_mlp if ".mlp." in name and getattr(config, "d_mlp", None) else config.d_model

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
-from align_circuits.hooks.edits import BatchContext, Edit, changes_of, in_order
+from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.names import INSIDE_SITES, name_of, site_of
+from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
@@ -68,7 +68,7 @@ def forward(
     check_rows(prompts, prompt, query)
     reads = dict(on_activation or {})
     # Which hook points an edit reaches does not depend on the prompts: an empty batch gives them all.
-    names = {*reads, *changes_of(edits, model, BatchContext(prompts, prompt[:0]))}
+    names = {*reads, *as_hooked(changes_of(edits, model, BatchContext(prompts, prompt[:0])), model)}
     engine = choose_engine(model, options, names)
     device = device_of(model)
     auto = options.batch_size == "auto"
@@ -81,7 +81,7 @@ def forward(
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)
         hooked = _hooked(model, edits, reads, BatchContext(prompts, batch_prompts))
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
-        within = [hook for hook in hooks if engine == "fast" and _is_inside(hook[0])]
+        within = [hook for hook in hooks if engine == "fast" and is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
             logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
         for probes in hooked:
@@ -115,14 +115,14 @@ def capture(
     length = prompts.mask.shape[1]
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
-        is_pattern = name.endswith(("hook_pattern", "hook_attn_scores"))
-        missing = length - activation.shape[2 if is_pattern else 1]
-        padding = [missing, 0, missing, 0] if is_pattern else [0, 0] * (activation.ndim - 2) + [missing, 0]
+        of_queries = is_pattern(name)
+        missing = length - activation.shape[2 if of_queries else 1]
+        padding = [missing, 0, missing, 0] if of_queries else [0, 0] * (activation.ndim - 2) + [missing, 0]
         whole = nn.functional.pad(activation.cpu(), padding)
         if name not in kept:
             kept[name] = torch.zeros(len(prompts), *whole.shape[1:], dtype=whole.dtype)
         real = prompts.mask[rows]
-        real = real[:, None, :, None] if is_pattern else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
+        real = real[:, None, :, None] if of_queries else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
         kept[name][rows] = whole.where(real, 0)
 
     last = torch.full((len(prompts),), length - 1)
@@ -169,7 +169,7 @@ def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = F
 
     Without `by_hooks`, those inside its attention function do.
     """
-    names = [name for name in names if by_hooks or not _is_inside(name)]
+    names = [name for name in names if by_hooks or not is_inside(name)]
     if not names:
         return None
     with raw_attention(model):
@@ -177,8 +177,8 @@ def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = F
     return f"{silent[0]} does not fire under it" if silent else None
 
 
-def _is_inside(name: str) -> bool:
-    """Whether an activation is inside the fast engine's attention function, on any architecture."""
+def is_inside(name: str) -> bool:
+    """Returns whether an activation is inside the fast engine's attention function, on any architecture."""
     place = site_of(name)
     return place is not None and place[1] in INSIDE_SITES
 
@@ -188,7 +188,7 @@ def _hooked(
 ) -> tuple[Probes, Probes]:
     """The edits, then the readers, which thus see edited activations."""
     changes: dict[str, Change] = {name: partial(read, context.rows) for name, read in reads.items()}
-    return Probes(model, changes_of(edits, model, context)), Probes(model, changes)
+    return Probes(model, as_hooked(changes_of(edits, model, context), model)), Probes(model, changes)
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,8 @@ class Table:
 
 def with_level(keys: pd.DataFrame) -> pd.DataFrame:
     """Returns key columns with `level` before `layer`: a row without a head is about a layer, or about the model."""
-    level = np.select([keys["head"].notna(), keys["layer"].notna()], ["head", "layer"], "model")
+    of_head = keys["head"].notna() if "head" in keys else np.zeros(len(keys), dtype=bool)
+    level = np.select([of_head, keys["layer"].notna()], ["head", "layer"], "model")
     place = keys.columns.tolist().index("layer")
     return pd.concat([keys.iloc[:, :place], pd.Series(level, keys.index, name="level"), keys.iloc[:, place:]], axis=1)
 

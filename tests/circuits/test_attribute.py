@@ -63,6 +63,16 @@ def test_heads_equal_finite_differences(model, pair):
     assert len({round(abs(value), 5) for value in found.values()}) > 20
 
 
+def test_outputs_have_the_scores_of_what_they_are_made_of(model, pair):
+    """Attention's output is linear in z, and the MLP's in its neurons."""
+    sites: Any = ["z", "attn_out", "mlp_post", "mlp_out"]
+    frame: Any = attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=sites).frame
+    score: Any = frame.groupby(["site", "layer"])["value"].sum()
+    for one, other in (("z", "attn_out"), ("mlp_post", "mlp_out")):
+        assert score[one].to_numpy() == pytest.approx(score[other].to_numpy(), abs=1e-6)
+    assert score.abs().min() > 1e-4
+
+
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
     pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
     found = by_head(
@@ -328,6 +338,8 @@ def test_refusals(model, pair):
         (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),
         (attribute_edges, {"steps": 0}, "steps=0: integrated gradients take at least 1"),
         (attribute_heads, {"sites": ["o"]}, "site='o': choose one of"),
+        (attribute_heads, {"sites": ["resid_mid"]}, "no gradient at site='resid_mid': .* patch_sites measures it"),
+        (attribute_heads, {"sites": ["attn_out"], "graddrop": True}, "no scores without a sign at site='attn_out'"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(verb)(model, ac.Pair(**pair, direction="noise"), **wrong)  # annotations unchecked

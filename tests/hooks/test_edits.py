@@ -90,6 +90,23 @@ def alone(prompts: Prompts, index: int) -> tuple[Tensor, int]:
     return prompts.tokens[index][mask][None], int((~mask).sum())
 
 
+def size_of(model: Any, site: str) -> int:
+    """The last dimension of an activation."""
+    return 8 if site in HEAD_SITES else model.cfg.d_mlp if site == "mlp_post" else 32
+
+
+def hooks_at(model: Any, site: Any, layer: int, edit: Callable[..., Tensor]) -> list[Any]:
+    """Hooks that edit a site. On a bridge `hook_resid_mid` is what the MLP reads alone: there the stream between
+    attention and MLP is changed by what attention adds to it."""
+    if site != "resid_mid" or not hasattr(model, "original_model"):
+        return [(name_of(site, layer), edit)]
+    before: list[Tensor] = []
+    return [
+        (f"blocks.{layer}.hook_resid_pre", lambda x, hook: before.__setitem__(slice(None), [x])),  # noqa: ARG005
+        (f"blocks.{layer}.hook_attn_out", lambda x, hook: edit(before[0] + x, hook=hook) - before[0]),
+    ]
+
+
 def computed(model: Any, prompts: Prompts, site: Any, layer: int) -> list[Tensor]:
     """What a model computes at a site, prompt by prompt."""
     found = []
@@ -132,7 +149,11 @@ def by_hand(model: Any, prompts: Prompts, site: Any, new: New, positions: Tensor
 
             return hook
 
-        hooks = [(name_of(site, layer), hooked(layer, columns)) for layer, columns in columns_of(model, site).items()]
+        hooks = [
+            pair
+            for layer, columns in columns_of(model, site).items()
+            for pair in hooks_at(model, site, layer, hooked(layer, columns))
+        ]
         with torch.no_grad():
             logits = model.run_with_hooks(tokens, fwd_hooks=hooks)[0].double()
         query = prompts.column("query_pos")[prompts.column("prompt") == index]
@@ -169,7 +190,7 @@ class TestBesideHooksByHand:
     @pytest.mark.parametrize("name", NAMES)
     def test_steer(self, models, name, site):
         model = models(name)
-        vector = torch.randn(8 if site in HEAD_SITES else 32, generator=torch.Generator().manual_seed(5))
+        vector = torch.randn(size_of(model, site), generator=torch.Generator().manual_seed(5))
 
         def new(_layer, _column, _index, _pos, old):
             return old + 1.5 * vector
@@ -266,6 +287,138 @@ class TestBesideHooksByHand:
         assert_edit_is(model, prompts, ac.Ablate([(layer, head)]), expected)
 
 
+class TestParts:
+    """Neurons, directions, named positions, and hook points by their full names."""
+
+    @pytest.mark.parametrize("site", ["mlp_post", "resid_mid", "z", "v"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_neurons(self, models, name, site):
+        model, neurons = models(name), [5, 0, 3]
+        vector = torch.randn(size_of(model, site), generator=torch.Generator().manual_seed(5))
+
+        def new(layer, column, index, pos, old):  # noqa: ARG001
+            old[neurons] += vector[neurons]
+            return old
+
+        edit = ac.Steer(**place(site), vector=vector, neurons=neurons, positions=POSITIONS)
+        assert_edit_is(model, PADDED, edit, by_hand(model, PADDED, site, new, POSITIONS))
+
+    @pytest.mark.parametrize("k", [None, 1, 3])
+    @pytest.mark.parametrize("site", ["attn_out", "mlp_post", "resid_mid", "z"])
+    @pytest.mark.parametrize("name", ["llama", "gpt2"])
+    def test_directions(self, models, name, site, k):
+        """The part within the span comes from the other run, the rest stays."""
+        model, other, size = models(name), random_prompts((9, 6, 10), seed=7), size_of(models(name), site)
+        vectors = torch.randn(k or 1, size, generator=torch.Generator().manual_seed(5))
+        basis = torch.linalg.qr(vectors.T).Q.T
+        held = {layer: computed(model, other, site, layer) for layer in LAYERS}
+
+        def new(layer, column, index, pos, old):
+            change = part(held[layer][index], site, column, pos) - old
+            return old + sum((change @ row) * row for row in basis)
+
+        values = capture(model, other, [name_of(site, layer) for layer in LAYERS])
+        edit = ac.Patch(**place(site), values=values, direction=2 * vectors[0] if k is None else basis)
+        assert_edit_is(model, PADDED, edit, by_hand(model, PADDED, site, new))
+
+    def test_a_direction_is_projected_out(self, models):
+        model, some = models("llama"), torch.randn(32, generator=torch.Generator().manual_seed(5))
+        edit = ac.Ablate(layers=[0], site="resid_post", direction=some)
+        after = capture(model, PADDED, ["blocks.0.hook_resid_post"], edits=[edit])["blocks.0.hook_resid_post"]
+        before = capture(model, PADDED, ["blocks.0.hook_resid_post"])["blocks.0.hook_resid_post"]
+        unit = some / some.norm()
+        assert (before @ unit).abs().max() > 0.1
+        torch.testing.assert_close(after, before - (before @ unit)[..., None] * unit, atol=1e-5, rtol=0)
+
+    @pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale/hook_normalized")
+    @pytest.mark.parametrize("hook", ["hook_embed", "ln_final.hook_normalized", "blocks.1.ln2.hook_out"])
+    @pytest.mark.parametrize("name", ["llama", "gpt2"])
+    def test_any_hook_point(self, models, name, hook):
+        model, other = models(name), random_prompts((9, 6, 10), seed=7)
+        values, expected = capture(model, other, [hook]), []
+        for index in range(3):
+            tokens, left = alone(PADDED, index)
+            chosen = POSITIONS[index, left:, None]
+            theirs = values[hook][index, left:]
+
+            def patch(x: Tensor, hook: Any, chosen: Tensor = chosen, theirs: Tensor = theirs) -> Tensor:  # noqa: ARG001
+                return torch.where(chosen, theirs, x)
+
+            with torch.no_grad():
+                logits = model.run_with_hooks(tokens, fwd_hooks=[(hook, patch)])[0].double()
+            expected.append(logits[PADDED.column("query_pos")[PADDED.column("prompt") == index] - left])
+        edit = ac.Patch(hook=hook, positions=POSITIONS, values=values)
+        assert_edit_is(model, PADDED, edit, torch.cat(expected))
+        mean = ac.Ablate(hook=hook, how="mean", reference=ablation_baseline(model, PADDED, hook=hook))
+        assert not torch.equal(logits_of(model, PADDED, edits=[mean])[0], logits_of(model, PADDED)[0])
+
+    def test_a_hook_point_of_a_site_is_that_site(self, models):
+        for name in ("llama", "plain"):
+            model, vector = models(name), torch.ones(32)
+            edits = [
+                ac.Steer(layers=[1], site="resid_mid", vector=vector),
+                ac.Steer(hook="blocks.1.hook_resid_mid", vector=vector),
+            ]
+            one, other = (logits_of(model, PADDED, edits=[edit])[0] for edit in edits)
+            assert torch.equal(one, other)
+
+    def test_the_stream_between_attention_and_mlp_passes_the_mlp_by(self, models):
+        """What `hook_resid_mid` alone changes on a bridge is another number."""
+        model = models("llama")
+        twice = [ac.Steer(layers=[1], site=site, vector=torch.ones(32)) for site in ("resid_mid", "resid_post")]
+        names = ["blocks.1.hook_resid_mid", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_post"]
+        mid, mlp, post = capture(model, EQUAL, names, edits=twice).values()
+        torch.testing.assert_close(post, mid + mlp + 1, atol=1e-5, rtol=0)
+        torch.testing.assert_close(mid, capture(model, EQUAL, names[:1])[names[0]] + 1)
+
+    def test_named_positions(self, models):
+        places = {"a": torch.tensor([4, 8, 5]), "b": torch.tensor([9, 9, 9])}
+        model, prompts = models("llama"), replace(PADDED, positions=places)
+        for names in ("a", ["a", "b"]):
+            edits = [ac.Ablate(HEADS, positions=where) for where in (names, prompts.mask_of(names))]
+            one, other = (logits_of(model, prompts, edits=[edit], batch_size=2)[0] for edit in edits)
+            assert torch.equal(one, other) and not torch.equal(one, logits_of(model, prompts)[0])
+        with pytest.raises(KeyError, match="no position 'c' in these prompts; they have 'a', 'b'"):
+            ac.evaluate(model, prompts, edits=[ac.Ablate(HEADS, positions="c")])
+        hooks = ac.Ablate(HEADS, positions="a").fwd_hooks(model, prompts[:1])
+        assert len(hooks) == 2
+        with pytest.raises(ValueError, match=r"named positions depend on the prompts: give them, as in fwd_hooks"):
+            ac.Ablate(HEADS, positions="a").fwd_hooks(model)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"hook": "hook_embed", "layers": [0]}, "is a place by itself: name no site, heads or layers"),
+            ({"hook": "blocks.0.attn.q_norm.hook_out"}, "has heads before tokens"),
+            ({"heads": [(0, 0)], "neurons": [0], "direction": torch.ones(8)}, "neurons and a direction at once"),
+            ({"heads": [(0, 0)], "neurons": []}, r"neurons=\[\]: name at least one"),
+            ({"heads": [(0, 0)], "direction": torch.zeros(8)}, "a direction of length 0.0"),
+            ({"heads": [(0, 0)], "direction": torch.ones(2, 8)}, r"\(2, 8\): its rows are not orthonormal; take torch"),
+        ],
+    )
+    def test_parts_that_make_no_sense(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            ac.Ablate(**fields)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (ac.Ablate([(0, 0)], neurons=[1, 8]), "no neuron 8 at 'blocks.0.attn.hook_z': it has 8, counted from 0"),
+            (
+                ac.Ablate([(0, 0)], direction=torch.ones(9)),
+                "a direction of 9 numbers at 'blocks.0.attn.hook_z': give 8",
+            ),
+            (ac.Ablate([(0, 0)], site="pattern", neurons=[0]), "has neither neurons nor directions"),
+            (ac.Ablate(hook="ln_final.hook_norm"), "no hook point 'ln_final.hook_norm' .*ln_final.hook_normalized"),
+            (ac.Ablate(hook="hook_pos_embed"), "'hook_pos_embed' never fired.* Among those that fire are .*hook_embed"),
+            (ac.Ablate(hook="hook_embed", how="mean"), r"ablation_baseline\(model, prompts, how='mean', hook='hook_e"),
+        ],
+    )
+    def test_parts_that_are_not_there(self, models, edit, message):
+        with pytest.raises(ValueError, match=message):
+            ac.evaluate(models("llama"), EQUAL, edits=[edit])
+
+
 class TestTogether:
     @pytest.mark.parametrize("name", NAMES)
     def test_edits_that_meet_apply_in_order(self, models, name):
@@ -344,9 +497,11 @@ class TestEngines:
     @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_neox"])
     def test_agree(self, models, name):
         model = models(name)
-        sites = ["z", *LAYER_SITES] if name == "gpt_neox" else ["z", "q", "k", "v", *LAYER_SITES]
-        some = torch.randn(32, generator=torch.Generator().manual_seed(1)) / 3
-        steer = [ac.Steer(**place(site), vector=some[:8] if site in HEAD_SITES else some) for site in sites]
+        sites: Any = ["z", "q", "k", "v", *LAYER_SITES]
+        if name == "gpt_neox":
+            sites = ["z", *(site for site in LAYER_SITES if site != "resid_mid")]
+        some = torch.randn(48, generator=torch.Generator().manual_seed(1)) / 3
+        steer = [ac.Steer(**place(site), vector=some[: size_of(model, site)]) for site in sites]
         mean = ac.Ablate([(1, 3)], how="mean", reference=ablation_baseline(model, PADDED))
         for edits in (steer, [mean]):
             fast, reference = (logits_of(model, PADDED, edits=edits, engine=which) for which in ("fast", "reference"))
@@ -539,6 +694,9 @@ class TestRefusals:
         model, wrong = models("llama"), {"site": "attn"}
         with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
             unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
+        wrong = {"site": "ln_final.hook_normalized"}
+        with pytest.raises(ValueError, match=r"is the name of a hook point: give it as hook='ln_final.hook_n"):
+            unchecked(ac.Ablate(layers=[0]), **wrong).__post_init__()
         with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
             ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])
         for edits in ([ac.Clamp([(0, 0)], "lookup")], [ac.Ablate([(0, 1)]), ac.Clamp([(0, 0)], "lookup")]):
@@ -619,6 +777,11 @@ def test_provenance_tells_edits_apart(models):
         {"edit": "Ablate", "heads": [[0, 1]], "site": "z", "how": "zero"},
         {"edit": "Clamp", "heads": [[1, 2]], "relation": "induction"},
         {"edit": "Steer", "site": "mlp_out", "scale": 2.0, "layers": [1], "vector": sha[:16]},
+    ]
+    parts = ac.Ablate(hook="hook_embed", neurons=range(2), positions=["END"])
+    named = replace(EQUAL, positions={"END": torch.full((3,), 8)})
+    assert ac.evaluate(model, named, edits=[parts]).provenance.settings["edits"] == [
+        {"edit": "Ablate", "hook": "hook_embed", "neurons": [0, 1], "positions": ["END"], "how": "zero"}
     ]
     opposite = ac.evaluate(model, EQUAL, edits=[replace(steer, vector=-torch.ones(32))]).provenance.settings["edits"]
     assert opposite == [{**records[2], "vector": opposite[0]["vector"]}] != [records[2]]

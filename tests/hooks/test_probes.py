@@ -8,7 +8,7 @@ import torch
 import align_circuits as ac
 from align_circuits.hooks.attention import ATTENTION, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
-from align_circuits.hooks.probes import Probes
+from align_circuits.hooks.probes import Probes, dry_run, firing
 
 TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
 
@@ -22,13 +22,15 @@ def test_names_are_hook_points_and_fire(name, random_hf_model):
         {
             name_of(site, 1): lambda x, site=site: shapes.update({site: tuple(x.shape)})
             for site in (*HEAD_SITES, *LAYER_SITES)
+            if (name, site) != ("gpt_neox", "resid_mid")
         },
     )
     with torch.no_grad():
         model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
     probes.check()
     keys = 2 if name == "llama" else 4
-    assert shapes == {
+    between = {} if name == "gpt_neox" else {"resid_mid": (2, 6, 32)}
+    assert shapes == between | {
         "pattern": (2, 4, 6, 6),
         "q": (2, 6, 4, 8),
         "k": (2, 6, keys, 8),
@@ -36,6 +38,8 @@ def test_names_are_hook_points_and_fire(name, random_hf_model):
         "z": (2, 6, 4, 8),
         "resid_pre": (2, 6, 32),
         "resid_post": (2, 6, 32),
+        "attn_out": (2, 6, 32),
+        "mlp_post": (2, 6, 128 if name == "gpt2" else 48),
         "mlp_out": (2, 6, 32),
     }
 
@@ -51,6 +55,20 @@ def test_probes_say_what_is_wrong(random_hf_model):
         model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
     with pytest.raises(ValueError, match=r"'blocks.0.attn.hook_pattern' never fired.* silent are 1 of 2"):
         probes.check()
+
+
+def test_a_name_that_never_fires_is_answered_by_names_that_do(random_hf_model):
+    model = ac.load(random_hf_model("llama"))
+    names = firing(model)
+    assert "blocks.1.hook_resid_mid" in names and "hook_embed" in names and "hook_pos_embed" not in names
+    assert "blocks.0.attn.hook_result" not in names, "to be switched on first"
+    assert all(not dry_run(model, [name]).silent for name in ("ln_final.hook_normalized", "blocks.0.mlp.hook_pre"))
+    with pytest.raises(ValueError, match=r"'hook_pos_embed' never fired.*Among those that fire are .*hook_embed"):
+        dry_run(model, ["hook_pos_embed"]).check()
+    with pytest.raises(ValueError, match=r"no hook point 'ln_final.hook_norm' .*: it has .*ln_final.hook_normalized"):
+        Probes(model, {"ln_final.hook_norm": print})
+    with pytest.raises(ValueError, match="its attention and its MLP read the same stream, so there is none between"):
+        Probes(ac.load(random_hf_model("gpt_neox")), {name_of("resid_mid", 0): print})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"])

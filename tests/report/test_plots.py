@@ -342,3 +342,58 @@ def test_grids_of_the_same_rows_name_them_once_and_space_them_evenly():
     assert [figure.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, False]
     other = plots.accuracy_grids({"a": grid, "b": grid.rename(index={"0.5": "0.7"})}, x="S", y="Div")
     assert [other.layout[axis].showticklabels for axis in ("yaxis", "yaxis2")] == [None, None]
+
+
+def effects_at_sites(
+    sites: dict[str, list[int | None]], positions: list[Any], metrics: tuple[str, ...] = ("log_prob",)
+) -> Table:
+    """A table as `patch_sites` makes it, without a row for the last position of the first place."""
+    keys = [
+        (site, "model" if layer is None else "layer", layer, position, "all", metric)
+        for site, layers in sites.items()
+        for layer in layers
+        for position in positions
+        for metric in metrics
+    ]
+    del keys[(len(positions) - 1) * len(metrics)]
+    frame = pd.DataFrame(keys, columns=["site", "level", "layer", "position", "kind", "metric"])
+    values = np.random.default_rng(0).normal(size=(len(frame), 8))
+    return Table.from_prompts(frame, values, np.ones_like(values), Provenance("patch_sites"), bounded=False)
+
+
+def test_a_position_map_shows_every_row_at_its_place():
+    prompts = ac.Prompts.from_tokens([[5, 6], [7, 8, 9]])
+    prompts = replace(prompts, token_strings={5: "five", 6: "six"}, positions={"END": torch.tensor([2, 2])})
+    table = effects_at_sites({"resid_pre": [0, 1], "hook_embed": [None], "mlp_out": [1]}, [0, 1, 2])
+    figure = plots.position_map(table, prompts, "title")
+    assert [list(heat.y) for heat in figure.data] == [["0", "1"], ["-"], ["0", "1"]]
+    frame: Any = table.frame
+    drawn = 0
+    for heat, site in zip(figure.data, ("resid_pre", "hook_embed", "mlp_out"), strict=True):
+        for (row, column), value in np.ndenumerate(heat.z):
+            here = frame[(frame["site"] == site) & (frame["position"] == column)]
+            here = here[here["layer"].isna() if site == "hook_embed" else here["layer"] == row]
+            assert (np.isnan(value) and here.empty) or value == here["value"].item()
+            drawn += not np.isnan(value)
+    assert drawn == len(frame) == 11
+    axis = figure.layout.coloraxis
+    assert axis.cmin == -axis.cmax == -frame["value"].abs().max()
+    assert axis.colorbar.title.text == "change of<br>log_prob<br>(nats)"
+    assert list(figure.layout.xaxis.ticktext) == ["0", "five", "six"], "the first prompt begins with padding"
+    named = effects_at_sites({"resid_pre": [0, 1]}, ["END", "all"], ("own",))
+    assert list(plots.position_map(named).layout.xaxis.ticktext) == ["END", "all"]
+    assert list(plots.position_map(named, prompts).layout.xaxis.ticktext) == ["END: six", "all"]
+    assert plots.position_map(named).layout.coloraxis.colorbar.title.text == "change of<br>own"
+
+
+def test_a_position_map_refuses_what_it_cannot_draw(scores):
+    table = effects_at_sites({"resid_pre": [0, 1]}, [0, 1, 7], ("log_prob", "accuracy"))
+    with pytest.raises(ValueError, match=r"choose one metric \(log_prob, accuracy\) with \.where"):
+        plots.position_map(table)
+    one = table.where(metric="log_prob")
+    with pytest.raises(ValueError, match="no key column 'site' in this table of 'test': give one of patch_sites"):
+        plots.position_map(scores)
+    with pytest.raises(ValueError, match="position 7 is not in these prompts of 3 tokens"):
+        plots.position_map(one, ac.Prompts.from_tokens([[1, 2, 3]]))
+    with pytest.raises(ValueError, match="a table without rows has no map"):
+        plots.position_map(Table(one.frame.iloc[:0], one.provenance))

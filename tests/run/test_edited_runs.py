@@ -121,6 +121,8 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
     what, site, layer, head, first = spec
     if model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
         site = "z"  # whose hooks never fire here
+    if site == "resid_mid" and compat.is_parallel(model.blocks[0]):
+        site = "attn_out"
     of_heads = site in HEAD_SITES + ROTATED_SITES
     place: Any = {"heads": [(layer, head)]} if of_heads else {"layers": [layer]}
     if site in ("k", "v", "rot_k"):
@@ -133,7 +135,7 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
         positions = (torch.rand(prompts.mask.shape, generator=generator) < 0.5) & later
     place |= {"site": site, "positions": positions}
     if what == "steer":
-        size = 8 if of_heads else 32
+        size = 8 if of_heads else model.cfg.d_mlp if site == "mlp_post" else 32
         return ac.Steer(**place, vector=torch.randn(size, generator=generator), scale=0.5)
     if what == "patch" or site in ROTATED_SITES:  # which have no means
         return ac.Patch(**place)
@@ -288,5 +290,5 @@ def test_refusals(models):
 
 def test_names_of_sites_can_be_read():
     assert [site_of(name_of(site, 12)) for site in REPLAY_SITES] == [(12, site) for site in REPLAY_SITES]
-    assert site_of("blocks.0.hook_z") is None and site_of("blocks.0.hook_resid_mid") is None
-    assert site_of("hook_embed") is None
+    others = ("blocks.0.hook_z", "blocks.0.mlp.hook_out", "blocks.0.attn.hook_mlp_post", "blocks.0.hook_mlp_post")
+    assert [site_of(name) for name in (*others, "hook_embed", "blocks.0.mlp.hook_pre")] == [None] * 6

@@ -11,6 +11,7 @@ from align_circuits.report.plots.circuit_figures import edge_map, faithfulness
 from align_circuits.report.plots.curve_figures import curves, dots
 from align_circuits.report.plots.head_figures import head_map, head_maps, top_heads
 from align_circuits.report.plots.pictures import save
+from align_circuits.report.plots.position_figures import position_map
 from align_circuits.report.plots.style import COLOURS, DIVERGING, SEQUENTIAL, styled
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "faithfulness",
     "head_map",
     "head_maps",
+    "position_map",
     "save",
     "styled",
     "top_heads",

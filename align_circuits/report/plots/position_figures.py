@@ -1,0 +1,136 @@
+"""Figures of sites: maps over layers and positions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.token_html import readable
+from align_circuits.report.plots.style import DIVERGING, styled
+from align_circuits.tables.tables import Table
+
+UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
+"""The unit of each metric that has one."""
+
+WITHOUT_LAYER = "-"
+"""The row of a site outside the layers."""
+
+
+def position_map(table: Table, prompts: Prompts | None = None, title: str = "") -> go.Figure:
+    """Returns what patching changes as maps, layers from bottom to top and positions across, a panel for each site.
+
+    All panels share one diverging scale around zero. What was not measured is grey.
+
+    Args:
+        table: With key columns site, layer and position, one row for each: `patch_sites`, with one metric and one kind
+            of targets.
+        prompts: The prompts that were patched: the tokens of the first stand below the maps. Without them, the numbers
+            of columns and the names of positions do.
+        title: Above the maps.
+
+    Raises:
+        ValueError: A table that lacks one of the keys, has no rows or several rows for a place, or has columns that the
+            prompts do not.
+    """
+    keys = ["site", "layer", "position"]
+    frame: Any = table.frame
+    if missing := [key for key in keys if key not in frame]:
+        raise ValueError(
+            f"no key column {missing[0]!r} in this table of {table.provenance.verb!r}: give one of patch_sites"
+        )
+    if frame.empty:
+        raise ValueError("a table without rows has no map: patch at least one site, layer and position")
+    if frame.duplicated(keys).any():
+        several = {key: list(frame[key].unique()) for key in table.keys if key not in (*keys, "level")}
+        choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
+        raise ValueError(f"several rows for a place: choose one {' and one '.join(choose)} with .where(...) first")
+    positions = list(dict.fromkeys(frame["position"]))
+    labels = _labels(positions, prompts)
+    rows_of = {site: _rows(frame[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
+    layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
+    shown = {site: list(rows) if WITHOUT_LAYER in rows else layers for site, rows in rows_of.items()}
+    heights = [24 + 18 * min(len(rows), 32) for rows in shown.values()]
+    height = sum(heights) + 40 * len(heights) + 130
+    figure = make_subplots(
+        len(shown), 1, subplot_titles=list(shown), shared_xaxes=True, row_heights=heights, vertical_spacing=40 / height
+    )
+    for place, (site, rows) in enumerate(shown.items(), start=1):
+        part = frame[frame["site"] == site]
+        part = part.assign(row=part["layer"].map(_row))
+        z, low, high = (
+            part.pivot(index="row", columns="position", values=end).reindex(index=rows, columns=positions)
+            for end in ("value", "low", "high")
+        )
+        heat = go.Heatmap(
+            z=z.to_numpy(dtype=float),
+            x=list(range(len(positions))),
+            y=[str(row) for row in rows],
+            coloraxis="coloraxis",
+            xgap=1,
+            ygap=1,
+            customdata=np.stack(
+                [low.to_numpy(dtype=float), high.to_numpy(dtype=float), np.tile(np.array(labels), (len(rows), 1))],
+                -1,
+                dtype=object,
+            ),
+            hovertemplate=f"{site} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
+            "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
+        )
+        figure.add_trace(heat, row=place, col=1)
+    size = len(positions)
+    upright = max(map(len, labels)) * size > 90
+    figure.update_xaxes(
+        tickvals=list(range(size)),
+        ticktext=labels,
+        tickangle=90 if upright else 0,
+        tickfont={"size": max(6, min(12, 420 // size))},
+        range=[-0.5, size - 0.5],
+        showgrid=False,
+    )
+    figure.update_yaxes(type="category", title="layer", showgrid=False)
+    known = frame["value"].dropna().to_numpy(dtype=float)
+    bound = float(np.abs(known).max(initial=0)) or 1.0
+    bar = {"title": _scale_title(frame), "lenmode": "pixels", "len": min(240, height - 120), "y": 1, "yanchor": "top"}
+    figure.update_layout(coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": bar})
+    drawn = styled(figure, title, height)
+    return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)")  # behind blank cells
+
+
+def _row(layer: Any) -> Any:
+    """A layer as a row of a map."""
+    return WITHOUT_LAYER if pd.isna(layer) else int(layer)
+
+
+def _rows(frame: pd.DataFrame) -> list[Any]:
+    """The rows of the map of a site."""
+    return list(dict.fromkeys(map(_row, frame["layer"])))
+
+
+def _scale_title(frame: pd.DataFrame) -> str:
+    """What the colours mean, with the unit."""
+    metric = "value" if "metric" not in frame else str(frame["metric"].iloc[0])
+    return f"change of<br>{metric}" + (f"<br>({UNITS[metric]})" if metric in UNITS else "")
+
+
+def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:
+    """What stands below each position: its name or number, and its token in the first prompt."""
+    if prompts is None:
+        return [str(position) for position in positions]
+    length = prompts.mask.shape[1]
+    labels = []
+    for position in positions:
+        column = position
+        if isinstance(position, str):
+            column = int(prompts.positions[position][0]) if position in prompts.positions else None
+        if column is not None and not 0 <= column < length:
+            raise ValueError(
+                f"position {column} is not in these prompts of {length} tokens: give those that were patched"
+            )
+        has_token = column is not None and bool(prompts.mask[0, column])
+        token = readable(prompts.string_of(int(prompts.tokens[0, column]))) if has_token else ""
+        labels.append(f"{position}: {token}" if isinstance(position, str) and token else token or str(position))
+    return labels
