@@ -66,7 +66,7 @@ def ablate_heads(
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
     provenance = Provenance(
         "ablate_heads",
-        settings={"how": how, "baseline": (baseline or prompts).digest},
+        settings={"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names},
         model=model_provenance(model),
         data=prompts.provenance,
         engine=engine,
