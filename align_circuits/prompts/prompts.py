@@ -343,7 +343,7 @@ class Prompts:
             )
         if not chosen.any():
             raise ValueError("no target is left: choose at least one")
-        kept = torch.from_numpy(chosen)
+        kept = torch.from_numpy(chosen.copy())  # pandas returns arrays that must not be written
         new_row = torch.where(kept, kept.cumsum(0) - 1, IGNORE)
         relations = {name: relation.select(kept[relation.target]) for name, relation in self.relations.items()}
         return replace(

@@ -218,8 +218,8 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
     with pytest.raises(ValueError, match="corrupted: 2 for 1 clean texts"):
         Prompts.from_pairs(["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
     message = (
-        r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): take "
-        "words of equally many tokens"
+        r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
+        "take words of equally many tokens"
     )
     with pytest.raises(ValueError, match=message):
         Prompts.from_pairs(
