@@ -188,7 +188,7 @@ class TargetMetrics:
             # the same number by another formula: they differ in the last bits, and kept tables of evaluation have these
             return logits.log_softmax(1).gather(1, token[:, None])[:, 0]
         if metric == "logit_diff":
-            wrong = torch.from_numpy(self.targets[WRONG].to_numpy(dtype=np.int64))[rows].to(logits.device)
+            wrong = torch.tensor(self.targets[WRONG].to_numpy(dtype=np.int64))[rows].to(logits.device)
             return (logits.gather(1, token[:, None]) - logits.gather(1, wrong[:, None]))[:, 0]
         if metric == "kl":
             if self.reference is None:
