@@ -64,7 +64,7 @@ def ablate_heads(
         edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
-    settings = {"how": how, "baseline": (baseline or prompts).digest}
+    settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
     provenance = provenance_of("ablate_heads", model, prompts, engine, settings)
     keys = pd.DataFrame(selected, columns=["layer", "head"])
     return effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(prompts), provenance)

@@ -9,18 +9,21 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.edits import Edit, Patch, edits_provenance
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HeadSite
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.run.target_metrics import TargetMetrics, by_kind
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
 """The name of the unpatched run, the control of all others."""
+
+HEAD = "head"
+"""The name of all runs with a single head patched."""
 
 
 def interchange(
@@ -47,7 +50,7 @@ def interchange(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts with known answers in both, as `Seq2SeqTask.corrupt(prompts, "query")` and
-            `Prompts.from_pairs(..., corrupted_answer=)` return them. Its metric is not used.
+            `Prompts.from_pairs(..., corrupted_answer=)` return them. Its metric is not used; its kind of targets is.
         heads: Which heads are patched, each alone; all by default.
         groups: Sets of heads by name, each patched together.
         edits: Other patches by name, such as `{"middle": [Patch(site="resid_post", layers=[3])]}`; a `Patch` without
@@ -61,7 +64,7 @@ def interchange(
 
     Raises:
         ValueError: Prompts whose answers are not known in both, or that have an answer in common at every target; a
-            head that the model does not have; a group without heads.
+            head that the model does not have; a group or an edit without anything; a name given twice.
     """
     selected = heads_of(model.cfg, heads)
     clean, corrupted = _with_two_answers(pair)
@@ -81,32 +84,43 @@ def interchange(
 
     clean_tokens = clean.answer_tokens
     named: list[tuple[str, Sequence[Edit]]] = [(NOTHING, [])]
-    named += [("head", [Patch([head], site=site)]) for head in selected]
+    named += [(HEAD, [Patch([head], site=site)]) for head in selected]
     for name, group in (groups or {}).items():
-        if not group:
+        if not len(group):
             raise ValueError(f"groups[{name!r}] has no heads: name at least one")
         named.append((name, [Patch(heads_of(model.cfg, group), site=site)]))
-    named += list((edits or {}).items())
+    for name, patches in (edits or {}).items():
+        if isinstance(patches, Edit) or not len(patches):
+            raise ValueError(f"edits[{name!r}]: give a list of edits, with at least one")
+        named.append((name, patches))
+    if taken := {NOTHING, HEAD, *(groups or {})} & {*(edits or {})} or {NOTHING, HEAD} & {*(groups or {})}:
+        raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     sides = ("clean", "corrupted") if source_is_clean else ("corrupted", "clean")
     targets = TargetMetrics.of(base, [share(side) for side in sides])  # pyright: ignore[reportArgumentType]
     values, engine = targets.measure_edited(model, [edit for _, edit in named], source=source, options=options)
     places = [(None, None), *selected, *[(None, None)] * (len(named) - 1 - len(selected))]
     keys = pd.DataFrame(places, columns=["layer", "head"]).assign(patched=[name for name, _ in named])
-    levels = np.where(keys["patched"] == "head", "head", np.where(keys["patched"] == NOTHING, "model", "group"))
+    levels = np.where(keys["patched"] == HEAD, "head", np.where(keys["patched"] == NOTHING, "model", "group"))
     keys.insert(0, "level", levels)
     keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "kept")], ignore_index=True)
     means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
     weights = np.tile(targets.weights, (len(means), 1))
-    provenance = replace(pair, metric=None).provenance("interchange", model, {"site": site}, engine)
+    settings = {
+        "site": site,
+        "groups": {name: [list(head) for head in group] for name, group in (groups or {}).items()},
+        "edits": {name: edits_provenance(patches)["edits"] for name, patches in (edits or {}).items()},
+    }
+    provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)
     return Table.from_prompts(keys, means, weights, provenance)
 
 
 def answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
-    """Returns at which targets the answers of both prompts are known and have no token in common."""
+    """Returns at which targets of the pair's kind the answers of both prompts are known and have no token in common."""
     if pair.corrupted.own_correct is None or pair.clean.correct is None:
         return torch.zeros(len(pair.clean.targets), dtype=torch.bool)
     clean, own = pair.clean.correct, pair.corrupted.own_correct
-    return own.any(1) & ~(clean & own).any(1)
+    of_kind = torch.from_numpy(by_kind(pair.clean)[pair.kind or "all"])
+    return own.any(1) & ~(clean & own).any(1) & of_kind
 
 
 def _with_two_answers(pair: Pair) -> tuple[Prompts, Prompts]:
@@ -114,8 +128,9 @@ def _with_two_answers(pair: Pair) -> tuple[Prompts, Prompts]:
     differ = answers_differ(pair)
     if not differ.any():
         why = "both give the same answers"
-        if pair.corrupted.own_correct is None:
-            why = "the answers to the corrupted prompts are not known"
+        if pair.corrupted.own_correct is None or pair.clean.correct is None:
+            which = "corrupted" if pair.corrupted.own_correct is None else "clean"
+            why = f"the answers to the {which} prompts are not known"
         raise ValueError(
             f"{why}: interchange takes pairs whose answers are known and differ, as Prompts.from_pairs(..., "
             "corrupted_answer=) and Seq2SeqTask.corrupt(prompts, 'query') make them"

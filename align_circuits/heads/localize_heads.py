@@ -185,7 +185,8 @@ def localize(
             needs.
     """
     task = as_task(task, corrupted, roles)
-    n = n or (len(task.prompts) if isinstance(task, OwnPrompts) else 64)
+    if n is None:
+        n = len(task.prompts) if isinstance(task, OwnPrompts) else 64
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
     if draws < 0:
@@ -198,6 +199,7 @@ def localize(
     if not names:
         raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
     metrics = [*names, *(f"{role}_attention" for role in names)]
+    pair = Pair(*task.pairs(tested, seed))
     candidates = _candidates(score_heads(model, discovery, metrics, options=options), names, thresholds)
 
     scores = score_heads(model, tested, metrics, options=options)
@@ -206,7 +208,6 @@ def localize(
     p = p_values(model, tested, names, seed=seed, options=options)
     heads = sorted({head for head, _ in candidates})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
-    pair = Pair(*task.pairs(tested, seed))
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)

@@ -51,7 +51,8 @@ def p_values(
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
       can be established (`fixed_rank`): the smallest value is then one over the number of candidates.
     - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The keys of a
-      prompt are redrawn among the keys of all prompts, at the same targets: 9,999 permutations of prompts.
+      prompt are redrawn among the keys of all prompts of its length, at the same targets: 9,999 permutations of
+      prompts. A relation whose queries are no targets needs them at the same positions in all prompts.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
@@ -174,15 +175,26 @@ class _OtherPrompts(_Test):
         self.n = len(prompts)
         # Rows of the relation alone would not do: a redraw reads a prompt's attention at the targets of another. So
         # there is a row for each prompt and each target of the layout, which all prompts share.
-        per_prompt = len(prompts.targets) // self.n
-        query = prompts.column("query_pos").view(self.n, -1) if len(prompts.targets) % self.n == 0 else None
+        at_targets = torch.equal(prompts.column("query_pos")[relation.target], relation.query)
+        if at_targets and len(relation.target.unique()) == len(relation):
+            per_prompt, query, place = len(prompts.targets) / self.n, prompts.column("query_pos"), relation.target
+        else:  # its queries lie elsewhere: then its own rows are the layout
+            per_prompt, query, place = len(relation) / self.n, relation.query, torch.arange(len(relation))
+            if not torch.equal(relation.prompt, place // max(int(per_prompt), 1)):
+                raise ValueError(f"relation {relation.name!r}: give each prompt equally many rows, in order")
+        query = query.view(self.n, -1) if per_prompt.is_integer() else None
         if query is None or not bool((query == query[:1]).all()):
-            raise ValueError("the prompts have their targets at different positions: test prompts of one layout")
-        self.prompt = torch.arange(self.n).repeat_interleave(per_prompt)
+            raise ValueError(
+                f"relation {relation.name!r}: the prompts have their targets at different positions: test prompts of "
+                "one layout, or name the relation's candidates"
+            )
+        self.prompt = torch.arange(self.n).repeat_interleave(int(per_prompt))
         self.query = query.flatten()
         keys, _ = relation.expand()
-        self.keys = torch.zeros(per_prompt, self.n, keys.shape[1])
-        self.keys[relation.target % per_prompt, relation.prompt] = keys.float()
+        self.keys = torch.zeros(int(per_prompt), self.n, keys.shape[1])
+        self.keys[place % int(per_prompt), relation.prompt] = keys.float()
+        # Where another prompt has its keys, a shorter one has padding, to which nothing can attend.
+        self.length = prompts.mask.sum(1).numpy()
         # of each prompt to the keys of each, summed over targets
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
@@ -198,8 +210,10 @@ class _OtherPrompts(_Test):
         self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
-        drawn = generator.permuted(np.tile(np.arange(self.n), (REDRAWS, 1)), axis=1)
-        orders = np.concatenate([np.arange(self.n)[None], drawn])
+        orders = np.tile(np.arange(self.n), (REDRAWS + 1, 1))
+        for length in np.unique(self.length):
+            alike = np.flatnonzero(self.length == length)
+            orders[1:, alike] = generator.permuted(np.tile(alike, (REDRAWS, 1)), axis=1)
         attention = self.attention.flatten(0, 1).double().numpy()
         at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
         scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
@@ -212,8 +226,11 @@ class _Ranks(_Test):
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):  # noqa: ARG002 - one interface
         super().__init__(relation, layers, heads)
         self.keys = _by_rank(relation)
-        if len(relation.prompt.unique_consecutive(return_counts=True)[1].unique()) != 1:
-            raise ValueError(f"relation {relation.name!r}: give each prompt equally many rows, so that prompts compare")
+        each, counts = relation.prompt.unique_consecutive(return_counts=True)
+        if len(counts.unique()) != 1 or len(each.unique()) != len(each):
+            raise ValueError(
+                f"relation {relation.name!r}: give each prompt equally many rows, side by side, so that prompts compare"
+            )
         self.attention = torch.zeros(layers, len(relation), heads, self.keys.shape[1])
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:

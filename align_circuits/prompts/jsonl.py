@@ -11,10 +11,12 @@ SCHEMA = {
     "corrupted": "a text of equally many tokens in which another answer is right",
     "corrupted_answer": "the right answer to the corrupted text",
     "positions": "places by name: a part of the text, [part, occurrence], or the index of a token",
-    "relations": 'by name {"query": place, "keys": [place, ...], "candidates": [place, ...]}, by names of positions',
-    "group": "which lines are related",
+    "relations": 'by name {"query": name, "keys": [name, ...], "candidates": [name, ...]}, each name one of a position',
+    "group": "a string or a number, the same for related lines",
 }
 """The keys of a line, each with what it holds. All lines have the same keys."""
+
+_RELATION = {"query", "keys", "candidates"}
 
 
 def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
@@ -26,7 +28,8 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
     if not Path(path).is_file():
         raise ValueError(f"no file {str(path)!r}: give one JSON object a line, with the keys {', '.join(SCHEMA)}")
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # not splitlines, which also splits at line separators inside of strings
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is no text in UTF-8 ({error}): give one JSON object a line") from error
     records: list[dict[str, Any]] = []
@@ -48,6 +51,9 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
         for key in ("positions", "relations"):
             if not isinstance(record.get(key, {}), dict):
                 raise ValueError(f"{place}: {key} is {type(record[key]).__name__}; give an object, by name")
+        if not isinstance(record.get("group", ""), str | int | float):
+            raise ValueError(f"{place}: group is {type(record['group']).__name__}; give a string or a number")
+        _check_relations(place, record.get("relations", {}))
         if records and (uneven := sorted(record.keys() ^ records[0].keys())):
             raise ValueError(f"{place}: {uneven[0]!r} stands in some lines only; give it in all or in none")
         for key in ("positions", "relations"):
@@ -56,7 +62,25 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
         records.append(record)
     if not records:
         raise ValueError(f"{str(path)!r} has no lines: give one JSON object a line, with a 'text'")
+    for key, needed in (("wrong", "answer"), ("corrupted", "answer"), ("corrupted_answer", "corrupted")):
+        if key in records[0] and needed not in records[0]:
+            raise ValueError(f"{str(path)!r} has the key {key!r} without {needed!r}: give each line {needed!r} too")
     return {key: [record[key] for record in records] for key in records[0]}
+
+
+def _check_relations(place: str, relations: dict[str, Any]) -> None:
+    """Raises unless each relation names its query, its keys and perhaps its candidates."""
+    for name, relation in relations.items():
+        where = f"{place}: relation {name!r}"
+        if not isinstance(relation, dict) or not {"query", "keys"} <= relation.keys() <= _RELATION:
+            raise ValueError(f"{where} needs 'query' and 'keys', may have 'candidates', and nothing else")
+        lists = [relation[key] for key in ("keys", "candidates") if key in relation]
+        if not all(isinstance(names, list) and names for names in lists):
+            raise ValueError(f"{where}: keys and candidates are lists of names of positions, with at least one")
+        given = [relation["query"], *(name for names in lists for name in names)]
+        # An index would count tokens of the text for some, and columns of the padded prompts for others.
+        if wrong := [name for name in given if not isinstance(name, str)]:
+            raise ValueError(f"{where}: {wrong[0]!r} is no name; name places under 'positions' and give the names here")
 
 
 def places(column: list[dict[str, Any]]) -> dict[str, list[Any]]:

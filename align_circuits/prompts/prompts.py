@@ -319,10 +319,12 @@ class Prompts:
         """Returns the prompts with some of their targets, and with the rows of relations that belong to them.
 
         Args:
-            keep: A mask over the targets; a function of their table that returns one; a kind of target (`"first"`,
-                `"later"`); or the name of a position, for the targets that are predicted there.
+            keep: A mask over the targets; a function of their table that returns one; the name of a position, for the
+                targets that are predicted there; or a kind of target (`"first"`, `"later"`), unless a position is
+                called so.
 
         Raises:
+            KeyError: A name that is neither a kind nor a position.
             ValueError: No target is left, or the mask has another length.
 
         >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
@@ -484,7 +486,10 @@ class Prompts:
                 targets[WRONG] = [token for text in tokenized for token in text.wrong]
             prompts = replace(prompts, targets=targets)
         if groups is not None and (isinstance(groups, str) or len(groups) != len(prompts)):
-            raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
+            given = "one string" if isinstance(groups, str) else len(groups)
+            raise ValueError(f"groups: {given} for {len(prompts)} texts; give a list with one for each")
+        if groups is not None and pd.isna(pd.Series(list(groups))).any():
+            raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
         places = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
         group = None if groups is None else torch.from_numpy(pd.factorize(pd.Series(list(groups)))[0])
         return replace(prompts, positions=places, group=group)
@@ -513,6 +518,8 @@ class Prompts:
             answer: The right answers to the clean texts, as for `from_texts`.
             wrong: The answers that they are compared with by the metric `"logit_diff"`.
             corrupted_answer: The right answers to the corrupted texts, where they have one: `interchange` needs them.
+                The corrupted prompt goes on with the clean answer, so what is right behind its first token is known
+                only as long as both answers are alike.
             positions: Places by name in the clean texts, as for `from_texts`.
             groups: Which pairs are related.
 
@@ -535,15 +542,14 @@ class Prompts:
             inputs[row, first : first + text.n_text] = torch.tensor(other.ids[: other.n_text])
         strings = {**prompts.token_strings, **text_of(tokenizer, inputs[prompts.mask].unique())}
         if corrupted_answer is not None:
-            own = [other.ids[other.n_text :] for other in others]
-            lengths = [len(text.ids) - text.n_text for text in tokenized]
-            if uneven := [i for i, length in enumerate(lengths) if length != len(own[i])]:
-                raise ValueError(
-                    f"pair {uneven[0]}: the answers {answer[uneven[0]]!r} and {corrupted_answer[uneven[0]]!r} have "
-                    "different numbers of tokens; take others"
-                )
-            own_token, token = torch.tensor([answer for tokens in own for answer in tokens]), prompts.column("token")
-            answer_tokens = torch.cat([token, own_token]).unique()
+            own = [
+                token
+                for text, other in zip(tokenized, others, strict=True)
+                for token in _known(text.ids[text.n_text :], other.ids[other.n_text :])
+            ]
+            own_token, token = torch.tensor(own), prompts.column("token")
+            answer_tokens = torch.cat([token, own_token[own_token != IGNORE]]).unique()
+            strings |= text_of(tokenizer, answer_tokens)
             prompts = replace(prompts, answer_tokens=answer_tokens, correct=token[:, None] == answer_tokens)
             own_correct = own_token[:, None] == answer_tokens
         task = {**prompts.task, "corrupted": {"kind": "own"}}
@@ -556,21 +562,21 @@ class Prompts:
     def from_jsonl(cls, path: str | Path, tokenizer: Any) -> "tuple[Prompts, Prompts | None]":
         """Reads clean prompts and their corrupted partners from a file of JSON lines; None if it has no partners.
 
-        A line is an object with the keys of `prompts.jsonl.SCHEMA`, of which only `"text"` is required:
+        A line is an object with the keys of `align_circuits.prompts.jsonl.SCHEMA`, of which only `"text"` is required:
 
             {"text": "When Mary and John went to the store, John gave a drink to", "answer": " Mary",
              "wrong": " John", "positions": {"IO": "Mary", "S2": ["John", 1]},
              "relations": {"name_mover": {"query": "END", "keys": ["IO"], "candidates": ["IO", "S2"]}}}
 
         Raises:
-            ValueError: No such file, or a line that does not fit; the message names it.
+            KeyError: A relation with the name of a position that is not there.
+            ValueError: No such file, or a line that does not fit; the message names the line, or the text, pair or
+                prompt, counted from 0.
         """
         columns = read_jsonl(path)
         named = places(columns["positions"]) if "positions" in columns else None
         group, answer, wrong = (columns.get(key) for key in ("group", "answer", "wrong"))
-        if "corrupted" in columns:
-            if answer is None:
-                raise ValueError(f"{str(path)!r} has corrupted texts and no answers: give each line an 'answer'")
+        if "corrupted" in columns and answer is not None:
             clean, corrupted = cls.from_pairs(
                 columns["text"],
                 columns["corrupted"],
@@ -589,9 +595,6 @@ class Prompts:
         relations: dict[str, Relation] = {}
         for name in columns.get("relations", [{}])[0]:
             lines = [line[name] for line in columns["relations"]]
-            for index, line in enumerate(lines):
-                if not isinstance(line, dict) or not {"query", "keys"} <= line.keys():
-                    raise ValueError(f"{str(path)!r}, prompt {index}: relation {name!r} needs a 'query' and 'keys'")
             relations[name] = Relation.from_pairs(
                 [(prompt, line["query"], line["keys"]) for prompt, line in enumerate(lines)],
                 prompts=clean,
@@ -649,7 +652,8 @@ class Prompts:
         parts = [name for f in fields(Relation) if (name := f.name) not in _FLAGS]
         relations = {
             key: Relation(
-                **dict(zip(_FLAGS, flags, strict=True)), **{part: tensors[f"relations.{key}.{part}"] for part in parts}
+                **dict(zip(_FLAGS, flags, strict=False)),  # files of earlier versions have fewer
+                **{part: tensors[f"relations.{key}.{part}"] for part in parts},
             )
             for key, flags in header["relations"].items()
         }
@@ -666,6 +670,15 @@ class Prompts:
             latent=_named(tensors, "latent."),
             positions=_named(tensors, "positions."),
         )
+
+
+def _known(answer: Sequence[int], own: Sequence[int]) -> list[int]:
+    """The token that is right in the corrupted prompt at each token of the clean answer; `IGNORE` where none is known.
+
+    The corrupted prompt goes on with the clean answer, which the own answer does not follow once they differ.
+    """
+    alike = next((i for i, pair in enumerate(zip(answer, own, strict=False)) if pair[0] != pair[1]), len(own))
+    return [own[i] if i <= alike and i < len(own) else IGNORE for i in range(len(answer))]
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Relations: the key positions that a query position should attend to, and the candidates that they compete with."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,15 +76,16 @@ class Relation:
             prompts: The `Prompts` that it is for.
             name: Its name, as `Prompts.with_relations` will use it.
             candidates: What the keys compete with, the keys included: one list for all rows, or one for each row; by
-                default every token up to the query.
+                default every token up to the query. Those behind a query do not count for it.
 
         Returns:
             The relation. A row belongs to the target that is predicted at its query, or to the prompt's first target.
 
         Raises:
-            ValueError: A prompt or a position that is not there, a row without keys, keys behind their query or not
-                among its candidates, a prompt without targets, or rows of one prompt whose keys overlap without being
-                alike, which labels cannot express: make two relations of them.
+            KeyError: The name of a position that the prompts do not have.
+            ValueError: A prompt or a column that is not there, candidates for some rows only, a row without keys, keys
+                behind their query or not among its candidates, a prompt without targets, or rows of one prompt whose
+                keys overlap without being alike, which labels cannot express: make two relations of them.
 
         >>> from align_circuits.prompts.prompts import Prompts
         >>> prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
@@ -92,10 +94,15 @@ class Relation:
         """
         if not pairs:
             raise ValueError(f"relation {name!r}: no pairs; give (prompt, query, keys) for each row")
-        each = candidates is None or isinstance(candidates[0], int | str)
-        if not each and len(candidates or ()) != len(pairs):
-            raise ValueError(f"relation {name!r}: {len(candidates or ())} sets of candidates for {len(pairs)} rows")
-        rows = [_Row(name, prompts, pair, candidates if each else candidates[i]) for i, pair in enumerate(pairs)]  # pyright: ignore
+        if candidates is None or (len(candidates) and isinstance(candidates[0], int | str)):
+            of_rows: Sequence[Any] = [candidates] * len(pairs)
+        else:
+            of_rows = candidates
+        if len(of_rows) != len(pairs):
+            raise ValueError(f"relation {name!r}: {len(of_rows)} sets of candidates for {len(pairs)} rows")
+        if len({among is None for among in of_rows}) > 1:
+            raise ValueError(f"relation {name!r}: candidates for some rows only; give them for all rows or for none")
+        rows = [_Row(name, prompts, pair, among) for pair, among in zip(pairs, of_rows, strict=True)]
         rows.sort(key=lambda row: (row.prompt, row.query))
         key_label, key_value = _labels(name, rows, [row.keys for row in rows], prompts.mask)
         candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
@@ -110,7 +117,7 @@ class Relation:
             candidate_value,
             key_label,
             candidate_label,
-            exchangeable=candidates is not None,
+            exchangeable=of_rows[0] is not None,
         )
 
     @classmethod
@@ -178,7 +185,7 @@ class _Row:
         where = f"relation {name!r}, prompt {self.prompt}"
         if not 0 <= self.prompt < len(prompts):
             raise ValueError(f"{where}: there are {len(prompts)} prompts, counted from 0")
-        if isinstance(keys, int | str) or not keys:
+        if isinstance(keys, int | str) or not len(keys):
             raise ValueError(f"{where}: keys={keys!r}; give a list of positions, at least one")
         self.query = self._column(where, prompts, query)
         self.keys = sorted({self._column(where, prompts, key) for key in keys})
@@ -198,7 +205,7 @@ class _Row:
         self.target = int((at_query if len(at_query) else targets.index)[0])
 
     def _column(self, where: str, prompts: Any, place: int | str) -> int:
-        column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else int(place)
+        column = int(prompts.columns_of(place)[self.prompt]) if isinstance(place, str) else operator.index(place)
         if not (0 <= column < prompts.mask.shape[1] and bool(prompts.mask[self.prompt, column])):
             raise ValueError(f"{where}: no token at column {column} of prompts.tokens")
         return column

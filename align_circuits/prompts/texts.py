@@ -42,7 +42,7 @@ def tokenize(
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer of
             another length, or a named position that is not there.
     """
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError("texts: give a list of strings, ['one text'] for a single one")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise TypeError(f"tokenizer: {type(tokenizer).__name__} is no Hugging Face tokenizer; give model.tokenizer")
@@ -95,14 +95,20 @@ def check_aligned(index: int, clean: TokenizedText, corrupted: Sequence[int], to
 
 def _of_each(name: str, place: Any, count: int) -> list[Place]:
     """The place of a named position in each text; one place serves all."""
-    if isinstance(place, int | str) or (isinstance(place, tuple) and len(place) == 2 and isinstance(place[0], str)):
+    if _is_place(place):
         return [place] * count
-    if not isinstance(place, Sequence) or len(place) != count:
+    if not isinstance(place, Sequence) or len(place) != count or not all(map(_is_place, place)):
         raise ValueError(
-            f"positions[{name!r}]: give one place for all texts, or a list of {count}; a place is a part of the text, "
-            "(part, occurrence), or the index of a token"
+            f"positions[{name!r}]={place!r}: give one place for all texts, or a list of {count}; a place is a part of "
+            "the text, (part, occurrence), or the index of a token"
         )
     return list(place)
+
+
+def _is_place(place: Any) -> bool:
+    if isinstance(place, tuple) and len(place) == 2:
+        return isinstance(place[0], str) and isinstance(place[1], int)
+    return isinstance(place, int | str)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -148,4 +154,6 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-    return next(token for token, (start, end) in enumerate(offsets) if start <= last < end)
+    if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
+        raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {part!r}; take another part")
+    return tokens[-1]  # a letter of several bytes may be several tokens

@@ -53,8 +53,9 @@ def save_localization(localization: Localization, folder: str | Path) -> Path:
     """
     folder = writable_folder(folder)
     (folder / "provenance.json").unlink(missing_ok=True)  # written last: a folder that has it is complete
-    for name in ("patching_effects", "ablation_effects", "group_ablations"):
-        getattr(localization, name).save(folder / name)
+    for name in ("patching_effects", "ablation_effects", "group_ablations", "interchanges"):
+        if getattr(localization, name) is not None:
+            getattr(localization, name).save(folder / name)
     report = write_report(
         folder / "report.html",
         title="Alignment and lookup heads, and their causal role",
@@ -97,6 +98,14 @@ def _sections(localization: Localization) -> Iterator[Section]:
         [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
         or "<p>No head was a candidate.</p>",
     )
+    if localization.interchanges is not None:
+        yield (
+            "Interchange interventions",
+            "How often the clean prompt runs into the corrupted one with a head's output and its answer comes along "
+            "(interchange), and how often the corrupted prompt's answer stays (kept): of the candidates alone, of the "
+            "heads of each role, of all named heads, and of as many random ones. Nothing: the unpatched run.",
+            localization.interchanges,
+        )
     if attention is not None:
         yield (
             "Attention on the test example",

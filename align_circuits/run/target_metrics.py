@@ -110,10 +110,15 @@ class TargetMetrics:
         Raises:
             ValueError: No targets of that kind, or an unknown metric.
         """
+        if isinstance(metrics, str) or not len(metrics):
+            raise ValueError(f"metrics={metrics!r}: give a list of at least one, ['log_prob'] for a single one")
         for metric in metrics:
             if not callable(metric) and metric not in _METRICS:
                 known = ", ".join(map(repr, _METRICS))
                 raise ValueError(f"metric={metric!r}: choose one of {known}, or a function of logits and targets")
+        names = [name_of_metric(metric) for metric in metrics]  # pyright: ignore[reportArgumentType]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ValueError(f"two metrics are called {twice[0]!r}, which a table cannot tell apart: rename a function")
         if "logit_diff" in metrics and WRONG not in prompts.targets:
             raise ValueError(
                 "metric='logit_diff' compares with a wrong answer, and these prompts have none: make them with "
@@ -208,6 +213,11 @@ class TargetMetrics:
             raise ValueError(
                 f"metric {name_of_metric(metric)!r} returned {given}: it must return a tensor with a number for each "
                 f"of the {len(rows)} targets"
+            )
+        if logits.requires_grad and not number.requires_grad:
+            raise ValueError(
+                f"metric {name_of_metric(metric)!r} has no gradient: make it of differentiable operations of torch, or "
+                "measure it by patching"
             )
         return number.to(logits.dtype)
 
@@ -359,8 +369,18 @@ def means_by_prompt(
 
 
 def repeat(prompts: Prompts, times: int) -> Prompts:
-    """Returns prompts several times over, without targets and relations: all of them, then all of them again."""
+    """Returns prompts several times over, without targets and labels: all of them, then all of them again."""
     if times == 1:
         return prompts
     parts = {name: getattr(prompts, name).repeat(times, 1) for name in ("inputs", "mask", "roles", "example")}
-    return replace(prompts, **parts, targets=prompts.targets.iloc[:0], correct=None, relations={}, latent={})
+    return replace(
+        prompts,
+        **parts,
+        targets=prompts.targets.iloc[:0],
+        correct=None,
+        own_correct=None,
+        relations={},
+        latent={},
+        positions={},
+        group=None,
+    )

@@ -39,14 +39,16 @@ class OwnPrompts(Task):
         self.roles = _roles(prompts, roles)  # pyright: ignore[reportAttributeAccessIssue] - of this object, not its class
 
     def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:  # noqa: ARG002 - of the base class
-        """Returns `n` of the prompts in random order, related ones (`Prompts.group`) side by side.
+        """Returns `n` of the prompts in random order, each as likely, related ones (`Prompts.group`) side by side.
 
         Raises:
             ValueError: There are fewer than `n`.
         """
         if n > len(self.prompts):
-            raise ValueError(f"n={n}: there are {len(self.prompts)} prompts")
-        order = _shuffled(self.prompts, seed)[:n]
+            raise ValueError(f"n={n}: there are {len(self.prompts)} prompts; ask for no more")
+        generator = np.random.default_rng(seed)
+        chosen = torch.from_numpy(generator.permutation(len(self.prompts))[:n])
+        order = chosen[_side_by_side(self.prompts, chosen, generator)]
         sampled = self.prompts[order]
         return replace(sampled, latent={**sampled.latent, _ROW: order})
 
@@ -56,7 +58,7 @@ class OwnPrompts(Task):
         Raises:
             ValueError: Fewer than two groups of prompts.
         """
-        order = _shuffled(self.prompts, seed)
+        order = self.sample(len(self.prompts), seed=seed).latent[_ROW]
         cut = _cut(self.prompts[order], round((1 - share) * len(order)))
         parts = (order[:cut], order[cut:])
         return tuple(  # pyright: ignore[reportReturnType]
@@ -95,30 +97,37 @@ def first_half(prompts: Prompts) -> int:
     """Returns how many prompts make the first half: half of them, or as near as groups of related ones allow.
 
     Raises:
-        ValueError: All prompts are related.
+        ValueError: Every cut would part related prompts.
     """
     return _cut(prompts, len(prompts) // 2)
 
 
 def _cut(prompts: Prompts, near: int) -> int:
-    """The first prompt of the second part, as near as groups, which stand side by side, allow."""
+    """The first prompt of the second part, as near as groups allow: no group has prompts in both parts."""
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompt, which cannot be split: give at least two")
     if prompts.group is None:
         return min(max(near, 1), len(prompts) - 1)
-    ends = (prompts.group[1:] != prompts.group[:-1]).nonzero()[:, 0] + 1
+    same = prompts.group[:, None] == prompts.group
+    last = torch.stack([row.nonzero()[-1, 0] for row in same])  # the last prompt of each one's group
+    ends = (last.cummax(0).values[:-1] < torch.arange(1, len(last))).nonzero()[:, 0] + 1
     if not len(ends):
-        raise ValueError("all prompts are of one group, which cannot be split: give prompts of at least two groups")
+        raise ValueError(
+            "no cut leaves all groups whole: give prompts of at least two groups, and a task's with related ones side "
+            "by side"
+        )
     return int(ends[(ends - near).abs().argmin()])
 
 
-def _shuffled(prompts: Prompts, seed: int) -> Int[Tensor, " prompt"]:
-    """A random order of prompts in which groups stay together."""
-    generator = np.random.default_rng(seed)
-    group = np.arange(len(prompts)) if prompts.group is None else prompts.group.numpy()
-    rank = dict(zip(generator.permutation(np.unique(group)), range(len(prompts)), strict=False))
-    order = generator.permutation(len(prompts))
-    return torch.from_numpy(order[np.argsort([rank[group[i]] for i in order], kind="stable")])
+def _side_by_side(
+    prompts: Prompts, chosen: Int[Tensor, " prompt"], generator: np.random.Generator
+) -> Int[Tensor, " prompt"]:
+    """An order of the chosen prompts in which those of one group stand side by side, the groups in random order."""
+    if prompts.group is None:
+        return torch.arange(len(chosen))
+    _, group = prompts.group[chosen].unique(return_inverse=True)
+    rank = torch.from_numpy(generator.permutation(len(group)))  # of each group; some are left over
+    return torch.argsort(rank[group], stable=True)
 
 
 def _roles(prompts: Prompts, roles: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:

@@ -82,6 +82,9 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
     """Returns the prompts and, for each, another one of the same length, with the targets of the first.
 
     Prompts are ordered by length; one that is alone in its length has no partner and is left out.
+
+    Raises:
+        ValueError: No two prompts have the same length.
     """
     length = prompts.mask.sum(1)
     clean, partner = [], []
@@ -89,5 +92,11 @@ def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:
         if len(rows) > 1:
             clean += rows.tolist()
             partner += rows.roll(1).tolist()
+    if not clean:
+        raise ValueError(
+            "no two prompts have the same length, so none can be the other's partner: give corrupted prompts, as "
+            "Prompts.from_pairs makes them"
+        )
     kept = prompts[clean]
-    return kept, replace(prompts[partner], targets=kept.targets, correct=kept.correct, relations=kept.relations)
+    same = {name: getattr(kept, name) for name in ("targets", "correct", "relations", "positions", "group")}
+    return kept, replace(prompts[partner], own_correct=None, **same)

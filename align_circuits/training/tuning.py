@@ -208,8 +208,9 @@ def tune(
         model: What `load` returns, for a decoder with separate q, k and v projections (Llama, Qwen2, Qwen3, Mistral).
         task: What the model learns: a task, or prompts. Probes of a `Seq2SeqTask` are drawn in and out of
             distribution, with unseen test examples; for `"standard"` without in-context examples. Probes of other tasks
-            are other prompts of the task; of prompts, a fifth of them is held out for probes and never learned from
-            (related ones, `Prompts.group`, stay together). The loss of such tasks is on all targets.
+            are other prompts of the task; of prompts, a fifth of them is held out and never learned from (related
+            ones, `Prompts.group`, stay together), and probes measure all of these, or `probe_prompts` of them. The
+            loss of such tasks is the mean over all targets of an update.
         config: The settings; by default those of the paper. `method="standard"` and `dataset_size` are for
             `Seq2SeqTask`.
         roles: With prompts: the relations that probes score heads on, as in `localize`.
@@ -290,7 +291,12 @@ class _TuningData:
         """What tells the task from others, as JSON: a run goes on only with the task that it began with."""
         if isinstance(self.task, Seq2SeqTask):
             return asdict(self.task)
-        return {"task": type(self.task).__name__, "probes": {str(ood): p.digest for ood, p in self.probes.items()}}
+        if isinstance(self.task, OwnPrompts):
+            learned = self.task.prompts
+        else:
+            learned = self.task.sample(self.config.prompts_per_step, self.tokenizer)
+        probes = {str(ood): prompts.digest for ood, prompts in self.probes.items()}
+        return {"task": type(self.task).__name__, "learned": learned.digest, "probes": probes, "roles": [*self.scored]}
 
     @classmethod
     def of(cls, model: HookedModel, task: Task, config: TuneConfig, seed: int) -> "_TuningData":
@@ -330,12 +336,12 @@ class _TuningData:
                 f"method={config.method!r}, dataset_size={config.dataset_size}: both choices are for Seq2SeqTask; "
                 "other tasks are tuned with method='ica' on the prompts that they give"
             )
-        tokenizer, n = getattr(model, "tokenizer", None), config.prompts_per_probe
+        tokenizer = getattr(model, "tokenizer", None)
         if isinstance(task, OwnPrompts):
             task, held_out = task.split(seed)
-            probed = held_out.prompts
+            probed = held_out.sample(min(config.probe_prompts or len(held_out.prompts), len(held_out.prompts)))
         else:
-            probed = task.sample(n, tokenizer, PROBE_SEED + seed)
+            probed = task.sample(config.prompts_per_probe, tokenizer, PROBE_SEED + seed)
         check_fits(model, probed)
         scored = [name for name in task.roles if len(probed.relations.get(name, ()))]
         data = cls(task, config, tokenizer, None, {False: probed}, scored)

@@ -1,5 +1,6 @@
 """Prompts of one's own tokens, and what indexing, saving and hashing keep."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ def with_everything(tokens: list[list[int]]) -> Prompts:
     """Prompts that fill every field, so that an operation that forgets one is noticed."""
     prompts = Prompts.from_tokens(tokens)
     n = len(prompts.targets)
-    generator = torch.Generator().manual_seed(0)
+    generator, start = torch.Generator().manual_seed(0), prompts.mask.int().argmax(1)
     targets = prompts.targets.assign(
         kind=[KINDS[row % 2] for row in range(n)], chance=np.linspace(0, 1, n), phrase=range(n)
     )
@@ -31,6 +32,12 @@ def with_everything(tokens: list[list[int]]) -> Prompts:
         targets=targets,
         answer_tokens=torch.tensor([3, 4, 5]),
         correct=torch.rand(n, 3, generator=generator) < 0.5,
+        own_correct=torch.rand(n, 3, generator=generator) < 0.5,
+        positions={"END": torch.full_like(start, prompts.mask.shape[1] - 1), "start": start},
+        group=torch.arange(len(prompts)) // 2,
+        relations={
+            name: replace(relation, exchangeable=name == "previous") for name, relation in prompts.relations.items()
+        },
         token_strings={3: "a", 4: "\n"},
         tokenizer_hash="abc",
         task={"name": "made", "sizes": [1, 2]},
@@ -39,7 +46,7 @@ def with_everything(tokens: list[list[int]]) -> Prompts:
 
 
 def same(left: Prompts, right: Prompts) -> None:
-    for name in ("inputs", "mask", "roles", "example", "answer_tokens", "correct"):
+    for name in ("inputs", "mask", "roles", "example", "answer_tokens", "correct", "own_correct", "group"):
         assert torch.equal(getattr(left, name), getattr(right, name)), name
     pd.testing.assert_frame_equal(left.targets, right.targets, check_dtype=False)
     assert left.relations.keys() == right.relations.keys()
@@ -49,17 +56,20 @@ def same(left: Prompts, right: Prompts) -> None:
             assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (name, part)
     for name in ("token_strings", "tokenizer_hash", "task"):
         assert getattr(left, name) == getattr(right, name), name
-    assert {name: value.tolist() for name, value in left.latent.items()} == {
-        name: value.tolist() for name, value in right.latent.items()
-    }
+    for part in ("latent", "positions"):
+        one, other = (
+            {name: value.tolist() for name, value in getattr(prompts, part).items()} for prompts in (left, right)
+        )
+        assert one == other, part
 
 
 def content(prompts: Prompts, index: int) -> list[Any]:
     """All that is known about one prompt, in positions counted from its first token."""
     start = int(prompts.mask[index].int().argmax())
     rows: Any = prompts.targets[prompts.targets["prompt"] == index]
-    assert prompts.correct is not None
+    assert prompts.correct is not None and prompts.own_correct is not None and prompts.group is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
+    known += [int(prompts.group[index]), {name: int(at[index]) - start for name, at in prompts.positions.items()}]
     known += [
         (
             row.query_pos - start,
@@ -69,6 +79,7 @@ def content(prompts: Prompts, index: int) -> list[Any]:
             row.kind,
             row.chance,
             prompts.correct[row.Index].tolist(),
+            prompts.own_correct[row.Index].tolist(),
         )
         for row in rows.itertuples()
     ]
@@ -223,6 +234,113 @@ def test_fields_must_agree(monkeypatch):
         replace(prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
+
+
+def test_positions_and_groups_have_an_entry_for_each_prompt(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    prompts = with_everything(IDS)
+    with pytest.raises(ValueError, match=r"positions\['END'\] has 2 entries for 3 prompts"):
+        replace(prompts, positions={"END": torch.tensor([0, 1])})
+    with pytest.raises(ValueError, match="group has 4 entries for 3 prompts"):
+        replace(prompts, group=torch.arange(4))
+    with pytest.raises(ValueError, match=r"own_correct has shape \(2, 3\)"):
+        replace(prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_files_of_earlier_versions_have_no_exchangeable_relations(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with_everything(IDS).save(tmp_path / "new")
+    with safe_open(tmp_path / "new", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        header = json.loads(file.metadata()["prompts"])
+    header["relations"] = {name: flags[:2] for name, flags in header["relations"].items()}
+    save_file(tensors, tmp_path / "old", {"prompts": json.dumps(header)})
+    assert not any(relation.exchangeable for relation in Prompts.load(tmp_path / "old").relations.values())
+
+
+@given(ids, st.data())
+def test_select_targets_equals_a_loop(tokens, data):
+    """Every row of a relation keeps its target, and leaves with it."""
+    prompts = with_everything(tokens)
+    n = len(prompts.targets)
+    keep = data.draw(st.lists(st.booleans(), min_size=n, max_size=n).filter(any))
+    chosen = prompts.select_targets(keep)
+    rows = [row for row in range(n) if keep[row]]
+    assert chosen.targets["phrase"].tolist() == rows, "phrase numbers the targets of with_everything"
+    assert chosen.targets.index.tolist() == list(range(len(rows)))
+    for name in ("correct", "own_correct"):
+        assert torch.equal(getattr(chosen, name), getattr(prompts, name)[rows])
+    for name, relation in prompts.relations.items():
+        kept = [row for row in range(len(relation)) if keep[int(relation.target[row])]]
+        other = chosen.relations[name]
+        assert [other.keys_of(row) for row in range(len(other))] == [relation.keys_of(row) for row in kept]
+        assert [rows[target] for target in other.target.tolist()] == relation.target[kept].tolist()
+        assert other.query.tolist() == relation.query[kept].tolist()
+    assert len(chosen) == len(prompts) and torch.equal(chosen.inputs, prompts.inputs)
+
+
+def test_every_way_to_select_targets():
+    prompts = with_everything(IDS)
+    kinds = prompts.targets["kind"]
+    same(prompts.select_targets("first"), prompts.select_targets((kinds == "first").tolist()))
+    same(prompts.select_targets("later"), prompts.select_targets(torch.tensor((kinds == "later").tolist())))
+    sevens = prompts.select_targets(lambda targets: targets["token"] == 7)
+    assert sevens.targets["token"].tolist() == [7, 7]
+    at_start = prompts.select_targets("start").targets
+    assert at_start["query_pos"].tolist() == prompts.positions["start"].tolist()
+    shadowed = replace(prompts, positions={"first": prompts.positions["start"]})
+    assert shadowed.select_targets("first").targets["token"].tolist() == at_start["token"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [
+        ([True], ValueError, r"keep has shape \(1,\) and type bool: give a boolean for each of the 9 targets"),
+        ([1] * 9, ValueError, r"type int64: give a boolean"),
+        ([False] * 9, ValueError, "no target is left"),
+        ("END", ValueError, "no target is left"),
+        ("middle", KeyError, "no position 'middle' in these prompts; they have 'END', 'start'"),
+    ],
+)
+def test_targets_that_cannot_be_selected(keep, error, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(error, match=message):
+        with_everything(IDS).select_targets(keep)
+
+
+def test_masks_of_named_positions():
+    prompts = with_everything(IDS)
+    assert prompts.mask_of("END").nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
+    assert prompts.mask_of(["END", "start"]).sum(1).tolist() == [2, 2, 2]
+    assert prompts.mask_of("start").nonzero().tolist() == [[0, 0], [1, 2], [2, 1]], "behind the padding"
+    assert torch.equal(prompts[[2, 1]].columns_of("start"), torch.tensor([1, 2]))
+    with pytest.raises(KeyError, match="no position 'S2' in these prompts; they have none"):
+        Prompts.from_tokens(IDS).mask_of("S2")
+
+
+def test_relations_are_added_by_name():
+    prompts = with_everything(IDS)
+    own = Relation.from_positions("END", "start", prompts=prompts)
+    more = prompts.with_relations(mine=own)
+    assert more.relations["mine"].name == "mine" and "induction" in more.relations and "mine" not in prompts.relations
+    assert len(more.with_relations(mine=own.select(own.prompt == 1)).relations["mine"]) == 1, "replaced"
+    for others in (prompts[:2], prompts.select_targets([True] + [False] * 8)):
+        with pytest.raises(ValueError, match=r"relation 'mine' is for \(3, 5\) tokens and these prompts have"):
+            others.with_relations(mine=own)
+    with pytest.raises(ValueError, match="relation 'mine': 3 of 3 rows have no key"):
+        prompts.with_relations(mine=replace(own, key_value=own.key_value + 5))
+
+
+def test_any_relation_is_drawn():
+    prompts = with_everything(IDS)
+    prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
+    drawn = {name: prompts.drawing(0, relation=name) for name in (None, "mine", "previous")}
+    assert drawn[None] == drawn["mine"] != drawn["previous"], "by default the relation that was added"
+    assert with_everything(IDS).drawing(0) not in drawn.values()
+    with pytest.raises(KeyError, match="no relation 'other' in these prompts; they have induction, previous"):
+        prompts.drawing(0, relation="other")
 
 
 def test_vectors_have_no_tokens():

@@ -133,3 +133,126 @@ def test_to_moves_every_tensor():
     moved = labelled(candidate_value=[0, 0], key_value=[1, 1]).to("meta")
     assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
     assert repr(moved) == "Relation('own', rows=2, prompts=1)"
+
+
+@given(data=st.data())
+def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
+    """Whatever is made has exactly the keys and candidates that were given; what is refused overlaps."""
+    prompts = Prompts.from_tokens(data.draw(ids))
+    pairs, candidates = [], []
+    for prompt in data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=4)):
+        columns = prompts.mask[prompt].nonzero()[:, 0].tolist()
+        query = data.draw(st.sampled_from(columns))
+        seen = st.sampled_from([column for column in columns if column <= query])
+        keys = data.draw(st.lists(seen, min_size=1, max_size=3))
+        pairs.append((prompt, query, keys))
+        candidates.append([*keys, *data.draw(st.lists(st.sampled_from(columns), max_size=3))])
+    named = data.draw(st.booleans())
+    expected = sorted(
+        (
+            prompt,
+            query,
+            sorted({*keys}),
+            [at for at in range(query + 1) if (at in among if named else bool(prompts.mask[prompt, at]))],
+        )
+        for (prompt, query, keys), among in zip(pairs, candidates, strict=True)
+    )
+    try:
+        relation = Relation.from_pairs(pairs, prompts=prompts, candidates=candidates if named else None)
+    except ValueError as error:
+        assert "make two relations of them" in str(error)
+        assert not alone(expected)
+        return
+    assert relation.exchangeable == named
+    keys, among = relation.expand()
+    found = [
+        (
+            int(relation.prompt[row]),
+            int(relation.query[row]),
+            keys[row].nonzero()[:, 0].tolist(),
+            among[row].nonzero()[:, 0].tolist(),
+        )
+        for row in range(len(relation))
+    ]
+    assert sorted(found) == expected
+    for row, target in enumerate(relation.target.tolist()):
+        chosen: Any = prompts.targets.loc[target]
+        of_prompt = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
+        assert chosen["prompt"] == int(relation.prompt[row])
+        at_query = (of_prompt["query_pos"] == int(relation.query[row])).any()
+        assert target == of_prompt.index[0] if not at_query else chosen["query_pos"] == int(relation.query[row])
+
+
+def alone(rows: list[tuple]) -> bool:
+    """Whether no two rows of one prompt share a key or a candidate without being alike."""
+    for place, (prompt, query, *sets) in enumerate(rows):
+        for other_prompt, other_query, *others in rows[:place]:
+            if prompt != other_prompt:
+                continue
+            for one, other in zip(sets, others, strict=True):
+                visible = min(query, other_query)
+                seen = [{at for at in part if at <= visible} for part in (one, other)]
+                if {*one} & {*other} and seen[0] != seen[1]:
+                    return False
+    return True
+
+
+def test_later_queries_may_see_more_of_the_same_keys():
+    prompts = Prompts.from_tokens([[5, 7, 9, 5, 7]])
+    relation = Relation.from_pairs([(0, 4, [0, 3]), (0, 2, [0])], prompts=prompts)
+    assert by_query(relation) == {(0, 2): ([0], [0, 1, 2]), (0, 4): ([0, 3], [0, 1, 2, 3, 4])}
+    with pytest.raises(ValueError, match=r"prompt 0: the keys or candidates of query 2 overlap with those of another"):
+        Relation.from_pairs([(0, 2, [0]), (0, 3, [0, 1])], prompts=prompts)
+
+
+def test_relations_of_named_positions(char_tokenizer):
+    prompts = Prompts.from_texts(
+        ["ab:", "xcd:"], char_tokenizer, answer=["a", "c"], positions={"one": [0, 1], "two": [1, 2]}
+    )
+    relation = Relation.from_positions("END", "one", prompts=prompts, name="mine", candidates=["one", "two"])
+    keys, among = relation.expand()
+    for row in range(2):
+        assert keys[row].nonzero()[:, 0].tolist() == [int(prompts.positions["one"][row])]
+        assert among[row].nonzero()[:, 0].tolist() == [int(prompts.positions[name][row]) for name in ("one", "two")]
+    assert relation.exchangeable and relation.name == "mine" and relation.target.tolist() == [0, 1]
+    everywhere = Relation.from_positions("END", "one", "two", prompts=prompts)
+    assert not everywhere.exchangeable and [len(everywhere.keys_of(row)) for row in range(2)] == [2, 2]
+    by_name = Relation.from_pairs([(1, "END", ["two"])], prompts=prompts)
+    assert by_name.prompt.tolist() == [1] and by_name.keys_of(0) == [int(prompts.positions["two"][1])]
+    with pytest.raises(KeyError, match="no position 'three'"):
+        Relation.from_positions("END", "three", prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "candidates", "message"),
+    [
+        ([], None, "no pairs; give"),
+        ([(2, 3, [1])], None, "prompt 2: there are 2 prompts, counted from 0"),
+        ([(-1, 3, [1])], None, "prompt -1: there are 2 prompts"),
+        ([(0, 3, [])], None, r"keys=\[\]; give a list of positions, at least one"),
+        ([(0, 3, 1)], None, "keys=1; give a list of positions"),
+        ([(0, 3, "END")], None, "keys='END'; give a list of positions"),
+        ([(0, 2, [3])], None, "key 3 lies behind its query 2"),
+        ([(1, 3, [0])], None, "prompt 1: no token at column 0"),
+        ([(0, 4, [0])], None, "no token at column 4"),
+        ([(0, 3, [0])], [1, 2], "key 0 is not among the candidates"),
+        ([(0, 3, [0])], [], "0 sets of candidates for 1 rows"),
+        ([(0, 3, [0])], [[0], [1]], "2 sets of candidates for 1 rows"),
+        ([(0, 3, [0]), (1, 3, [1])], [[0], None], "candidates for some rows only"),
+    ],
+)
+def test_relations_that_cannot_be_made(pairs, candidates, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
+    with pytest.raises(ValueError, match=f"^relation 'own'.*{message}"):
+        Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
+
+
+def test_a_position_is_a_whole_number_and_a_row_has_a_target(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
+    with pytest.raises(TypeError, match="float"):
+        Relation.from_pairs([(0, 2.5, [0])], prompts=prompts)  # pyright: ignore[reportArgumentType]
+    first = prompts.select_targets(lambda targets: targets["prompt"] == 0)
+    with pytest.raises(ValueError, match=r"prompt 1: the prompt has no target; leave it out with prompts\[\.\.\.\]"):
+        Relation.from_pairs([(1, 2, [1])], prompts=first)

@@ -1,0 +1,135 @@
+"""Prompts from JSON lines: what a file may hold, and what is wrong with one that does not fit."""
+
+import json
+from typing import Any
+
+import pytest
+
+from align_circuits.prompts.jsonl import SCHEMA, read_jsonl
+from align_circuits.prompts.prompts import WRONG, Prompts
+
+LINE: dict[str, Any] = {
+    "text": "ab:",
+    "answer": "a",
+    "wrong": "b",
+    "corrupted": "ba:",
+    "corrupted_answer": "b",
+    "positions": {"one": 1, "two": ["b", 0]},
+    "relations": {"mover": {"query": "END", "keys": ["one"], "candidates": ["one", "two"]}},
+    "group": "g",
+}
+LONGER = LINE | {"text": "xdc:", "corrupted": "xcd:", "positions": {"one": "c", "two": -3}, "group": 3}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes lines and returns the file's path."""
+
+    def write(*lines: Any, raw: str | None = None) -> Any:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text(raw if raw is not None else "\n".join(map(json.dumps, lines)), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_every_key_is_read(file, char_tokenizer):
+    assert LINE.keys() == SCHEMA.keys()
+    clean, corrupted = Prompts.from_jsonl(file(LINE, LONGER), char_tokenizer)
+    pairs: dict[str, Any] = {
+        "answer": ["a", "a"],
+        "wrong": ["b", "b"],
+        "corrupted_answer": ["b", "b"],
+        "positions": {"one": [1, 3], "two": [2, 2]},
+        "groups": [0, 1],
+    }
+    other, partner = Prompts.from_pairs(["ab:", "xdc:"], ["ba:", "xcd:"], char_tokenizer, **pairs)
+    assert corrupted is not None and clean.digest == other.digest and corrupted.digest == partner.digest
+    assert clean.targets[WRONG].equals(other.targets[WRONG])
+    assert {name: at.tolist() for name, at in clean.positions.items()} == {
+        name: at.tolist() for name, at in other.positions.items()
+    }
+    assert clean.group is not None and clean.group.tolist() == [0, 1]
+    mover = clean.relations["mover"]
+    assert mover.exchangeable and corrupted.relations["mover"] is mover
+    keys, among = mover.expand()
+    assert keys.nonzero()[:, 1].tolist() == clean.positions["one"].tolist() and among.sum(1).tolist() == [2, 2]
+
+
+def test_only_the_text_is_required(file, char_tokenizer):
+    clean, corrupted = Prompts.from_jsonl(file({"text": "abc"}, {"text": "de"}), char_tokenizer)
+    assert corrupted is None and len(clean.targets) == 5 and clean.group is None
+    relation = {"positions": {"one": 1}, "relations": {"own": {"query": "END", "keys": ["one"]}}}
+    clean, _ = Prompts.from_jsonl(file({"text": "ab", "answer": "c"} | relation), char_tokenizer)
+    assert not clean.relations["own"].exchangeable, "among all tokens, since no candidates are named"
+
+
+def test_line_separators_inside_of_strings_and_byte_order_marks(file):
+    line = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False)
+    assert read_jsonl(file(raw=f"\ufeff{line}\r\n\n{line}\n"))["text"] == ["a\u2028b\x85c"] * 2
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in (LINE | changes).items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[]", r"line 2: give an object with a string 'text'"),
+        ("{", r"line 2: no JSON \("),
+        (changed(text=3), "line 2: give an object with a string 'text'"),
+        (changed(colour="red"), "line 2: unknown key 'colour'; a line may have text, answer"),
+        (changed(answer=None), "line 2: answer is NoneType; give a string"),
+        (changed(positions=["one"]), "line 2: positions is list; give an object, by name"),
+        (changed(group=None), "line 2: group is NoneType; give a string or a number"),
+        (changed(group=...), "line 2: 'group' stands in some lines only"),
+        (changed(positions={"one": 1}), "line 2: positions has other names than the first line"),
+        (changed(relations={}), "line 2: relations has other names than the first line"),
+        (changed(relations={"mover": ["END"]}), "line 2: relation 'mover' needs 'query' and 'keys'"),
+        (changed(relations={"mover": {"query": "END"}}), "line 2: relation 'mover' needs 'query' and 'keys'"),
+        (
+            changed(relations={"mover": {"query": "END", "keys": ["one"], "candidate": ["one"]}}),
+            "may have 'candidates', and nothing else",
+        ),
+        (changed(relations={"mover": {"query": "END", "keys": "one"}}), "keys and candidates are lists of names"),
+        (changed(relations={"mover": {"query": "END", "keys": []}}), "with at least one"),
+        (changed(relations={"mover": {"query": "END", "keys": [2]}}), "2 is no name; name places under 'positions'"),
+        (changed(relations={"mover": {"query": 3, "keys": ["one"]}}), "3 is no name"),
+    ],
+)
+def test_a_line_that_does_not_fit_is_named(file, line, message):
+    raw = "\n".join([json.dumps(LINE), line if isinstance(line, str) else json.dumps(line)])
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(file(raw=raw))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["answer", "corrupted", "corrupted_answer", "relations"], "has the key 'wrong' without 'answer'"),
+        (["answer", "wrong", "corrupted_answer"], "has the key 'corrupted' without 'answer'"),
+        (["corrupted"], "has the key 'corrupted_answer' without 'corrupted'"),
+    ],
+)
+def test_keys_that_need_others(file, missing, message):
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(file(changed(**dict.fromkeys(missing, ...))))
+
+
+def test_files_that_hold_no_prompts(file, tmp_path, char_tokenizer):
+    with pytest.raises(ValueError, match="has no lines"):
+        read_jsonl(file(raw="\n\n"))
+    with pytest.raises(ValueError, match=r"no file .*missing.jsonl': give one JSON object a line, with the keys text"):
+        Prompts.from_jsonl(tmp_path / "missing.jsonl", char_tokenizer)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is no text in UTF-8"):
+        read_jsonl(tmp_path / "bytes")
+
+
+def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
+    with pytest.raises(ValueError, match="pair 1: at token"):
+        Prompts.from_jsonl(file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
+    wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
+    with pytest.raises(KeyError, match="no position 'three' in these prompts; they have 'one', 'two', 'END'"):
+        Prompts.from_jsonl(file(wrong), char_tokenizer)

@@ -1,0 +1,229 @@
+"""Prompts of one's own texts beside their tokenization, and what cannot be tokenized so is refused."""
+
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from align_circuits.models.tokenizer import char_tokenizer as bundled
+from align_circuits.prompts.prompts import WRONG, Prompts
+from align_circuits.prompts.relations import IGNORE
+from align_circuits.prompts.texts import check_aligned, tokenize
+from align_circuits.run.pairs import check_pair
+
+TOKENIZER = bundled()
+LETTERS = "abcdefgh"
+words = st.text(LETTERS, min_size=1, max_size=4)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(words, words, st.integers(0, 3)), min_size=1, max_size=4))
+def test_texts_with_answers_equal_a_loop(rows):
+    texts, answers = [text + ":" for text, _, _ in rows], [answer for _, answer, _ in rows]
+    other = {letter: LETTERS[place - 1] for place, letter in enumerate(LETTERS)}
+    wrong = ["".join(other[letter] for letter in answer) for answer in answers]
+    prompts = Prompts.from_texts(
+        texts,
+        TOKENIZER,
+        answer=answers,
+        wrong=wrong,
+        positions={"colon": ":", "first": 1},
+        groups=[group for _, _, group in rows],
+    )
+    place = 0
+    length = max(len(ids_of(text + answer)) for text, answer, _ in rows) + 1
+    assert prompts.inputs.shape == (len(rows), length)
+    for index, (text, answer, group) in enumerate(zip(texts, answers, (row[2] for row in rows), strict=True)):
+        left = length - len(ids_of(text + answer))
+        assert prompts.tokens[index, left:].tolist() == ids_of(text + answer) and not prompts.mask[index, :left].any()
+        for offset in range(len(answer)):
+            target: Any = prompts.targets.iloc[place]
+            position = left + len(ids_of(text)) + offset
+            assert (target["prompt"], target["offset"], target["target_pos"]) == (index, offset, position)
+            assert target["query_pos"] == position - 1
+            assert target["token"] == ids_of(text + answer)[len(ids_of(text)) + offset]
+            assert target[WRONG] == ids_of(text + wrong[index])[len(ids_of(text)) + offset]
+            assert target["kind"] == ("first" if offset == 0 else "later")
+            place += 1
+        end = left + len(ids_of(text)) - 1
+        assert prompts.positions["END"][index] == prompts.positions["colon"][index] == end
+        assert prompts.positions["first"][index] == left + 1
+        same = [row[2] == group for row in rows]
+        assert prompts.group is not None and (prompts.group == prompts.group[index]).tolist() == same
+    assert place == len(prompts.targets)
+
+
+def test_texts_without_answers_have_every_token_as_a_target():
+    prompts = Prompts.from_texts(["abc", "de"], TOKENIZER)
+    other = Prompts.from_tokens([ids_of("abc"), ids_of("de")], tokenizer=TOKENIZER)
+    assert prompts.targets.equals(other.targets) and prompts.positions == {} and prompts.group is None
+    assert prompts.tokenizer_hash == other.tokenizer_hash is not None
+
+
+def test_merges_across_the_end_of_a_text(byte_bpe_tokenizer):
+    """With a space an answer is a token of its own; without one it runs into the text."""
+    prompts = Prompts.from_texts(["the cat sat on"], byte_bpe_tokenizer, answer=[" the"], positions={"it": "cat"})
+    assert prompts.token_text[0][-1] == " the" and prompts.targets["token"].tolist() == [int(prompts.tokens[0, -1])]
+    assert prompts.token_text[0][int(prompts.positions["it"][0])] == " cat"
+    with pytest.raises(ValueError, match="text 0: the answer 'e' is no token of its own behind 'the cat sat on th'"):
+        Prompts.from_texts(["the cat sat on th"], byte_bpe_tokenizer, answer=["e"])
+    with pytest.raises(ValueError, match="text 0: the answer '' is no token of its own"):
+        Prompts.from_texts(["the cat"], byte_bpe_tokenizer, answer=[""])
+
+
+def test_a_letter_of_several_tokens_lies_at_the_last(byte_bpe_tokenizer):
+    prompts = Prompts.from_texts(["the 猫 sat"], byte_bpe_tokenizer, positions={"cat": "猫"})
+    at, texts = int(prompts.positions["cat"][0]), prompts.token_text[0]
+    rest = "".join(texts[at + 1 :])
+    assert rest.startswith(" s"), "the first token behind it"
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [("b", 2), (("a", 0), 1), (("a", 1), 3), (("a", -1), 3), (2, 2), (-1, 4), ("ab", 2), (["b"], 2)],
+)
+def test_places(place, expected):
+    prompts = Prompts.from_texts(["aba:"], TOKENIZER, positions={"there": place})
+    assert prompts.positions["there"].tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("a", "'a' occurs 2 times in text 0; say which one, as \\('a', 0\\)"),
+        ("x", "text 0 has 'x' 0 times"),
+        ("", "text 0 has '' 0 times"),
+        (("a", 2), "text 0 has 'a' 2 times"),
+        (5, "no token 5 in text 0, which has 5"),
+        (-6, "no token -6 in text 0"),
+        (["b", "b"], "give one place for all texts, or a list of 1"),
+        ([("b",)], "give one place for all texts"),
+        (("a", "b"), "give one place for all texts"),
+        (1.5, "give one place for all texts"),
+        ([None], "give one place for all texts"),
+    ],
+)
+def test_places_that_are_not_there(place, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=rf"positions\['there'\].*{message}"):
+        Prompts.from_texts(["aba:"], TOKENIZER, positions={"there": place})
+
+
+class Other:
+    """A tokenizer that tells less, or something else, of where its tokens lie."""
+
+    def __init__(self, **changed: Any):
+        self.changed = changed
+
+    def __getattr__(self, name: str) -> Any:
+        return self.changed.get(name, getattr(TOKENIZER, name))
+
+    def __call__(self, text: str, **more: Any) -> Any:
+        return self.changed.get("encoding") or TOKENIZER(text, **more)
+
+
+def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
+    with pytest.raises(ValueError, match="this tokenizer does not say where its tokens lie; give token indices"):
+        Prompts.from_texts(["ab"], Other(is_fast=False), positions={"b": "b"})
+    trimmed = {"input_ids": [1, 2], "offset_mapping": [(0, 1), (2, 3)]}
+    with pytest.raises(ValueError, match=r"positions\['gap'\]: no token of text 0 holds the end of 'a '"):
+        Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": "a "})
+    with pytest.raises(ValueError, match="text 0 is empty"):
+        Prompts.from_texts([""], Other(encoding={"input_ids": []}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"texts": "ab:"}, TypeError, r"give a list of strings, \['one text'\]"),
+        ({"texts": [1, 2]}, TypeError, "give a list of strings"),
+        ({"texts": 5}, TypeError, "give a list of strings"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer: str is no Hugging Face tokenizer"),
+        ({"texts": []}, ValueError, "no texts: give at least one"),
+        ({"answer": None}, ValueError, "wrong answers without answers"),
+        ({"answer": ["a"]}, ValueError, "answer: 1 for 2 texts"),
+        ({"wrong": "cd"}, ValueError, "wrong: one string for 2 texts"),
+        ({"positions": {"END": 0}}, ValueError, "'END' is the text's last token by itself"),
+        ({"wrong": ["ab", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*same token"),
+        ({"wrong": ["bc", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*1 and 2 tokens"),
+        ({"groups": "ab"}, ValueError, "groups: one string for 2 texts"),
+        ({"groups": [1]}, ValueError, "groups: 1 for 2 texts"),
+        ({"groups": [1, None]}, ValueError, "groups: a text has none"),
+    ],
+)
+def test_texts_that_are_refused(changes, error, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    given: dict[str, Any] = {"texts": ["ab:", "cd:"], "answer": ["a", "c"], "wrong": ["b", "d"]} | changes
+    with pytest.raises(error, match=message):
+        Prompts.from_texts(given.pop("texts"), given.pop("tokenizer", TOKENIZER), **given)
+
+
+def test_pairs_are_halves_with_the_clean_targets():
+    clean, corrupted = Prompts.from_pairs(
+        ["ab:", "xcd:"],
+        ["ba:", "xdc:"],
+        TOKENIZER,
+        answer=["a", "c"],
+        wrong=["b", "d"],
+        corrupted_answer=["b", "d"],
+        positions={"second": [2, 3]},
+        groups=["one", "two"],
+    )
+    check_pair(clean, corrupted)
+    assert [text[-3:] for text in corrupted.text] == ["b:a".replace("b", "a"), "c:c"], "the clean answer goes on"
+    assert corrupted.targets.equals(clean.targets) and corrupted.targets[WRONG].tolist() == [39, 41]
+    assert clean.own_correct is None and corrupted.own_correct is not None and clean.correct is not None
+    for prompts, correct, right in ((clean, clean.correct, "ac"), (corrupted, corrupted.own_correct, "bd")):
+        assert correct is not None
+        tokens = [prompts.answer_tokens[row].tolist() for row in correct]
+        assert tokens == [[ids_of(letter)[-1]] for letter in right]
+    assert torch.equal(clean.positions["second"], corrupted.positions["second"])
+    assert corrupted.string_of(ids_of("d")[-1]) == "d" and corrupted.task["corrupted"] == {"kind": "own"}
+    plain, other = Prompts.from_pairs(["ab:"], ["ba:"], TOKENIZER, answer=["a"])
+    assert other.own_correct is None is plain.correct and torch.equal(
+        plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3]
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
+def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
+    clean, corrupted = Prompts.from_pairs(
+        ["ab:"] * len(rows),
+        ["ba:"] * len(rows),
+        TOKENIZER,
+        answer=[answer for answer, _ in rows],
+        corrupted_answer=[own for _, own in rows],
+    )
+    expected = []
+    for answer, own in rows:
+        for place in range(len(answer)):
+            known = place < len(own) and answer[:place] == own[:place]
+            expected.append([ids_of(own[place])[-1]] if known else [])
+    assert corrupted.own_correct is not None
+    assert [clean.answer_tokens[row].tolist() for row in corrupted.own_correct] == expected
+    assert IGNORE not in clean.answer_tokens.tolist()
+
+
+def test_pairs_that_are_refused(byte_bpe_tokenizer):
+    with pytest.raises(ValueError, match="corrupted: one string for 1 clean texts"):
+        Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
+    with pytest.raises(ValueError, match="corrupted: 2 for 1 clean texts"):
+        Prompts.from_pairs(["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
+    message = (
+        r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
+        "take words of equally many tokens"
+    )
+    with pytest.raises(ValueError, match=message):
+        Prompts.from_pairs(
+            ["the cat sat"] * 2, ["the dog sat", "the ferret sat"], byte_bpe_tokenizer, answer=[" on", " on"]
+        )
+    (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
+    check_aligned(0, text, text.ids, byte_bpe_tokenizer)

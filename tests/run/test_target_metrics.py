@@ -1,0 +1,327 @@
+"""Every metric in every verb beside runs that hooks change by hand, on padded prompts too."""
+
+from dataclasses import replace
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from frozen import Twin, of_lengths
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.circuits.attribute import attribute_edges, attribute_heads
+from align_circuits.circuits.direct_effects import function_vectors
+from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.circuits.faithful import faithfulness
+from align_circuits.hooks.graph import Graph
+from align_circuits.prompts.prompts import WRONG, Prompts
+from align_circuits.run.pairs import Pair
+from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric, repeat
+
+LENGTHS = {"even": (6, 6, 6), "padded": (4, 7, 6)}
+STEP = 1e-4
+
+
+def gap_to_three(logits: Tensor, targets: pd.DataFrame) -> Tensor:
+    """A metric of one's own, which reads the table of targets."""
+    token = torch.tensor(targets["token"].tolist())
+    return (logits.gather(1, token[:, None])[:, 0] - logits[:, 3]).tanh()
+
+
+METRICS: list[Metric] = ["logit_diff", "prob", "log_prob", "logit", "kl", "accuracy", gap_to_three]
+named = pytest.mark.parametrize("metric", METRICS, ids=name_of_metric)
+
+
+@pytest.fixture
+def model(random_hf_model, exact_arithmetic):  # noqa: ARG001
+    return ac.load(random_hf_model("llama", seed=2).double())
+
+
+@pytest.fixture(params=LENGTHS)
+def halves(request) -> tuple[Prompts, Prompts]:
+    """Random prompts with a wrong answer, whose half of all tokens is right, so that accuracy changes."""
+    correct = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    clean, corrupted = (
+        replace(
+            prompts,
+            targets=prompts.targets.assign(**{WRONG: [11, 12, 13]}),
+            answer_tokens=torch.arange(64),
+            correct=correct,
+            positions={"END": torch.full((3,), prompts.mask.shape[1] - 2)},
+            group=torch.arange(3),
+        )
+        for prompts in (of_lengths(LENGTHS[request.param], seed) for seed in (0, 1))
+    )
+    return clean, replace(corrupted, own_correct=~correct)
+
+
+def by_hand(metric: Metric, prompts: Prompts, row: int, logits: Tensor, reference: Tensor) -> Tensor:
+    """The metric of one target from its logits [d_vocab] and those of the clean run, from the definition."""
+    token, wrong = (int(prompts.targets[name][row]) for name in ("token", WRONG))
+    p, q = logits.exp() / logits.exp().sum(), reference.exp() / reference.exp().sum()
+    assert prompts.correct is not None
+    known: dict[Any, Any] = {
+        "logit_diff": lambda: logits[token] - logits[wrong],
+        "prob": lambda: p[token],
+        "log_prob": lambda: p[token].log(),
+        "logit": lambda: logits[token] - sum(logits) / len(logits),
+        "kl": lambda: sum(q[i] * (q[i] / p[i]).log() for i in range(len(q))),
+        "accuracy": lambda: prompts.correct[row, int(logits.argmax())].to(logits),  # pyright: ignore
+        gap_to_three: lambda: torch.tanh(logits[token] - logits[3]),
+    }
+    return known[metric]()
+
+
+class Measured(Twin):
+    """Runs by hand, of which a metric is taken."""
+
+    def __init__(self, model: Any, pair: Pair):
+        self.metric, self.clean = pair.metric or "log_prob", pair.clean
+        super().__init__(model, pair.base, pair.source)
+
+    def at_targets(self, prompts: Prompts, hooks: Any = ()) -> Tensor:
+        logits = self.model.run_with_hooks(prompts.tokens, fwd_hooks=list(hooks), **self.inputs)
+        return logits[prompts.column("prompt"), prompts.column("query_pos")]
+
+    def outcome(self, frozen: Any, watched: Any = None) -> Tensor:
+        def hook_at(name: str) -> Any:
+            def hook(x: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001
+                if watched is not None and name in watched:
+                    watched[name] = x.clone()
+                return frozen[name](x) if name in frozen else None
+
+            return hook
+
+        names = [*frozen, *(name for name in watched or {} if name not in frozen)]
+        with torch.no_grad():
+            return self.numbers(self.at_targets(self.run, [(name, hook_at(name)) for name in names]))
+
+    def numbers(self, logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            reference = self.at_targets(self.clean)
+        return torch.stack(
+            [by_hand(self.metric, self.run, row, logits[row], reference[row]) for row in range(len(logits))]
+        )
+
+
+def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
+    frame: Any = table.frame
+    for column, value in where.items():
+        frame = frame[frame[column] == value]
+    return dict(zip(frame[list(keys)].itertuples(index=False, name=None), frame["value"], strict=True))
+
+
+@named
+@pytest.mark.parametrize(("direction", "engine"), [("noise", "auto"), ("denoise", "reference")])
+def test_patched_heads(model, halves, metric, direction, engine):
+    pair = Pair(*halves, metric=metric, direction=direction)
+    table = ac.patch_heads(model, pair, options=ac.RunOptions(engine=engine, batch_size=2))
+    assert set(table.frame["metric"]) == {name_of_metric(metric)} == {table.provenance.settings["metric"]}
+    found, twin = values_of(table, "layer", "head", kind="all"), Measured(model, pair)
+    expected = {(i, j): twin.patched(f"blocks.{i}.attn.hook_z", column=j) for i in range(2) for j in range(4)}
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, found.values())) > 1e-3
+
+
+@named
+def test_ablated_heads(model, halves, metric):
+    table = ac.ablate_heads(model, halves[0], "zero", metrics=[metric, "logit" if metric != "logit" else "prob"])
+    twin = Measured(model, Pair(halves[0], halves[0], metric=metric, direction="noise"))
+    expected = {}
+    for layer in range(2):
+        for head in range(4):
+            change = {f"blocks.{layer}.attn.hook_z": lambda x, j=head: x.index_fill(2, torch.tensor([j]), 0)}
+            expected[layer, head] = float((twin.outcome(change) - twin.before).mean())
+    found = values_of(table, "layer", "head", kind="all", metric=name_of_metric(metric))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert table.provenance.settings["metrics"][0] == name_of_metric(metric)
+
+
+def edges_of(model: Any) -> list[tuple[str, str]]:
+    graph = Graph.of(model.cfg)
+    return [(graph.senders[j].name, graph.receivers[i].name) for i, j in graph.edges.nonzero().tolist()]
+
+
+@named
+def test_patched_edges_and_paths(model, halves, metric):
+    pair, some = Pair(*halves, metric=metric, direction="noise"), edges_of(model)[::9]
+    twin = Measured(model, pair)
+    found = values_of(patch_edges(model, pair, edges=some), "sender", "receiver")
+    assert found == pytest.approx({edge: twin.effect(*edge, freeze_mlps=True) for edge in some}, abs=1e-5)
+    paths = values_of(patch_paths(model, pair, senders=["L0H1", "L1H2"]), "sender", "receiver")
+    assert paths == pytest.approx({edge: twin.effect(*edge, freeze_mlps=False) for edge in paths}, abs=1e-5)
+    assert metric == "accuracy" or max(map(abs, {**found, **paths}.values())) > 1e-3
+
+
+@named
+def test_attributed_heads(model, halves, metric):
+    """Denoising, since the divergence from the clean run has no gradient there."""
+    if metric == "accuracy":
+        with pytest.raises(ValueError, match="metric='accuracy' has no gradient: choose"):
+            attribute_heads(model, Pair(*halves, metric=metric))
+        return
+    pair = Pair(*halves, metric=metric)
+    found = values_of(attribute_heads(model, pair, options=ac.RunOptions(batch_size=2)), "layer", "head")
+    twin, kept = Measured(model, pair), {}
+
+    def keeper(name: str) -> Any:
+        def keep(x: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+            kept[name] = x if x.requires_grad else x.detach().requires_grad_()
+            return kept[name]
+
+        return keep
+
+    names = [f"blocks.{layer}.attn.hook_z" for layer in range(2)]
+    value = twin.numbers(twin.at_targets(pair.base, [(name, keeper(name)) for name in names])).mean()
+    gradients = torch.autograd.grad(value, [kept[name] for name in names])
+    expected = {}
+    for layer, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+        change = (twin.other[name] - twin.base[name]) * gradient * pair.base.mask[:, :, None, None]
+        expected |= {(layer, head): float(change[:, :, head].sum()) for head in range(4)}
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, found.values())) > 1e-3
+
+
+@named
+def test_attributed_edges(model, halves, metric):
+    if metric == "accuracy":
+        with pytest.raises(ValueError, match="metric='accuracy' has no gradient: choose"):
+            attribute_edges(model, Pair(*halves, metric=metric))
+        return
+    pair, some = Pair(*halves, metric=metric), edges_of(model)[::9]
+    found, twin = values_of(attribute_edges(model, pair, method="eap"), "sender", "receiver"), Measured(model, pair)
+    for edge in some:
+        near, far = (
+            twin.effect(*edge, freeze_mlps=True, share=step) - twin.effect(*edge, freeze_mlps=True, share=-step)
+            for step in (STEP, 2 * STEP)
+        )
+        assert found[edge] == pytest.approx((8 * near - far) / (12 * STEP), abs=1e-5), edge
+    assert max(abs(found[edge]) for edge in some) > 1e-3
+
+
+@named
+def test_faithfulness(model, halves, metric):
+    """With all edges, with none, and with all but one."""
+    pair, edges = Pair(*halves, metric=metric, direction="noise"), edges_of(model)
+    last = ("input", "L0H0.q")
+    scores = patch_edges(model, replace(pair, metric="log_prob"))
+    frame: Any = scores.frame
+    is_last = (frame["sender"] == last[0]) & (frame["receiver"] == last[1])
+    scores = replace(scores, frame=frame.assign(value=np.where(is_last, 1.0, -1.0)))
+    twin, corrupted = Measured(model, pair), Measured(model, Pair(*halves, metric=metric))
+    if metric == "accuracy" and float(twin.before.mean()) == float(corrupted.before.mean()):
+        pytest.skip("the corruption does not change the accuracy")
+    curve = faithfulness(model, scores, pair, fractions=[1 - 1 / len(edges)])
+    found = values_of(curve, "edges", circuit="edges", metric=name_of_metric(metric))
+    expected = {
+        0: corrupted.before,
+        len(edges): twin.before,
+        len(edges) - 1: twin.before + twin.effect(*last, freeze_mlps=True),
+    }
+    assert found == pytest.approx({(key,): float(value.mean()) for key, value in expected.items()}, abs=1e-5)
+
+
+@named
+def test_function_vectors_take_any_metric(model, halves, metric):
+    table = function_vectors(model, [Pair(*halves, metric=metric)], heads=[(1, 2)])
+    pair = Pair(*halves, metric=metric)
+    twin, name = Measured(model, pair), "blocks.1.attn.hook_z"
+    at = (pair.clean.column("prompt"), pair.clean.column("query_pos"))
+    mean = twin.other[name][at].mean(0)[2]
+
+    def put(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[at[0], at[1], 2] = mean
+        return x
+
+    assert float(table.frame["value"].iloc[0]) == pytest.approx(
+        float((twin.outcome({name: put}) - twin.before).mean()), abs=1e-5
+    )
+
+
+def test_the_clean_run_does_not_diverge_from_itself(model, halves):
+    clean, corrupted = halves
+    targets = TargetMetrics.of(clean, ("kl",)).with_reference(model, clean)
+    assert np.abs(targets.measure(model)[0]).max() < 1e-12
+    assert targets.with_reference(model, corrupted) is targets, "once measured, it stays"
+    assert TargetMetrics.of(clean).with_reference(model, clean).reference is None
+    assert TargetMetrics.of(corrupted, ("kl",)).with_reference(model, clean).measure(model)[0].min() > 1e-3
+    with pytest.raises(ValueError, match="metric='kl' needs what it is measured from: call with_reference first"):
+        TargetMetrics.of(clean, ("kl",)).measure(model)
+
+
+def test_metrics_follow_a_selection_of_prompts(model, halves):
+    clean, _ = halves
+    targets = TargetMetrics.of(clean, METRICS).with_reference(model, halves[1])
+    whole, part = (metrics.measure(model)[0][:, 0] for metrics in (targets, targets.select(slice(1, 3))))
+    np.testing.assert_allclose(part, whole[:, 1:], atol=1e-6)
+    copies, _ = targets.measure(model, copies=3)
+    np.testing.assert_allclose(copies, np.repeat(whole[:, None], 3, 1), atol=1e-6)
+    again = repeat(clean, 2)
+    assert len(again) == 6 and again.positions == {} and again.group is None and again.own_correct is None
+
+
+def of_wrong_shape(logits: Tensor, targets: pd.DataFrame) -> Tensor:  # noqa: ARG001
+    return logits
+
+
+def no_tensor(logits: Tensor, targets: pd.DataFrame) -> Any:  # noqa: ARG001
+    return 1.0
+
+
+def without_gradient(logits: Tensor, targets: pd.DataFrame) -> Tensor:  # noqa: ARG001
+    return logits.argmax(1).double()
+
+
+def verbs(model: Any, pair: Pair, metric: Any) -> dict[str, Any]:
+    pair = replace(pair, metric=metric)
+    return {
+        "patch_heads": lambda: ac.patch_heads(model, pair),
+        "ablate_heads": lambda: ac.ablate_heads(model, pair.clean, "zero", metrics=[metric]),
+        "patch_edges": lambda: patch_edges(model, pair),
+        "patch_paths": lambda: patch_paths(model, pair),
+        "function_vectors": lambda: function_vectors(model, [pair]),
+        "attribute_heads": lambda: attribute_heads(model, pair),
+        "attribute_edges": lambda: attribute_edges(model, pair),
+    }
+
+
+@pytest.mark.parametrize("metric", [of_wrong_shape, no_tensor, without_gradient])
+def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metric, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for name, run in verbs(model, Pair(*halves), metric).items():
+        if metric is without_gradient and not name.startswith("attribute"):
+            continue
+        message = "has no gradient" if metric is without_gradient else "returned .*must return a tensor with a number"
+        with pytest.raises(ValueError, match=f"metric '{metric.__name__}' {message}"):
+            run()
+    assert len(ac.patch_heads(model, Pair(*halves, metric=without_gradient), heads=[(0, 0)]))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["logits"], "metric='logits': choose one of 'accuracy', .*'kl', or a function of logits and targets"),
+        ([5], "metric=5: choose one of"),
+        ([], r"metrics=\[\]: give a list of at least one"),
+        ("kl", "metrics='kl': give a list of at least one"),
+        (["kl", "kl"], "two metrics are called 'kl'"),
+        ([lambda logits, _: logits, lambda _, targets: targets], "two metrics are called '<lambda>'"),
+    ],
+)
+def test_metrics_that_are_refused(model, halves, metrics, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        ac.ablate_heads(model, halves[0], "zero", metrics=metrics)
+    if isinstance(metrics, list) and len(metrics) == 1:
+        with pytest.raises(ValueError, match=message):
+            Pair(*halves, metric=metrics[0])
+
+
+def test_a_logit_difference_needs_a_wrong_answer(halves):
+    plain = [replace(prompts, targets=prompts.targets.drop(columns=WRONG)) for prompts in halves]
+    with pytest.raises(ValueError, match=r"metric='logit_diff' compares with a wrong answer, .*answer=, wrong=\)"):
+        Pair(*plain, metric="logit_diff")
