@@ -54,8 +54,9 @@ def patch_heads(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `site`, level, layer, head, `positions`, `kind` (`"all"`, `"first"`, `"later"` targets) and
-        `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in nats, and `"accuracy"`.
+        A table keyed by `site`, level, layer, head, `positions`, `direction` (the pair's), `kind` (`"all"`, `"first"`,
+        `"later"` targets) and `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in
+        nats, and `"accuracy"`.
         The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
@@ -82,6 +83,7 @@ def patch_heads(
     values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
+    frame = frame.assign(direction=pair.direction)
     changes = values[:, edit_set_of] - values[:, :1]
     return effects_table(frame, changes, targets, kinds, pair.provenance("patch_heads", model, {}, engine))
 
