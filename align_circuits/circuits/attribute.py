@@ -56,10 +56,12 @@ def attribute_heads(
 ) -> Table:
     """Returns for every head an estimate of what `patch_heads` would measure, without patching any.
 
-    With x a head's output (or query, or key, or value) and M the metric, its score in a clean run is
-    Σ_positions <x(corrupted) - x(clean), ∂M/∂x>: below zero, the model needs the head.
+    With x a head's output (or query, or key, or value) and M the metric, its score is
+    Σ_positions <x(source) - x(base), ∂M/∂x>. With `direction="denoise"` the base run is that of the corrupted prompts:
+    above zero, the head suffices to restore some of the answer. With `"noise"` it is the clean run, as published:
+    below zero, the model needs the head. The same pair thus gives `patch_heads` and its estimate the same sign.
 
-    - `"atp"`: the gradient of the clean run. Source: Nanda (2023), "Attribution Patching".
+    - `"atp"`: the gradient of the base run. Source: Nanda (2023), "Attribution Patching".
     - `"atp_star"`: the same, but at `"q"` and `"k"` attention is computed anew from the patched queries or keys, and
       its change is multiplied by ∂M/∂pattern (the QK fix): a saturated softmax has no gradient where a patch still
       moves it. All positions of a head are patched together. Source: Kramár et al. (2024), "AtP*", §3.1.
@@ -80,8 +82,8 @@ def attribute_heads(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `site`, layer, head and `metric`, with intervals over prompts. Heads that share a key head have
-        equal rows at `"k"` and `"v"`.
+        A table keyed by `site`, layer, head, `direction` and `metric`, with intervals over prompts. Heads that share a
+        key head have equal rows at `"k"` and `"v"`.
 
     Raises:
         ValueError: Prompts that do not match, an unknown method or site, no steps, or one layer with `graddrop`.
@@ -143,7 +145,7 @@ def attribute_heads(
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
     values = [scores[index, head or 0].numpy() for index, head in keys]
     frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
-    frame = with_level(frame).assign(metric=pair.target_metrics.names[0])
+    frame = with_level(frame).assign(direction=pair.direction, metric=pair.target_metrics.names[0])
     settings = {"method": method, "graddrop": graddrop, "steps": steps}
     provenance = pair.provenance("attribute_heads", model, settings, engine)
     return pair.target_metrics.table(frame, np.stack(values), provenance)
@@ -159,18 +161,20 @@ def attribute_edges(
 ) -> Table:
     """Returns for every edge an estimate of what `patch_edges` would measure, without patching any.
 
-    With z_u what sender u writes, x_v what receiver v reads, and M the metric, the score of an edge in a clean run is
-    Σ_positions <z_u(corrupted) - z_u(clean), ∂M/∂x_v>: below zero, the model needs the edge. The gradient is taken
+    With z_u what sender u writes, x_v what receiver v reads, and M the metric, the score of an edge is
+    Σ_positions <z_u(source) - z_u(base), ∂M/∂x_v>. With `direction="denoise"` the base run is that of the corrupted
+    prompts, and an edge that restores some of the answer lies above zero; with `"noise"` it is the clean run, as
+    published, and an edge that the model needs lies below zero. The gradient is taken
 
-    - `"eap"`: in the clean run. Source: Nanda (2023), "Attribution Patching"; Syed et al. (2023), "Attribution
+    - `"eap"`: in the base run. Source: Nanda (2023), "Attribution Patching"; Syed et al. (2023), "Attribution
       Patching Outperforms Automated Circuit Discovery", Eq. 2.
-    - `"eap_ig_inputs"`: in the mean over runs whose embeddings lie between the two, k/m of the way to the clean ones,
+    - `"eap_ig_inputs"`: in the mean over runs whose embeddings lie between the two, k/m of the way to the base run's,
       k = 1, ..., m. Source: Hanna et al. (2024), "Have Faith in Faithfulness", Eq. 3.
-    - `"eap_ig_activations"`: in the mean over clean runs in which the output of the sender's layer (its heads, or its
+    - `"eap_ig_activations"`: in the mean over base runs in which the output of the sender's layer (its heads, or its
       MLP, or the embedding) lies between the two. Source: Hanna et al. (2024); Mueller et al. (2025), "MIB", §3.
     - `"eap_ig_all_activations"`: in the mean over those runs of all senders, for every edge, as the code released with
       Hanna et al. (2024) has it: in each of them only one layer's output is moved.
-    - `"atp_star"`: in the clean run, but for edges into queries and keys attention is computed anew from what the
+    - `"atp_star"`: in the base run, but for edges into queries and keys attention is computed anew from what the
       patched edge brings, and its change is multiplied by ∂M/∂pattern. It takes a run for each sender and layer, many
       in a batch. Source: the QK fix of Kramár et al. (2024), "AtP*", §3.1, for edges.
 
@@ -186,7 +190,8 @@ def attribute_edges(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `sender` and `receiver` (names as in `Graph`) and `metric`, with intervals over prompts.
+        A table keyed by `sender` and `receiver` (names as in `Graph`), `direction` and `metric`, with intervals over
+        prompts.
 
     Raises:
         ValueError: Prompts that do not match, an unknown method, no steps, or a model that is not the sum of its parts.

@@ -50,7 +50,7 @@ def patch_edges(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts.
+        A table keyed by `sender`, `receiver`, `direction` and `metric`, with intervals over prompts.
 
     Raises:
         KeyError: An edge between names that the model does not have.
@@ -103,8 +103,8 @@ def patch_paths(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `sender`, `receiver` and `metric`, with intervals over prompts; pairs in which the receiver
-        comes first are left out.
+        A table keyed by `sender`, `receiver`, `direction` and `metric`, with intervals over prompts; pairs in which the
+        receiver comes first are left out.
 
     Raises:
         KeyError: A name that the model does not have.

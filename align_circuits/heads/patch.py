@@ -59,8 +59,9 @@ def patch_heads(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by `site`, level, layer, head, `positions`, `kind` (`"all"`, `"first"`, `"later"` targets) and
-        `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in nats, and `"accuracy"`.
+        A table keyed by `site`, level, layer, head, `positions`, `direction` (the pair's), `kind` (`"all"`, `"first"`,
+        `"later"` targets) and `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in
+        nats, and `"accuracy"`.
         The 95% bootstrap intervals are over prompts, paired.
 
     Raises:
@@ -114,6 +115,7 @@ def patching_table(
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
     changes = values[:, edit_set_of] - values[:, :1]
     settings = {**settings, "metric": targets.names, "kind": list(kinds)}
+    keys = keys.assign(direction=pair.direction)
     return effects_table(keys, changes, targets, kinds, pair.provenance(verb, model, settings, engine))
 
 

@@ -147,13 +147,14 @@ class Pair:
         values: Float[ndarray, "edge prompt"],
         provenance: Provenance,
     ) -> Table:
-        """Returns what was measured of edges as a table, keyed by sender, receiver and metric."""
+        """Returns what was measured of edges as a table, keyed by sender, receiver, direction and metric."""
         receiver, sender = edges.nonzero().T.tolist()
         keys = pd.DataFrame(
             {
                 "level": "edge",
                 "sender": [graph.senders[place].name for place in sender],
                 "receiver": [graph.receivers[place].name for place in receiver],
+                "direction": self.direction,
                 "metric": self.target_metrics.names[0],
             }
         )

@@ -183,7 +183,17 @@ class Table:
 
         Where both tables kept their prompts, and they are the same prompts, the interval is that of the paired
         difference; else there is no honest interval, and low and high are NaN.
+
+        Raises:
+            ValueError: Tables of other rows, or of patches in different directions.
         """
+        left, right = (_directions(table) for table in (self, other))
+        if left and right and left != right:
+            raise ValueError(
+                f"tables of direction {' and '.join(map(repr, left))} and of {' and '.join(map(repr, right))}: what "
+                "noise takes away and what denoising brings back are different questions, measured in different runs; "
+                "measure both tables with one direction, or select it with .where(direction=...) on both sides"
+            )
         if sorted(self.keys) != sorted(other.keys):
             raise ValueError(f"tables with different key columns: {self.keys} and {other.keys}")
         # merge pairs missing keys with missing keys, which an index does not
@@ -244,6 +254,14 @@ class Table:
     def _rows(self, index: ndarray) -> "Table":
         kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
+
+
+def _directions(table: Table) -> list[str]:
+    """The directions of the patches that a table measures; those kept before they had a column name it as a setting."""
+    if "direction" in table.keys:
+        return sorted(table.frame["direction"].dropna().unique())
+    direction = table.provenance.settings.get("direction")
+    return [direction] if direction else []
 
 
 def with_level(keys: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,8 @@ from frozen import Twin, of_lengths
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-from align_circuits.circuits.edge_patching import patch_edges
+from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.heads.patch import patch_heads
 
 STEP = 1e-4
 SITES: Any = {
@@ -330,6 +331,51 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     assert {edge for edge, _ in best} == true
     missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
     assert missed["eap"] > 0.8 * -sum(exact.values()) > missed["eap_ig_inputs"]
+
+
+def likeness(estimate: ac.Table, exact: ac.Table) -> float:
+    """The correlation of two tables over the same heads or edges."""
+    keys = ["sender", "receiver"] if "sender" in exact.keys else ["layer", "head"]
+    both: Any = estimate.frame.merge(exact.frame, on=keys)
+    assert len(both) == len(estimate) == len(exact)
+    return float(np.corrcoef(both["value_x"], both["value_y"])[0, 1])
+
+
+def test_with_one_pair_attribution_estimates_what_patching_measures(char_tokenizer):
+    """At the defaults of both, and in both directions; of different directions the signs are opposite."""
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
+    model = ac.planted_circuit(task, seed=0, strength=0.5)
+    clean = task.sample(4, char_tokenizer, seed=1)
+    corrupted = task.corrupt(clean, "query", seed=2)
+    noise, denoise = (ac.Pair(clean, corrupted, direction=direction) for direction in ("noise", "denoise"))
+    heads = {pair.direction: patch_heads(model, pair).where(kind="all", metric="log_prob") for pair in (noise, denoise)}
+    edges = {pair.direction: patch_edges(model, pair) for pair in (noise, denoise)}
+    default = ac.Pair(clean, corrupted)
+    assert likeness(attribute_heads(model, default), heads[default.direction]) > 0.85
+    assert likeness(attribute_edges(model, default), edges[default.direction]) > 0.95
+    for pair, other in ((noise, denoise), (denoise, noise)):
+        by_head, by_edge = attribute_heads(model, pair, method="ig_inputs"), attribute_edges(model, pair)
+        assert likeness(by_head, heads[pair.direction]) > 0.95 > -0.9 > likeness(by_head, heads[other.direction])
+        assert likeness(by_edge, edges[pair.direction]) > 0.95 > -0.9 > likeness(by_edge, edges[other.direction])
+
+
+def test_tables_of_pairs_name_the_direction(model, pair):
+    kept = {}
+    for direction in ("noise", "denoise"):
+        asked = ac.Pair(**pair, direction=direction)
+        kept[direction] = [
+            patch_heads(model, asked),
+            attribute_heads(model, asked),
+            attribute_edges(model, asked, method="eap"),
+            patch_edges(model, asked, edges=[("L0H1", "logits")]),
+            patch_paths(model, asked, senders=["L0H1"]),
+        ]
+        for table in kept[direction]:
+            assert table.frame["direction"].eq(direction).all() and "direction" in table.keys
+            assert len(table.where(direction=direction)) == len(table)
+    for one, other in zip(*kept.values(), strict=True):
+        with pytest.raises(ValueError, match="tables of direction 'noise' and of 'denoise'"):
+            _ = one - other
 
 
 def test_refusals(model, pair):

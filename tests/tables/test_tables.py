@@ -155,6 +155,26 @@ def test_tables_that_do_not_pair():
         _ = made - renamed
 
 
+@pytest.mark.parametrize("how", ["column", "setting"])
+def test_a_difference_of_two_directions_is_refused(how):
+    made = table()
+
+    def of(direction: str) -> Table:
+        if how == "column":
+            return Table(made.frame.assign(direction=direction), made.provenance)
+        return Table(made.frame, Provenance("patch_edges", {"direction": direction}))
+
+    message = r"tables of direction 'noise' and of 'denoise': .* select it with \.where\(direction=\.\.\.\)"
+    with pytest.raises(ValueError, match=message):
+        _ = of("noise") - of("denoise")
+    assert frame_of(of("noise") - of("noise"))["value"].eq(0).all()
+    if how == "column":
+        both = Table(pd.concat([of("noise").frame, of("denoise").frame]), made.provenance)
+        with pytest.raises(ValueError, match=r"of direction 'denoise' and 'noise' and of 'noise': "):
+            _ = both - of("noise")
+        assert len(both.where(direction="noise") - of("noise")) == len(made)
+
+
 def test_save_and_load(tmp_path):
     made = table()
     made.save(tmp_path / "out")
