@@ -189,7 +189,7 @@ def gguf_header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     The public reader takes seconds for the vocabulary of one file.
     """
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
     return read_gguf_metadata(str(path))
 
@@ -208,7 +208,7 @@ def gguf_tokenizer(path: Path, *, digits_apart: bool) -> PreTrainedTokenizerFast
         path: The file.
         digits_apart: Whether every digit is split off before the text is split further.
     """
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
     architecture, parts, settings = get_gguf_tokenizer(str(path))
     backend, _ = convert_gguf_tokenizer(architecture, parts)

@@ -31,6 +31,9 @@ tested on. llama.cpp writes Mistral as "llama"; it has no GPT-NeoX that transfor
 GPT2_PRE_TOKENIZERS = ("gpt-2", "smollm")
 """The names in GGUF of what splits text as GPT-2 does, up to digits; see `gguf_tokenizer`."""
 
+LEFT_OUT = {"qwen3": {"head_dim": "qwen3.attention.key_length"}, "gpt2": {"n_positions": "gpt2.context_length"}}
+"""Settings that transformers does not read, and takes from the first model of the architecture: their keys in GGUF."""
+
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How every Llama from 3.1 to 3.3 scales its rotary frequencies, but for the factor, which is the largest in the file.
 
@@ -77,6 +80,8 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
+        for name, key in LEFT_OUT.get(architecture, {}).items():
+            setattr(config, name, metadata.get(key, getattr(config, name)))
         factors = _rope_factors(path) if "rope_freqs.weight" in names else None
         if factors is not None:
             scaled = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}

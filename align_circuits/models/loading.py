@@ -38,7 +38,7 @@ BUNDLED: dict[str, Callable[[], Any]] = {
 """The models that need no hub, of this package or installed beside it: for each name, what returns a folder or a
 model."""
 
-FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """The files downloaded from the hub: weights in safetensors, configuration, tokenizer. No pickle, no code."""
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
@@ -60,8 +60,8 @@ def load(
     reference engine. Weights are read from safetensors or GGUF, never from pickle. The network is used only for a name
     on the hub that is not a local folder.
 
-    A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at each call: to load it faster, save it
-    once, with `original_model.save_pretrained(folder)` and `tokenizer.save_pretrained(folder)`.
+    A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
+    to a folder once, with `save_pretrained` of what `read_gguf` and `gguf_tokenizer` in `models/gguf_files.py` return.
 
     Args:
         source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; "smollm2", a pretrained
@@ -152,7 +152,8 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
         raise ValueError(
             f"no folder {name!r}: give an existing folder in the Hugging Face format, a GGUF file, or a name on the hub"
         )
-    allowed, ignored = (list(FILES), ["*/*"]) if gguf_file is None else ([gguf_file], [])
+    allowed = [*FILES] if gguf_file is None else [gguf_file]
+    ignored = ["*/*"] if gguf_file is None else []
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
