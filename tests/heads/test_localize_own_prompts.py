@@ -26,7 +26,7 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     for role in ("align_query", "lookup"):
         assert set(result.heads(role)) == {head for head, true in model.roles.items() if true == role}, role
     assert result.interchanges is not None
-    found = result.interchanges.where(metric="interchange").frame.set_index("patched")["value"]
+    found: Any = result.interchanges.where(metric="interchange").frame.set_index("patched")["value"]
     assert found["named"] == 1 and found["nothing"] == found["random 0"] == 0
     save_localization(result, tmp_path)
     assert "Interchange interventions" in (tmp_path / "report.html").read_text(encoding="utf-8")

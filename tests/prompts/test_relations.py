@@ -177,7 +177,7 @@ def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
     assert sorted(found) == expected
     for row, target in enumerate(relation.target.tolist()):
         chosen: Any = prompts.targets.loc[target]
-        of_prompt = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
+        of_prompt: Any = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
         assert chosen["prompt"] == int(relation.prompt[row])
         at_query = (of_prompt["query_pos"] == int(relation.query[row])).any()
         assert target == of_prompt.index[0] if not at_query else chosen["query_pos"] == int(relation.query[row])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -108,7 +109,8 @@ def test_what_is_neither_prompts_nor_a_task(monkeypatch):
             as_task(source)  # pyright: ignore[reportArgumentType]
     task = RepeatedTokensTask(length=4)
     assert as_task(task) is task
-    for beside in ({"corrupted": numbered(3)}, {"roles": ["induction"]}):
+    besides: Any = ({"corrupted": numbered(3)}, {"roles": ["induction"]})
+    for beside in besides:
         with pytest.raises(TypeError, match="corrupted= and roles= go with prompts"):
             as_task(task, **beside)
     with pytest.raises(TypeError, match=r"roles='induction': give a list of relations, \['induction'\]"):

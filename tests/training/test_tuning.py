@@ -44,7 +44,7 @@ def llama(folder):
     return ac.load(folder)
 
 
-def run(model, task=TASK, config=QUICK, **more):
+def run(model, task: Any = TASK, config=QUICK, **more):
     return tune(model, task, config, progress=False, **more)
 
 
