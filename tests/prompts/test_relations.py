@@ -5,7 +5,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align_circuits.prompts import relations as rel
@@ -135,6 +135,7 @@ def test_to_moves_every_tensor():
     assert repr(moved) == "Relation('own', rows=2, prompts=1)"
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
     """Whatever is made has exactly the keys and candidates that were given; what is refused overlaps."""

@@ -7,7 +7,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align_circuits.prompts.prompts import Prompts
@@ -25,6 +25,7 @@ def numbered(n: int, group: list[int] | None = None) -> Prompts:
 groups = st.lists(st.integers(0, 3), min_size=2, max_size=9)
 
 
+@settings(deadline=None)
 @given(groups, st.integers(0, 99), st.data())
 def test_samples_keep_groups_side_by_side(group, seed, data):
     prompts = numbered(len(group), group)
@@ -37,6 +38,7 @@ def test_samples_keep_groups_side_by_side(group, seed, data):
     assert drawn == [int(tokens[0]) - 5 for tokens in OwnPrompts(prompts).sample(n, seed=seed).tokens]
 
 
+@settings(deadline=None)
 @given(groups, st.integers(0, 99))
 def test_no_group_is_on_both_sides_of_a_split(group, seed):
     task = OwnPrompts(numbered(len(group), group), numbered(len(group)))
