@@ -80,6 +80,7 @@ def interchange(
             answer = token[:, None] == clean_tokens
             return (answer & answers[torch.from_numpy(targets.index.to_numpy(copy=True))]).any(1).to(logits)
 
+        metric.__name__ = where
         return metric
 
     clean_tokens = clean.answer_tokens

@@ -232,6 +232,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         "patching_effects",
         "ablation_effects",
         "group_ablations",
+        "interchanges",
     }
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
     assert "largest difference from the first run: 0\n" in capsys.readouterr().out

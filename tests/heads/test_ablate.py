@@ -120,7 +120,7 @@ def test_intervals_and_provenance(llama, prompts):
     assert set(zip(frame["layer"], frame["head"], strict=True)) == {(1, 2), (0, 1)}
     provenance = table.provenance
     assert (provenance.verb, provenance.engine) == ("ablate_heads", "replay")
-    assert provenance.settings == {"how": "mean", "baseline": prompts.digest}
+    assert provenance.settings == {"how": "mean", "baseline": prompts.digest, "metrics": ["log_prob", "accuracy"]}
     assert provenance.data["digest"] == prompts.digest
     assert ac.ablate_heads(llama, prompts, heads=[]).frame.empty
 

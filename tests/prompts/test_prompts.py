@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_hash
@@ -110,6 +110,7 @@ def test_every_token_but_the_first_is_a_target(tokens):
         assert set(prompts.roles[index][~prompts.mask[index]].tolist()) <= {Role.PAD}
 
 
+@settings(deadline=None)
 @given(ids, st.data())
 def test_indexing_keeps_the_content_of_each_prompt(tokens, data):
     prompts = with_everything(tokens)
@@ -260,6 +261,7 @@ def test_files_of_earlier_versions_have_no_exchangeable_relations(tmp_path):
     assert not any(relation.exchangeable for relation in Prompts.load(tmp_path / "old").relations.values())
 
 
+@settings(deadline=None)
 @given(ids, st.data())
 def test_select_targets_equals_a_loop(tokens, data):
     """Every row of a relation keeps its target, and leaves with it."""

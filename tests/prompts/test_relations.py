@@ -5,7 +5,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from align_circuits.prompts import relations as rel
@@ -135,6 +135,7 @@ def test_to_moves_every_tensor():
     assert repr(moved) == "Relation('own', rows=2, prompts=1)"
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
     """Whatever is made has exactly the keys and candidates that were given; what is refused overlaps."""
@@ -177,7 +178,7 @@ def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
     assert sorted(found) == expected
     for row, target in enumerate(relation.target.tolist()):
         chosen: Any = prompts.targets.loc[target]
-        of_prompt = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
+        of_prompt: Any = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
         assert chosen["prompt"] == int(relation.prompt[row])
         at_query = (of_prompt["query_pos"] == int(relation.query[row])).any()
         assert target == of_prompt.index[0] if not at_query else chosen["query_pos"] == int(relation.query[row])

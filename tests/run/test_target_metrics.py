@@ -60,7 +60,8 @@ def halves(request) -> tuple[Prompts, Prompts]:
 
 def by_hand(metric: Metric, prompts: Prompts, row: int, logits: Tensor, reference: Tensor) -> Tensor:
     """The metric of one target from its logits [d_vocab] and those of the clean run, from the definition."""
-    token, wrong = (int(prompts.targets[name][row]) for name in ("token", WRONG))
+    targets: Any = prompts.targets
+    token, wrong = (int(targets[name][row]) for name in ("token", WRONG))
     p, q = logits.exp() / logits.exp().sum(), reference.exp() / reference.exp().sum()
     assert prompts.correct is not None
     known: dict[Any, Any] = {
@@ -79,7 +80,8 @@ class Measured(Twin):
     """Runs by hand, of which a metric is taken."""
 
     def __init__(self, model: Any, pair: Pair):
-        self.metric, self.clean = pair.metric or "log_prob", pair.clean
+        self.metric: Metric = pair.metric or "log_prob"
+        self.clean = pair.clean
         super().__init__(model, pair.base, pair.source)
 
     def at_targets(self, prompts: Prompts, hooks: Any = ()) -> Tensor:

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 import align_circuits as ac
 from align_circuits.models.protocol import parameters_of
 from align_circuits.prompts.prompts import Role
+from align_circuits.prompts.relations import Relation
 from align_circuits.run.evaluation import ALL_OFFSETS
+from align_circuits.tasks.own_prompts import OwnPrompts
 from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import PROBE_SEED, TuneConfig, _TuningData, tune
 
@@ -42,7 +44,7 @@ def llama(folder):
     return ac.load(folder)
 
 
-def run(model, task=TASK, config=QUICK, **more):
+def run(model, task: Any = TASK, config=QUICK, **more):
     return tune(model, task, config, progress=False, **more)
 
 
@@ -364,3 +366,120 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write results"):
         run(llama, out=tmp_path / "file")
+
+
+def own_prompts(tokenizer, lengths: tuple[int, ...], groups: list[int] | None = None) -> ac.Prompts:
+    """Random letters with answers of one or two letters, of different lengths, and a relation."""
+    generator = np.random.default_rng(0)
+    texts = ["".join(generator.choice(list("abcdefgh"), length)) for length in lengths]
+    answers = ["".join(generator.choice(list("ABCD"), 1 + row % 2)) for row in range(len(texts))]
+    prompts = ac.Prompts.from_texts(texts, tokenizer, answer=answers, positions={"start": 1}, groups=groups)
+    return prompts.with_relations(own=Relation.from_positions("END", "start", prompts=prompts))
+
+
+PADDED, EVEN = (3, 5, 4, 6, 3, 5, 4, 6, 5, 5), (5,) * 10
+
+
+@pytest.mark.parametrize("lengths", [PADDED, EVEN])
+def test_the_loss_of_own_prompts_equals_a_loop(llama, folder, char_tokenizer, lengths):
+    """Beside plain transformers, one prompt at a time without padding."""
+    plain: Any = type(llama.original_model).from_pretrained(folder).eval()
+    data = _TuningData.of(llama, OwnPrompts(own_prompts(char_tokenizer, lengths)), replace(QUICK, batch=5), seed=3)
+    batch = data.batch(1, 7)
+    prompts, expected = data.task.sample(5, None, 7), []
+    for row in range(5):
+        tokens = prompts.tokens[row][prompts.mask[row]]
+        start = int(prompts.mask[row].int().argmax())
+        with torch.no_grad():
+            log_prob = plain(tokens[None]).logits[0].log_softmax(-1)
+        rows: Any = prompts.targets[prompts.targets["prompt"] == row]
+        expected += [-float(log_prob[target.query_pos - start, target.token]) for target in rows.itertuples()]
+    assert len(batch) == (3 if bool(prompts.mask.all()) else 4)
+    loss = sys.modules["align_circuits.training.tuning"]._loss(plain, batch)
+    assert loss.item() == pytest.approx(np.mean(expected), abs=1e-5)
+    loss.backward()
+    assert all(bool(weight.grad.isfinite().all()) for weight in plain.parameters() if weight.grad is not None)
+
+
+def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, monkeypatch):
+    groups = [row // 2 for row in range(10)]
+    prompts, module, learned = own_prompts(char_tokenizer, PADDED, groups), sys.modules[tune.__module__], []
+    real = module._loss
+
+    def recording(model, batch):
+        learned.extend(tuple(row) for row in batch[0][:, :6].tolist())
+        return real(model, batch)
+
+    monkeypatch.setattr(module, "_loss", recording)
+    config = replace(QUICK, steps=30, probe_every=15, probe_prompts=None)
+    tuned: Any = run(llama, prompts, config)
+    split, held_out = OwnPrompts(prompts).split(0)
+    known, unknown = ({tuple(row[:6]) for row in part.prompts.tokens.tolist()} for part in (split, held_out))
+    assert set(learned) == known and not known & unknown
+    table = tuned.table.frame
+    assert set(table["step"]) == {0, 15, 30} and not table["ood"].any()
+    measured = tuned.table.where(metric="log_prob", kind="all", offset=ALL_OFFSETS, step=30).frame
+    expected = ac.evaluate(tuned.model, held_out.prompts).where(metric="log_prob", kind="all", offset=ALL_OFFSETS).frame
+    np.testing.assert_allclose(measured["value"], expected["value"], atol=1e-5)
+    scores = ac.score_heads(tuned.model, held_out.prompts, ["own"])
+    probed = tuned.table.where(metric="own", step=30, level="head").frame["value"]
+    np.testing.assert_allclose(probed, scores.heads().frame["value"], atol=1e-5)
+    assert {"accuracy", "best heads"} == set(tuned.figures) and len(held_out.prompts) == 2
+    few = _TuningData.of(llama, OwnPrompts(prompts), replace(QUICK, probe_prompts=1), seed=0)
+    assert len(few.probes[False]) == 1
+
+
+def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, monkeypatch):
+    prompts, module, steps = own_prompts(char_tokenizer, PADDED), sys.modules[tune.__module__], []
+    real = module._loss
+    whole = run(llama, prompts, out=tmp_path / "whole")
+
+    def dying(*given):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_loss", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(llama, prompts, out=tmp_path / "stopped")
+    monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
+    rest = run(llama, prompts, out=tmp_path / "stopped")
+    assert len(steps) == 4 + 2, "it did not go on from the probe at step 2"
+    pd.testing.assert_frame_equal(whole.log, rest.log)
+    pd.testing.assert_frame_equal(whole.table.frame, rest.table.frame)
+    learned, held_out = OwnPrompts(prompts).split(0)
+    row = prompts.text.index(learned.prompts.text[0])
+    inputs = prompts.inputs.clone()
+    inputs[row, -4] += 1
+    other = replace(prompts, inputs=inputs)
+    assert OwnPrompts(other).split(0)[1].prompts.digest == held_out.prompts.digest, "only what is learned differs"
+    for changed, roles in ((other, None), (prompts, ["previous"])):
+        with pytest.raises(ValueError, match="holds another run"):
+            run(llama, changed, roles=roles, out=tmp_path / "stopped")
+
+
+def test_any_task_is_tuned_beside_own_prompts(llama, char_tokenizer):
+    task = ac.RepeatedTokensTask(length=5)
+    tuned: Any = run(llama, task)
+    assert {"induction", "previous", "duplicate", "accuracy"} <= set(tuned.table.frame["metric"])
+    probed = task.sample(3, char_tokenizer, PROBE_SEED)
+    value = tuned.table.where(metric="induction", step=0, level="head").frame["value"]
+    np.testing.assert_allclose(value, ac.score_heads(llama, probed, ["induction"]).heads().frame["value"], atol=1e-5)
+    none: Any = run(llama, own_prompts(char_tokenizer, EVEN), roles=[])
+    assert len(none.figures) == 2, "without roles the attention to the first token is drawn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "standard"}, "method='standard', dataset_size=None: both choices are for Seq2SeqTask"),
+        ({"dataset_size": 8}, "both choices are for Seq2SeqTask"),
+        ({"batch": 9}, "n=9: there are 8 prompts"),
+    ],
+)
+def test_own_prompts_that_cannot_be_tuned_on(llama, char_tokenizer, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(llama, own_prompts(char_tokenizer, EVEN), replace(QUICK, **changes), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "training").exists()

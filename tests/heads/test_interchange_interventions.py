@@ -1,0 +1,137 @@
+"""Interchange interventions beside a loop with hooks, and on a circuit whose heads are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.pairs import Pair
+
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=6)
+
+
+@pytest.fixture(scope="module")
+def planted(char_tokenizer) -> tuple[Any, Prompts, Prompts]:
+    clean = TASK.sample(8, char_tokenizer, seed=1)
+    return ac.planted_circuit(TASK, seed=3), clean, TASK.corrupt(clean, "query", seed=2)
+
+
+@pytest.fixture(scope="module")
+def llama(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def halves(char_tokenizer) -> tuple[Prompts, Prompts]:
+    """Pairs of different lengths; a random half of all tokens answers each prompt, the others its partner."""
+    clean, corrupted = Prompts.from_pairs(
+        ["ab:", "xcd:", "be:", "fad:"], ["ba:", "xdc:", "eb:", "daf:"], char_tokenizer, answer=["ac", "c", "d", "ee"]
+    )
+    correct = torch.rand(len(clean.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
+    answers: dict[str, Any] = {"answer_tokens": torch.arange(64), "correct": correct}
+    own = ~correct
+    own[1] = False  # the second letter of the first answer
+    return replace(clean, **answers), replace(corrupted, **answers, own_correct=own)
+
+
+def values_of(table: ac.Table) -> dict[tuple, float]:
+    rows = table.frame[["layer", "head", "patched", "metric"]].astype(object)
+    keys = rows.where(rows.notna(), None).itertuples(index=False, name=None)
+    return dict(zip(keys, table.frame["value"], strict=True))
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("kind", [None, "first"])
+def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
+    pair = Pair(*halves, kind=kind, direction=direction)
+    groups = {"two": [(0, 1), (1, 2)]}
+    table = ac.interchange(llama, pair, groups=groups, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]})
+    inputs = {}
+    if not pair.base.mask.all():
+        inputs = {"attention_mask": pair.base.mask.long(), "position_ids": (pair.base.mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        _, cache = llama.run_with_cache(pair.source.tokens, **inputs)
+    cases: dict[tuple, Any] = {(None, None, "nothing"): {}, (None, None, "two"): {0: [1], 1: [2]}}
+    cases |= {(layer, head, "head"): {layer: [head]} for layer in range(2) for head in range(4)}
+    cases[None, None, "stream"] = "stream"
+    clean, corrupted = halves
+    assert clean.correct is not None and corrupted.own_correct is not None
+    right = {"clean": clean.correct, "corrupted": corrupted.own_correct}
+    source, base = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
+    kinds, expected = clean.targets["kind"].tolist(), {}
+    counted = [row for row in range(len(kinds)) if row != 1 and kind in (None, kinds[row])]
+    for key, patched in cases.items():
+        hooks: Any = [("blocks.0.hook_resid_post", lambda x, hook: cache["blocks.0.hook_resid_post"])]  # noqa: ARG005
+        if patched != "stream":
+            hooks = []
+            for layer, heads in patched.items():
+                name = f"blocks.{layer}.attn.hook_z"
+
+                def put(x: Tensor, hook: Any, name: str = name, heads: Any = heads) -> Tensor:  # noqa: ARG001
+                    x = x.clone()
+                    x[:, :, heads] = cache[name][:, :, heads]
+                    return x
+
+                hooks.append((name, put))
+        with torch.no_grad():
+            logits = llama.run_with_hooks(pair.base.tokens, fwd_hooks=hooks, **inputs)
+        for metric, side in (("interchange", source), ("kept", base)):
+            hits = []
+            for row in counted:
+                place: Any = clean.targets.iloc[row]
+                hits.append(bool(right[side][row, int(logits[place["prompt"], place["query_pos"]].argmax())]))
+            expected[*key, metric] = sum(hits) / len(hits)
+    assert values_of(table) == pytest.approx(expected)
+    assert len(set(expected.values())) > 2
+    levels = table.frame.drop_duplicates("patched").set_index("patched")["level"].to_dict()
+    assert levels == {"nothing": "model", "head": "head", "two": "group", "stream": "group"}
+    settings = table.provenance.settings
+    assert settings["groups"] == {"two": [[0, 1], [1, 2]]} and settings["edits"]["stream"][0]["layers"] == [0]
+    assert settings["direction"] == direction and settings["kind"] == kind
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_a_planted_circuit_brings_the_answer_along(planted, direction):
+    model, clean, corrupted = planted
+    by_role: dict[str, list] = {}
+    for head, role in model.roles.items():
+        by_role.setdefault(str(role), []).append(head)
+    others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
+    groups = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
+    pair = Pair(clean, corrupted, direction=direction)
+    found = values_of(ac.interchange(model, pair, heads=[*by_role["align_query"], *others], groups=groups))
+    for name, expected in {"aligners": 1.0, "lookup": 1.0, "random": 0.0, "nothing": 0.0}.items():
+        assert found[None, None, name, "interchange"] == expected, name
+        assert found[None, None, name, "kept"] == 1 - expected, name
+    for layer, head in others:
+        assert found[layer, head, "head", "interchange"] == 0
+    if len(by_role["align_query"]) == 1:
+        assert found[*by_role["align_query"][0], "head", "interchange"] == 1
+
+
+def test_refusals(llama, halves):
+    pair = Pair(*halves)
+    patch = [ac.Patch(site="resid_post", layers=[0])]
+    for arguments, message in [
+        ({"groups": {"none": []}}, r"groups\['none'\] has no heads: name at least one"),
+        ({"edits": {"none": []}}, r"edits\['none'\]: give a list of edits, with at least one"),
+        ({"groups": {"nothing": [(0, 0)]}}, "the name 'nothing' is given twice, or means the model or a head"),
+        ({"edits": {"head": patch}}, "the name 'head' is given twice"),
+        ({"groups": {"a": [(0, 0)]}, "edits": {"a": patch}}, "the name 'a' is given twice"),
+        ({"heads": [(0, 4)]}, "no head L0H4"),
+        ({"groups": {"a": [(2, 0)]}}, "no head L2H0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ac.interchange(llama, pair, **arguments)
+    clean, corrupted = halves
+    for one, other, why in [
+        (clean, replace(corrupted, own_correct=None), "the answers to the corrupted prompts are not known"),
+        (replace(clean, correct=None), corrupted, "the answers to the clean prompts are not known"),
+        (clean, replace(corrupted, own_correct=clean.correct), "both give the same answers"),
+    ]:
+        with pytest.raises(ValueError, match=f"{why}: interchange takes pairs whose answers are known and differ"):
+            ac.interchange(llama, Pair(one, other))

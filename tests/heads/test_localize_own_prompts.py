@@ -1,0 +1,159 @@
+"""localize on prompts of one's own, and p-values of own relations."""
+
+from dataclasses import replace
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import align_circuits as ac
+from align_circuits.heads.permutation_tests import fixed_rank, p_values
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.relations import Relation
+from align_circuits.report import save_localization
+
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
+
+
+def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_path):
+    model, prompts = ac.planted_circuit(TASK, seed=3), TASK.sample(24, char_tokenizer, seed=1)
+    corrupted = TASK.corrupt(prompts, "query", seed=2)
+    pairs = replace(prompts, group=torch.arange(24) // 2)
+    result = ac.localize(model, pairs, corrupted=corrupted, roles=["align_query", "lookup"], draws=2)
+    for role in ("align_query", "lookup"):
+        assert set(result.heads(role)) == {head for head, true in model.roles.items() if true == role}, role
+    assert result.interchanges is not None
+    found: Any = result.interchanges.where(metric="interchange").frame.set_index("patched")["value"]
+    assert found["named"] == 1 and found["nothing"] == found["random 0"] == 0
+    save_localization(result, tmp_path)
+    assert "Interchange interventions" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(ac.Table.load(tmp_path / "interchanges")) == len(result.interchanges)
+    tested = result.prompts.group
+    assert tested is not None and len(tested) == 12 and len(tested.unique()) == 6, "pairs stay together"
+    by_name = ac.localize(model, prompts, n=16, roles={"lookup": "looks"}, draws=0)
+    assert by_name.roles == {"lookup": "looks"} and by_name.heads("lookup")
+
+
+def test_what_cannot_be_localized(random_hf_model, char_tokenizer, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    prompts = Prompts.from_texts(["abab"] * 12, char_tokenizer)
+    for source in ("text", ["a", "list"], torch.zeros(2, 3)):
+        with pytest.raises(TypeError, match="is neither prompts nor a task"):
+            ac.localize(model, source)  # pyright: ignore[reportArgumentType]
+    for arguments, message in [
+        ({"n": 0}, "n=0: give at least 8 prompts"),
+        ({"n": 13}, "n=13: there are 12 prompts"),
+        ({"roles": ["lookup"]}, "no relation 'lookup' in these prompts"),
+        ({"corrupted": prompts[:3]}, "3 corrupted prompts for 12"),
+        ({"corrupted": Prompts.from_texts(["abac"] * 12, char_tokenizer)}, "have different targets"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ac.localize(model, prompts, **arguments)
+    with pytest.raises(ValueError, match="no cut leaves all groups whole"):
+        ac.localize(model, replace(prompts, group=torch.zeros(12, dtype=torch.long)))
+
+
+def two_names(seed: int, n: int, tokenizer: Any) -> Prompts:
+    """Texts with two names in varied order, of which one, at random, is the key; lengths vary too."""
+    generator = np.random.default_rng(seed)
+    texts, keys, others = [], [], []
+    for _ in range(n):
+        names = generator.permutation(list("ABCDEFGHIJ"))[:2]
+        filler = "".join(generator.choice(list("klmnop"), 6 + generator.integers(3)))
+        texts.append(f"{filler[:2]}{names[0]}{filler[2:4]}{names[1]}{filler[4:]}")
+        key = int(generator.integers(2))
+        keys.append(str(names[key]))
+        others.append(str(names[1 - key]))
+    prompts = Prompts.from_texts(texts, tokenizer, answer=keys, positions={"IO": [*keys], "S": [*others]})
+    own = Relation.from_positions("END", "IO", prompts=prompts, candidates=["IO", "S"])
+    return prompts.with_relations(mover=own)
+
+
+def test_p_values_of_named_candidates_are_uniform_on_random_weights(random_hf_model, char_tokenizer):
+    """No head of a random model knows which name is right; some have a bias for the first or the second."""
+    found = []
+    for seed in range(12):
+        model = ac.load(random_hf_model("llama", seed=seed), tokenizer=char_tokenizer)
+        prompts = two_names(seed, 24, char_tokenizer)
+        found.append(p_values(model, prompts, ["mover"])["mover"].ravel())
+    p = np.concatenate(found)
+    assert len(p) == 96 and 0.4 < p.mean() < 0.62, p.mean()
+    for level in (0.05, 0.2, 0.5):
+        assert (p <= level).mean() < level + 0.13, level
+    assert (p <= 0.5).mean() > 0.3, "and not idle"
+
+
+def test_ranks_equal_a_loop(random_hf_model, char_tokenizer):
+    model, prompts = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), two_names(0, 12, char_tokenizer)
+    inputs = {"attention_mask": prompts.mask.long(), "position_ids": (prompts.mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompts.tokens, **inputs)
+    places = torch.stack([prompts.positions["IO"], prompts.positions["S"]], 1)
+    rank, ordered = (places[:, 0] > places[:, 1]).long(), places.sort(1).values
+    found, generator = p_values(model, prompts, ["mover"], seed=1)["mover"], np.random.default_rng(5)
+    orders = [np.arange(12), *(generator.permutation(12) for _ in range(4000))]
+    for layer in range(2):
+        for head in range(4):
+            pattern = cache["pattern", layer][torch.arange(12), head, prompts.positions["END"]]
+            seen = pattern.gather(1, ordered).numpy()
+            scores = [seen[np.arange(12), rank.numpy()[order]].mean() for order in orders]
+            share = np.mean([score >= scores[0] - 1e-7 for score in scores])
+            assert found[layer, head] == pytest.approx(share, abs=0.04)
+    first = Relation.from_pairs(
+        [(row, "END", [int(ordered[row, 0])]) for row in range(12)],
+        prompts=prompts,
+        candidates=[row.tolist() for row in ordered],
+    )
+    assert fixed_rank(first) and not fixed_rank(prompts.relations["mover"])
+    p = p_values(model, prompts.with_relations(first=first), ["first"])["first"]
+    assert p.min() > 0.45, "where the first is always right nothing can be established"
+
+
+def test_queries_that_are_no_targets_are_read_where_they_are(random_hf_model, char_tokenizer):
+    """From a name to another, with the answer elsewhere; keys are redrawn among prompts of one length."""
+    model, prompts = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), two_names(1, 10, char_tokenizer)
+    end = prompts.mask.shape[1]
+    start = prompts.mask.int().argmax(1)
+    pairs = [(row, end - 3, [int(start[row]) + 1 + row % 3]) for row in range(10)]
+    own = Relation.from_pairs(pairs, prompts=prompts)
+    prompts = prompts.with_relations(back=own)
+    assert set(own.query.tolist()) == {end - 3} != set(prompts.targets["query_pos"])
+    inputs = {"attention_mask": prompts.mask.long(), "position_ids": (prompts.mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        _, cache = model.run_with_cache(prompts.tokens, **inputs)
+    keys, generator = np.array([pair[2][0] for pair in pairs]), np.random.default_rng(7)
+    orders = np.tile(np.arange(10), (4001, 1))
+    for length in start.unique():
+        alike = np.flatnonzero(start == length)
+        orders[1:, alike] = generator.permuted(np.tile(alike, (4000, 1)), axis=1)
+    assert len(start.unique()) > 1
+    found = p_values(model, prompts, ["back"])["back"]
+    for layer in range(2):
+        for head in range(4):
+            attention: Tensor = cache["pattern", layer][:, head, end - 3]
+            scores = attention.numpy()[np.arange(10), keys[orders]].mean(1)
+            assert found[layer, head] == pytest.approx((scores >= scores[0] - 1e-7).mean(), abs=0.04)
+
+
+def test_relations_that_cannot_be_compared(random_hf_model, char_tokenizer):
+    model, prompts = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), two_names(2, 8, char_tokenizer)
+    at, end = prompts.positions, prompts.mask.shape[1] - 2
+
+    def refused(message: str, pairs: Any, candidates: Any = None) -> None:
+        own = Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
+        with pytest.raises(ValueError, match=f"relation 'own': {message}"):
+            p_values(model, prompts.with_relations(own=own), ["own"])
+
+    names = [[int(at["IO"][row]), int(at["S"][row])] for row in range(8)]
+    uneven = [[*names[0], end - 1], *names[1:]]
+    refused(
+        "the rows have 2 to 3 candidates; give each row equally many", [(i, "END", ["IO"]) for i in range(8)], uneven
+    )
+    twice = [(0, end - 1, ["IO"]), *((i, end, ["IO"]) for i in range(8))]
+    refused("give each prompt equally many rows, side by side", twice, [names[0], *names])
+    refused("give each prompt equally many rows, in order", twice)
+    refused("the prompts have their targets at different", [(i, end - 1 - i % 2, [names[i][0]]) for i in range(8)])
