@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from align_circuits.hooks.heads import Head, layers_of
+from align_circuits.hooks.heads import HeadLike, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
@@ -106,7 +106,7 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
             if name in ("site", "how", "relation", "scale"):
                 record[name] = value
             elif name in ("heads", "layers") and value:
-                record[name] = [list(head) for head in value] if name == "heads" else list(value)
+                record[name] = [list(head_of(head)) for head in value] if name == "heads" else list(value)
             elif isinstance(value, Tensor) or (name == "values" and value):
                 record[name] = _digest(value)
         records.append(record)
@@ -182,7 +182,7 @@ class _Activation:
 class _AtSite(Edit):
     """An edit of one kind of activation, at given heads or layers and positions."""
 
-    heads: Sequence[Head] = ()
+    heads: Sequence[HeadLike] = ()
     """Which heads, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share
     a key head: they cannot be changed apart."""
     site: Site = "z"
@@ -323,7 +323,7 @@ class Clamp(Edit):
     Its effect on the output is the part that attention alone explains.
     """
 
-    heads: Sequence[Head]
+    heads: Sequence[HeadLike]
     relation: str
     """The name of a relation of the prompts that run."""
 

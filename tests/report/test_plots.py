@@ -213,7 +213,7 @@ def test_attention_shows_as_much_of_the_prompt_as_requested(circuit):
     ("heads", "changes", "message"),
     [
         ([], {}, "no heads to draw"),
-        ([(99, 0)], {}, "no head L99H0: the model has layers 0 to"),
+        ([(99, 0)], {}, "no head L99H0: this model has layers 0 to"),
         ([(0, -1)], {}, "no head L0H-1"),
         ([(0, 0)], {"examples": 0}, "examples=0: show at least"),
         ([(0, 0)], {"last": 0}, "last=0: show at least one token"),
