@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.heads import Head, layers_of
+from align_circuits.hooks.heads import HeadLike, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
@@ -143,7 +143,7 @@ def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
             elif name in ("hook", "neurons", "positions") and value is not None and not isinstance(value, Tensor):
                 record[name] = value if isinstance(value, str) else list(value)
             elif name in ("heads", "layers") and value:
-                record[name] = [list(head) for head in value] if name == "heads" else list(value)
+                record[name] = [list(head_of(head)) for head in value] if name == "heads" else list(value)
             elif isinstance(value, Tensor) or (name == "values" and value):
                 record[name] = _digest(value)
         records.append(record)
@@ -240,7 +240,7 @@ class _AtSite(Edit):
             or a hook point named together with heads, layers or a site.
     """
 
-    heads: Sequence[Head] = ()
+    heads: Sequence[HeadLike] = ()
     """Which heads, for the sites of heads. For `k` and `v` under grouped-query attention name all the heads that share
     a key head: they cannot be changed apart."""
     site: Site = "z"
@@ -465,7 +465,7 @@ class Clamp(Edit):
     Its effect on the output is the part that attention alone explains.
     """
 
-    heads: Sequence[Head]
+    heads: Sequence[HeadLike]
     relation: str
     """The name of a relation of the prompts that run."""
 

@@ -1,5 +1,6 @@
 """The graph of a model: the parts that write to the residual stream, those that read it, and the edges between them."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from align_circuits.hooks.heads import heads_of
+from align_circuits.hooks.heads import HeadLike, describe, head_of, heads_of
 
 Reading = Literal["q", "k", "v", "mlp", "logits"]
 """The inputs through which the residual stream is read."""
@@ -117,13 +118,15 @@ class Graph:
             [[self._reaches(sender, receiver) for sender in self.senders] for receiver in self.receivers]
         )
 
-    def sender(self, name: str) -> int:
-        """Returns the index of a sender in `senders`.
+    def sender(self, name: HeadLike) -> int:
+        """Returns the index of a sender in `senders`, by its name, or by layer and head.
 
         Raises:
             KeyError: No sender of that name.
         """
-        return _index(name, [sender.name for sender in self.senders], "sender")
+        name = name if isinstance(name, str) else describe([head_of(name)])
+        hint = f"; {name} reads the residual stream: it is a receiver" if "." in name or name == "logits" else ""
+        return _index(name, [sender.name for sender in self.senders], "sender", hint)
 
     def receiver(self, name: str) -> int:
         """Returns the index of a receiver in `receivers`.
@@ -131,10 +134,18 @@ class Graph:
         Raises:
             KeyError: No receiver of that name.
         """
-        return _index(name, [receiver.name for receiver in self.receivers], "receiver")
+        hint = ""
+        if match := re.match(r"L(\d+)H(\d+)", name):
+            layer, head = int(match[1]), int(match[2])
+            heads = [one for one in self.receivers if one.layer == layer and one.head is not None]
+            inputs = ", ".join(one.name for one in heads if head // one.shared == one.head)
+            hint = f"; {match[0]} reads through {inputs}" if inputs else ""
+        return _index(name, [receiver.name for receiver in self.receivers], "receiver", hint)
 
-    def select(self, edges: Iterable[tuple[str, str]]) -> Bool[Tensor, "receiver sender"]:
-        """Returns a mask of the given edges, pairs of the names of sender and receiver.
+    def select(self, edges: Iterable[tuple[HeadLike, str]]) -> Bool[Tensor, "receiver sender"]:
+        """Returns a mask of the given edges, pairs of sender and receiver.
+
+        Both by name; a head that sends may also be a pair of layer and head.
 
         Raises:
             KeyError: No sender or receiver of that name.
@@ -150,7 +161,7 @@ class Graph:
             raise ValueError("no edges: name at least one, as a pair of sender and receiver")
         return mask
 
-    def among(self, heads: Sequence[tuple[int, int]]) -> Bool[Tensor, "receiver sender"]:
+    def among(self, heads: Sequence[HeadLike]) -> Bool[Tensor, "receiver sender"]:
         """Returns the edges among the given heads, the embedding, all MLPs and the logits: the circuit of these heads.
 
         A key head that several heads share belongs to the circuit if one of them does.
@@ -175,7 +186,7 @@ class Graph:
         return sender.layer == receiver.layer and is_head and receiver.site == "mlp" and not self.parallel
 
 
-def _index(name: str, known: Sequence[str], what: str) -> int:
+def _index(name: str, known: Sequence[str], what: str, hint: str) -> int:
     if name not in known:
-        raise KeyError(f"no {what} {name!r} in this model: it has {', '.join(known[:6])}, ..., {known[-1]}")
+        raise KeyError(f"no {what} {name!r} in this model: it has {', '.join(known[:6])}, ..., {known[-1]}{hint}")
     return known.index(name)

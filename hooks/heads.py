@@ -1,5 +1,6 @@
 """Heads and layers of a model, and their columns in its activations."""
 
+import re
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -12,24 +13,48 @@ from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES
 Head = tuple[int, int]
 """(layer, head), both from 0; written `L2H3`."""
 
+HeadLike = Head | str
+"""A head as people give it: `(2, 3)` or `"L2H3"`."""
+
 
 def describe(heads: Sequence[Head]) -> str:
     """Returns heads as text: `L2H3 L4H0`."""
     return " ".join(f"L{layer}H{head}" for layer, head in heads)
 
 
-def heads_of(cfg: Any, heads: Sequence[Head] | None = None) -> list[Head]:
-    """Returns heads without repetition, after a check that the model has them; all heads by default.
+def head_of(given: Any) -> Head:
+    """Returns a head from a pair of layer and head, or from its name.
 
     Raises:
-        ValueError: Not a pair of layer and head, or a head that the model does not have.
+        ValueError: Neither; if it is the name of another part of the model, of which.
+
+    >>> head_of("L2H3"), head_of((2, 3))
+    ((2, 3), (2, 3))
+    """
+    if isinstance(given, str):
+        if match := re.fullmatch(r"L(\d+)H(\d+)", given):
+            return int(match[1]), int(match[2])
+        raise ValueError(f"{given!r} is {_kind_of(given)}: {_GIVE_HEADS}")
+    try:
+        layer, head = given
+        return index(layer), index(head)
+    except (TypeError, ValueError):
+        raise ValueError(f"{given!r} is no head: {_GIVE_HEADS}") from None
+
+
+def heads_of(cfg: Any, heads: Sequence[HeadLike] | None = None) -> list[Head]:
+    """Returns heads without repetition, after a check that the model has them; all heads by default.
+
+    Every argument `heads=` goes through here (or, without a model, through `head_of`).
+
+    Raises:
+        ValueError: Neither a pair of layer and head nor the name of a head, or a head that the model does not have.
     """
     if heads is None:
         return [(layer, head) for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
-    try:
-        selected = list(dict.fromkeys((index(layer), index(head)) for layer, head in heads))
-    except (TypeError, ValueError):
-        raise ValueError(f"heads={heads!r}: give pairs of layer and head, such as [(2, 0), (3, 1)]") from None
+    if isinstance(heads, str):
+        raise ValueError(f"heads={heads!r} is one string: give a list, such as ['L2H0', 'L3H1']")
+    selected = list(dict.fromkeys(map(head_of, heads)))
     unknown = [head for head in selected if not (0 <= head[0] < cfg.n_layers and 0 <= head[1] < cfg.n_heads)]
     if unknown:
         raise ValueError(
@@ -39,6 +64,25 @@ def heads_of(cfg: Any, heads: Sequence[Head] | None = None) -> list[Head]:
     return selected
 
 
+_GIVE_HEADS = "give pairs of layer and head, such as [(2, 0), (3, 1)], or names, such as ['L2H0', 'L3H1']"
+
+_OTHER_PARTS = {
+    r"L\d+KV\d+\.[kv]": "the input of a key head, which several heads share (an edge's receiver), not a head",
+    r"L\d+H\d+\.[qkv]": "an input of a head (an edge's receiver), not a head",
+    r"L\d+KV\d+": "a key head, which several heads share, not a head",
+    r"M\d+": "an MLP, not a head",
+    r"input": "the embedding, not a head",
+    r"logits": "the logits (an edge's receiver), not a head",
+    r"(L\d+H\d+\s*)+": "several heads in one string, not a head",
+}
+"""The names of other parts of a model, and what they stand for."""
+
+
+def _kind_of(name: str) -> str:
+    """What a name that is not a head's stands for."""
+    return next((kind for pattern, kind in _OTHER_PARTS.items() if re.fullmatch(pattern, name)), "no head")
+
+
 def shared_at(cfg: Any, site: str) -> int:
     """Returns how many heads share each head of a site: more than one in `k` and `v` under grouped-query attention."""
     if site not in ("k", "v", "rot_k"):
@@ -46,7 +90,7 @@ def shared_at(cfg: Any, site: str) -> int:
     return cfg.n_heads // (getattr(cfg, "n_key_value_heads", None) or cfg.n_heads)
 
 
-def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
+def layers_of(cfg: Any, site: str, heads: Sequence[HeadLike], layers: Sequence[int] = ()) -> dict[int, Tensor | None]:
     """Returns the columns of a site's activation that belong to the given heads, by layer; None for a site of layers.
 
     Raises:
@@ -64,10 +108,10 @@ def layers_of(cfg: Any, site: str, heads: Sequence[Head], layers: Sequence[int] 
         return dict.fromkeys(layers)
     if not len(heads) or len(layers):
         raise ValueError(f"an edit of {site!r} takes place at heads: name at least one, and no layers")
-    heads, shared = heads_of(cfg, heads), shared_at(cfg, site)
+    selected, shared = heads_of(cfg, heads), shared_at(cfg, site)
     columns: dict[int, Tensor | None] = {}
-    for layer in sorted({layer for layer, _ in heads}):
-        in_layer = {head for layer_of_head, head in heads if layer_of_head == layer}
+    for layer in sorted({layer for layer, _ in selected}):
+        in_layer = {head for layer_of_head, head in selected if layer_of_head == layer}
         # One key or value serves all heads of a group: an edit of some would silently change the others too.
         groups = {head // shared * shared + place for head in in_layer for place in range(shared)}
         if groups != in_layer:

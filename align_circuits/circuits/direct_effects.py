@@ -13,7 +13,7 @@ from torch import Tensor
 from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
@@ -86,7 +86,7 @@ def function_vectors(
     model: HookedModel,
     pairs: Sequence[Pair],
     *,
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[HeadLike] | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns each head's function-vector score: the mean over tasks of its average indirect effect.
@@ -105,7 +105,7 @@ def function_vectors(
         pairs: For each task, clean prompts and the same with examples that do not show the task, such as
             `Pair(prompts, task.corrupt(prompts, "labels"))`; the metric is the probability of all targets (as
             published) unless a pair has another.
-        heads: The heads to score; all by default.
+        heads: The heads to score, as `(2, 3)` or `"L2H3"`; all by default.
         options: Engine and batch size.
 
     Returns:

@@ -9,6 +9,7 @@ import torch
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
+from align_circuits.hooks.heads import HeadLike
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
@@ -31,7 +32,7 @@ def patch_edges(
     model: HookedModel,
     pair: Pair,
     *,
-    edges: Iterable[tuple[str, str]] | None = None,
+    edges: Iterable[tuple[HeadLike, str]] | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what patching each edge alone does: the change of the metric.
@@ -46,7 +47,8 @@ def patch_edges(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
-        edges: Pairs of the names of sender and receiver, as in `Graph`; all by default.
+        edges: Pairs of the names of sender and receiver, as in `Graph`; all by default. A head that sends may also be a
+            pair of layer and head.
         options: Engine and batch size.
 
     Returns:
@@ -81,7 +83,7 @@ def patch_paths(
     model: HookedModel,
     pair: Pair,
     *,
-    senders: Sequence[str] | None = None,
+    senders: Sequence[HeadLike] | None = None,
     receivers: Sequence[str] = ("logits",),
     options: RunOptions = RunOptions(),
 ) -> Table:
@@ -98,7 +100,7 @@ def patch_paths(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
-        senders: Names as in `Graph`: `"L1H2"`, `"M1"`, `"input"`; all heads by default.
+        senders: Names as in `Graph`: `"L1H2"` or `(1, 2)`, `"M1"`, `"input"`; all heads by default.
         receivers: Names as in `Graph`: `"L3H0.q"`, `"L3H0.k"` (`"L3KV0.k"` where heads share keys), `"M3"`, `"logits"`.
         options: Engine and batch size.
 
@@ -114,10 +116,8 @@ def patch_paths(
     pair = pair.prepared(model, options)
     graph, targets = Graph.of(model.cfg), pair.target_metrics
     heads = [sender.name for sender in graph.senders if sender.head is not None]
-    reads, writes = (
-        torch.tensor([place(name) for name in names])
-        for place, names in ((graph.receiver, receivers), (graph.sender, heads if senders is None else senders))
-    )
+    reads = torch.tensor([graph.receiver(name) for name in receivers])
+    writes = torch.tensor([graph.sender(name) for name in (heads if senders is None else senders)])
     selected = torch.zeros_like(graph.edges)
     selected[reads[:, None], writes] = graph.edges[reads[:, None], writes]
     if not selected.any():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
-from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
 from align_circuits.models.protocol import check_fits
@@ -41,7 +41,7 @@ def faithfulness(
     *,
     fractions: Sequence[float] = FRACTIONS,
     by: Literal["signed", "absolute"] = "signed",
-    heads: Mapping[str, Sequence[Head]] | None = None,
+    heads: Mapping[str, Sequence[HeadLike]] | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns how faithful the circuits are that keep the best edges: f(C) = (M(C) - M(none)) / (M(all) - M(none)).
@@ -123,7 +123,7 @@ def circuit_model_distance(table: Table) -> float:
 
 def completeness(
     model: HookedModel,
-    heads: Sequence[Head],
+    heads: Sequence[HeadLike],
     pair: Pair,
     *,
     draws: int = 10,
@@ -151,7 +151,7 @@ def completeness(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    runs = _CircuitRuns(model, pair, options)
+    heads, runs = heads_of(model.cfg, heads), _CircuitRuns(model, pair, options)
     sets = [*dict.fromkeys([(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)])]
     remaining = [[head for head in of if head not in removed] for of in (heads, runs.graph.heads) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
@@ -172,7 +172,7 @@ def completeness(
 
 def minimality(
     model: HookedModel,
-    heads: Sequence[Head],
+    heads: Sequence[HeadLike],
     pair: Pair,
     *,
     draws: int = 10,
@@ -191,7 +191,7 @@ def minimality(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    runs = _CircuitRuns(model, pair, options)
+    heads, runs = heads_of(model.cfg, heads), _CircuitRuns(model, pair, options)
     sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
     cases = [(head, removed) for head in heads for removed in sets if head not in removed]
     remaining = [

@@ -64,7 +64,7 @@ class Reproduce(Verb):
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         write_results(
             out,
-            replace(table, provenance=provenance),
+            replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
             title=f"{experiment.name}: {experiment.title}",
             summary=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",
             sections=[

@@ -10,7 +10,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
@@ -27,7 +27,7 @@ def ablate_heads(
     prompts: Prompts,
     how: How = "mean",
     *,
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[HeadLike] | None = None,
     baseline: Prompts | None = None,
     metrics: Sequence[Metric] = BOTH,
     options: RunOptions = RunOptions(),
@@ -40,7 +40,7 @@ def ablate_heads(
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
         how: `"mean"` over tokens of the same role, `"resample"` from another prompt, or `"zero"`.
-        heads: Which heads; all by default.
+        heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
         metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.
         options: Engine and batch size.

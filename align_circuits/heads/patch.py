@@ -11,7 +11,7 @@ from torch import Tensor
 
 from align_circuits.heads.ablate import effects_table
 from align_circuits.hooks.edits import Edit, Patch
-from align_circuits.hooks.heads import Head, heads_of, shared_at
+from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
 from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
@@ -33,7 +33,7 @@ def patch_heads(
     pair: Pair,
     *,
     sites: Sequence[Site] = ("z",),
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[HeadLike] | None = None,
     positions: Positions = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
@@ -53,7 +53,7 @@ def patch_heads(
             layer (`"resid_pre"`, `"attn_out"`, `"resid_mid"`, `"mlp_post"`, `"mlp_out"`, `"resid_post"`), whose rows
             have no head. Under grouped-query attention the heads that share a key head are patched together at `"k"`,
             `"rot_k"` and `"v"`, and have equal rows.
-        heads: Which heads, or the layers of which heads; all by default.
+        heads: Which heads, as `(2, 3)` or `"L2H3"`, or the layers of which heads; all by default.
         positions: At which tokens: masks by name, or names of `pair.clean.positions`, each patched on its own;
             `"groups"` for `position_groups(clean)`; by default all tokens at once.
         options: Engine and batch size.

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.heads.attention import attention_from
-from align_circuits.hooks.heads import Head, describe, heads_of
+from align_circuits.hooks.heads import Head, HeadLike, describe, head_of, heads_of
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -124,7 +124,7 @@ class AttentionView:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def drawing(self, head: Head, relation: str, *, row: int | None = None) -> Html:
+    def drawing(self, head: HeadLike, relation: str, *, row: int | None = None) -> Html:
         """Returns the prompt shaded by a head's attention from one position, the keys of a relation framed.
 
         Examples without keys in which every token gets less than one hundredth of the attention are left out.
@@ -136,8 +136,9 @@ class AttentionView:
 
         Raises:
             KeyError: A head or a relation that is missing.
-            ValueError: The attention of that row was not measured.
+            ValueError: The attention of that row was not measured, or what is no head.
         """
+        head = head_of(head)
         if head not in self.rows:
             raise KeyError(f"no attention of {describe([head])}: choose from {describe(list(self.rows))}")
         shown = self._relation(relation)
@@ -168,7 +169,7 @@ class AttentionView:
 def attention(
     model: HookedModel,
     prompt: Prompts,
-    heads: Sequence[Head],
+    heads: Sequence[HeadLike],
     *,
     examples: int = 1,
     last: int | None = None,
@@ -181,7 +182,7 @@ def attention(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompt: One prompt, such as `prompts[0]`.
-        heads: Pairs (layer, head).
+        heads: As `(2, 3)` or `"L2H3"`.
         examples: How many of the last examples to show; only the test example by default.
         last: How many of the last tokens to show, in place of `examples`.
         options: How the model is run.
@@ -191,14 +192,14 @@ def attention(
     """
     if len(prompt) != 1:
         raise ValueError(f"{len(prompt)} prompts, but attention is drawn on one: give one, such as prompts[0]")
-    heads = heads_of(model.cfg, heads)
+    selected = heads_of(model.cfg, heads)
     if last is not None and last < 1:
         raise ValueError(f"last={last}: show at least one token, last=1")
     length = prompt.mask.shape[1]
     first_token = int(prompt.mask[0].int().argmax())
     start = max(first_token, length - last) if last is not None else start_of(prompt, examples)
     positions = torch.arange(start, length)
-    return AttentionView(prompt, positions.tolist(), attention_from(model, prompt, heads, positions, options))
+    return AttentionView(prompt, positions.tolist(), attention_from(model, prompt, selected, positions, options))
 
 
 def start_of(prompt: Prompts, examples: int) -> int:

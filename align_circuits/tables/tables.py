@@ -2,20 +2,23 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 from numpy import ndarray
+from safetensors.numpy import load_file, save_file
 
 from align_circuits.files import replacing
 from align_circuits.tables import intervals as stats
+from align_circuits.tables.ranking import best_end
 
 VALUES = ("value", "low", "high", "n")
 """The columns that are measured; every other column is a key."""
@@ -25,6 +28,9 @@ INTEGER_KEYS = ("layer", "head", "offset", "draw", "seed", "step", "query", "key
 
 FILES = ("table.csv", "table.csv.xz")
 """The names under which a table is saved: as text, or compressed."""
+
+PER_PROMPT = "values.safetensors"
+"""The name under which `values` and `weights` are saved."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,33 @@ class Table:
         single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
         return self._rows(np.flatnonzero(single))
 
-    def top(self, metric: str, n: int = 5) -> "Table":
-        """Returns the `n` heads with the highest value of `metric`, best first; heads without a value are left out."""
-        table = self.where(metric=metric).heads()
+    def top(self, metric: str, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None) -> "Table":
+        """Returns the `n` rows of a metric that matter most, in order; rows without a value are left out.
+
+        They are rows of heads if the metric has any, else of layers, else of edges.
+
+        Args:
+            metric: Which to rank by.
+            n: How many rows at most.
+            by: What comes first: the `"highest"` value, the `"lowest"`, or the largest `"absolute"` one. By default
+                the end that matters: the lowest for what ablation or noise takes away, and for p values; the highest
+                for scores, and for what denoising brings back (`tables.ranking.best_end` lists them all).
+
+        Raises:
+            KeyError: A metric that the table does not have.
+            ValueError: Several rows for a head, a layer or an edge; nothing to rank; or another `by`.
+        """
+        if by not in (None, "highest", "lowest", "absolute"):
+            raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
+        table, place = self.where(metric=metric)._parts()
+        table._check_one_row(place)
         value = table.frame["value"].to_numpy(dtype=float)
-        best = np.argsort(-value, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]  # NaN sorts last
+        if by is None:
+            columns: dict[str, Any] = {key: table.frame[key] for key in table.keys}
+            common = {key: column.iloc[0] for key, column in columns.items() if column.nunique(dropna=False) == 1}
+            by = best_end(self.provenance.verb, self.provenance.settings, common)
+        order = {"highest": -value, "lowest": value, "absolute": -np.abs(value)}[by]
+        best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]  # NaN sorts last
         return table._rows(best)
 
     def grid(self, metric: str) -> Float[ndarray, "layer head"]:
@@ -172,11 +200,9 @@ class Table:
         Raises:
             ValueError: A head has more than one row: select by the other key columns first.
         """
-        frame = self.where(metric=metric).heads().frame
-        if frame.duplicated(["layer", "head"]).any():
-            others = [key for key in self.keys if key not in ("level", "layer", "head", "metric")]
-            raise ValueError(f"several rows a head: choose one value of {' and '.join(others)} with .where(...) first")
-        return frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
+        table = self.where(metric=metric).heads()
+        table._check_one_row(("layer", "head"))
+        return table.frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
 
     def __sub__(self, other: "Table") -> "Table":
         """Returns the difference, row paired with row by the key columns.
@@ -204,7 +230,7 @@ class Table:
                 "the tables do not hold the same rows: select the same keys with .where(...) on both sides"
             )
         right = other._rows(paired.to_numpy(dtype=int))
-        same = self.provenance.data == other.provenance.data
+        same = _same_data(self, other)
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
             low, high = stats.bootstrap(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
@@ -217,27 +243,112 @@ class Table:
         settings = {"left": asdict(self.provenance), "right": asdict(other.provenance)}
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
 
-    def save(self, folder: str | Path, *, compress: bool = False) -> None:
-        """Writes the table and `provenance.json` into `folder`; per-prompt values are not kept.
+    @classmethod
+    def concat(cls, tables: "Sequence[Table] | Mapping[str, Table]", key: str | None = None) -> "Table":
+        """Returns the rows of several tables as one table.
+
+        A key that only some of the tables have is missing (`<NA>`) in the rows of the others. Per-prompt values stay
+        where all tables kept them and measured the same prompts.
+
+        Args:
+            tables: The tables; or tables by name, which then stands in the column `key`.
+            key: The name of that column, such as `"model"`.
+
+        Raises:
+            ValueError: No tables, names without a `key` or a `key` without names, a column that is there already, or
+                rows with equal keys.
+        """
+        if not tables:
+            raise ValueError("no tables to join: give at least one")
+        if isinstance(tables, Mapping) != (key is not None):
+            raise ValueError(
+                "tables by name need key=, the column that holds the names, and key= needs tables by name: "
+                "Table.concat({'before': a, 'after': b}, key='model')"
+            )
+        parts = list(tables.values()) if isinstance(tables, Mapping) else list(tables)
+        frames: list[Any] = [part.frame.copy() for part in parts]
+        if isinstance(tables, Mapping) and key is not None:
+            if any(key in frame for frame in frames):
+                raise ValueError(f"key={key!r} is a column already: give the names another")
+            for name, frame in zip(tables, frames, strict=True):
+                frame.insert(0, key, name)
+        keys = list(dict.fromkeys(column for frame in frames for column in frame if column not in VALUES))
+        frame: Any = pd.concat([frame.astype(object) for frame in frames], ignore_index=True)[[*keys, *VALUES]]
+        types = frames[0].dtypes.to_dict()
+        same = {name: kind for name, kind in types.items() if all(other.dtypes.get(name) == kind for other in frames)}
+        frame = frame.astype(same).infer_objects()
+        if (twice := frame.duplicated(keys)).any():
+            row = ", ".join(f"{name} {value}" for name, value in frame.loc[twice, keys].iloc[0].items())
+            raise ValueError(
+                f"two rows of {row}: give the tables by name, Table.concat({{'before': a, 'after': b}}, key='model')"
+            )
+        provenances = [part.provenance for part in parts]
+        kept = {}
+        widths = {None if part.values is None else part.values.shape[1] for part in parts}
+        if None not in widths and len(widths) == 1 and all(_same_data(part, parts[0]) for part in parts):
+            kept = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "weights")}
+        settings = {"key": key, "names": list(tables) if key else [], "tables": [asdict(one) for one in provenances]}
+        engines = {one.engine for one in provenances}
+        provenance = Provenance(
+            "concat",
+            settings,
+            _common([one.model for one in provenances]),
+            _common([one.data for one in provenances]),
+            engines.pop() if len(engines) == 1 else "",
+        )
+        return cls(frame, provenance, **kept)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Writes the rows as one Parquet file, for pandas, polars or DuckDB; per-prompt values are left out.
+
+        `pandas.read_parquet(path).attrs["provenance"]` is where the table came from.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+        """
+        _needs("pyarrow", "to_parquet")
+        frame = self.frame.copy()
+        frame.attrs = {"provenance": asdict(self.provenance)}
+        with replacing(path) as temporary:
+            frame.to_parquet(temporary, engine="pyarrow", index=False)
+
+    def to_dataset(self) -> Any:
+        """Returns the rows as a Hugging Face `datasets.Dataset`, with the provenance, as JSON, as its description.
+
+        Raises:
+            ImportError: datasets is not installed.
+        """
+        datasets = _needs("datasets", "to_dataset")
+        info = datasets.DatasetInfo(description=self.provenance.to_json())
+        return datasets.Dataset.from_pandas(self.frame, info=info, preserve_index=False)
+
+    def save(self, folder: str | Path, *, compress: bool = False, per_prompt: bool = True) -> None:
+        """Writes the table, `provenance.json`, and `values.safetensors` if the table has per-prompt values.
 
         Args:
             folder: Where to; made if it does not exist.
             compress: Whether to write `table.csv.xz` instead of `table.csv`.
+            per_prompt: Whether to keep the per-prompt values, without which a difference of loaded tables has no
+                interval. They take up to 16 bytes for each row and prompt.
         """
         folder = Path(folder)
         written, other = FILES[::-1] if compress else FILES
+        (folder / PER_PROMPT).unlink(missing_ok=True)  # never those of an earlier table beside this one
         with replacing(folder / written) as path:
             self.frame.to_csv(path, index=False, compression="xz" if compress else None)
         (folder / other).unlink(missing_ok=True)  # of an earlier save: one table to a folder
+        if per_prompt and self.values is not None and self.weights is not None:
+            with replacing(folder / PER_PROMPT) as path:
+                save_file({"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}, path)
         with replacing(folder / "provenance.json") as path:
             path.write_text(self.provenance.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "Table":
-        """Reads what `save` wrote.
+        """Reads what `save` wrote, with the per-prompt values if they were kept.
 
         Raises:
-            ValueError: `folder` does not hold both files.
+            ValueError: `folder` does not hold table and provenance, or holds per-prompt values of other rows.
         """
         folder = Path(folder)
         path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
@@ -247,13 +358,89 @@ class Table:
             )
         provenance = Provenance.from_json((folder / "provenance.json").read_text(encoding="utf-8"))
         try:
-            return cls(pd.read_csv(path), provenance)
+            table = cls(pd.read_csv(path), provenance)
         except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
             raise ValueError(f"{str(path)!r} is no table ({error})") from error
+        if not (folder / PER_PROMPT).is_file():
+            return table
+        values, weights = (load_file(folder / PER_PROMPT)[name].astype(np.float64) for name in ("values", "weights"))
+        if len(values) != len(table):
+            raise ValueError(
+                f"the rows differ: {len(table)} in {path.name}, {len(values)} in {PER_PROMPT}; if the table was edited "
+                f"by hand, delete {PER_PROMPT} to read it without per-prompt values"
+            )
+        return replace(table, values=values, weights=np.broadcast_to(weights, values.shape).copy())
+
+    def _parts(self) -> tuple["Table", tuple[str, ...]]:
+        """The rows of the smallest parts of the model that the table is about, and the keys that name one."""
+        frame: Any = self.frame
+        for level, place in _PLACES.items():
+            if "level" in frame:
+                rows = frame["level"] == level
+            elif set(place) <= set(frame):
+                rows = frame[list(place)].notna().all(axis=1)
+            else:
+                continue
+            if rows.any():
+                return self._rows(np.flatnonzero(rows)), place
+        levels = f", and rows of the level {', '.join(sorted(set(frame['level'])))}" if "level" in frame else ""
+        raise ValueError(f"no heads, layers or edges to rank: this table has the keys {', '.join(self.keys)}{levels}")
+
+    def _check_one_row(self, place: tuple[str, ...]) -> None:
+        """Raises unless a part of the model has one row only.
+
+        Raises:
+            ValueError: It has several; which keys tell them apart.
+        """
+        frame: Any = self.frame
+        if frame.duplicated(list(place)).any():
+            others = [key for key in self.keys if key not in ("level", *place) and frame[key].nunique(dropna=False) > 1]
+            level = next(level for level, keys in _PLACES.items() if keys == place)
+            part = f"an {level}" if level == "edge" else f"a {level}"
+            raise ValueError(
+                f"several rows {part}: choose one value of {' and '.join(others)} with .where(...) first"
+                if others
+                else f"several rows {part} with equal keys: leave out those that are repeated"
+            )
 
     def _rows(self, index: ndarray) -> "Table":
         kept = {name: None if (part := getattr(self, name)) is None else part[index] for name in ("values", "weights")}
         return replace(self, frame=self.frame.iloc[index].reset_index(drop=True), **kept)
+
+
+def _same_data(one: Table, other: Table) -> bool:
+    """Whether two tables were measured on the same prompts; tuples are lists once they were saved."""
+    first, second = (json.dumps(table.provenance.data, sort_keys=True, default=str) for table in (one, other))
+    return first == second
+
+
+def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries that all of several mappings share."""
+    return {name: value for name, value in parts[0].items() if all(part.get(name) == value for part in parts)}
+
+
+def _needs(package: str, method: str) -> Any:
+    """Imports a package that only one method needs.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ImportError(f"{method} needs {package}: pip install 'align-circuits[tables]'") from error
+
+
+def _narrow(numbers: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt"]:
+    """Returns the same numbers in 4 bytes each where these hold them exactly, else in 8."""
+    with np.errstate(over="ignore"):
+        single = numbers.astype(np.float32)
+    return np.ascontiguousarray(single if np.array_equal(single, numbers, equal_nan=True) else numbers)
+
+
+def _one_if_equal(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row_or_one prompt"]:
+    """Returns the first row if all are equal, as where every row rests on the same targets."""
+    return weights[:1] if (weights == weights[:1]).all() else weights
 
 
 def _directions(table: Table) -> list[str]:
@@ -282,6 +469,9 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
             types[name] = "Int64" if column.isna().any() else "int64"
     return frame.astype(types)
 
+
+_PLACES = {"head": ("layer", "head"), "kv_head": ("layer", "head"), "layer": ("layer",), "edge": ("sender", "receiver")}
+"""The parts of a model by level, and the keys that name one."""
 
 _NUMBERS = ("integer", "integer-na", "floating", "empty")
 

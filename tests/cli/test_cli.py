@@ -19,7 +19,8 @@ SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
 def test_score_writes_a_table_a_report_and_its_provenance(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["score", *SMALL, "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"table.csv", "report.html", "provenance.json"}
+    names = {"table.csv", "values.safetensors", "report.html", "provenance.json"}
+    assert {path.name for path in out.iterdir()} == names
     printed = capsys.readouterr().out
     assert str(out / "report.html") in printed
     table = Table.load(out)
@@ -136,6 +137,7 @@ def test_rerun_repeats_a_reproduction(tmp_path, capsys):
 def test_rerun_tells_when_the_rows_differ(tmp_path, capsys):
     main(["score", *SMALL, "--out", str(tmp_path / "first")])
     Table.load(tmp_path / "first").frame[1:].to_csv(tmp_path / "first" / "table.csv", index=False)
+    (tmp_path / "first" / "values.safetensors").unlink()
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 2
     assert "the rows differ" in capsys.readouterr().err
 

@@ -273,7 +273,7 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
         with pytest.raises(ValueError, match="no head L0H4"):
             patch_heads(model, ac.Pair(clean, corrupted), sites=[site], heads=[(0, 4), (2, 0)])
     pair = ac.Pair(clean, corrupted)
-    for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0H1"]):
+    for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0KV1.k"]):
         with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
             inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
     for positions, message in [

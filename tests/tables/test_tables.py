@@ -1,7 +1,9 @@
 """Tables: selecting, ranking, pairing, saving."""
 
+import inspect
 import json
 import lzma
+import sys
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,103 @@ def test_top_ranks_single_heads():
     assert best.values is not None and best.values[0, 0] == 0.4
 
 
+def effects(verb: str, level: str = "head", **keys: Any) -> Table:
+    """One row a head, layer or edge, with the values -3, 1, 2."""
+    place: dict[str, Any] = {
+        "head": {"layer": [0, 0, 1], "head": [0, 1, 0]},
+        "layer": {"layer": [0, 1, 2], "head": None},
+        "edge": {"sender": ["input", "L0H0", "L0H1"], "receiver": "logits"},
+    }[level]
+    frame = pd.DataFrame({"level": level, **place, "metric": "log_prob", **keys})
+    return Table(frame.assign(value=[-3.0, 1.0, 2.0], low=np.nan, high=np.nan, n=4), Provenance(verb))
+
+
+@pytest.mark.parametrize(
+    ("verb", "keys", "best"),
+    [
+        ("score_heads", {}, 2),
+        ("ablate_heads", {}, -3),
+        ("ablate_heads", {"metric": "accuracy"}, -3),
+        ("ablate_heads", {"metric": "kl"}, 2),
+        ("minimality", {}, -3),
+        ("patch_heads", {"direction": "denoise"}, 2),
+        ("patch_heads", {"direction": "denoise", "metric": "kl"}, -3),
+        ("patch_heads", {"direction": "noise"}, -3),
+        ("patch_heads", {"direction": "noise", "metric": "kl"}, 2),
+        ("attribute_heads", {"direction": "noise"}, -3),
+        ("localize", {"metric": "q"}, -3),
+        ("localize", {"metric": "ablation"}, 2),
+        ("steer", {"metric": "rank"}, -3),
+        ("emergence", {"measure": "step"}, -3),
+        ("emergence", {"measure": "emerged"}, 2),
+    ],
+)
+def test_what_matters_most_comes_first(verb, keys, best):
+    made = effects(verb, **keys)
+    metric = keys.get("metric", "log_prob")
+    expected = sorted(made.frame["value"], reverse=best > 0)
+    assert made.top(metric).frame["value"].tolist() == expected
+    assert (made - made).top(metric).frame["layer"].tolist() == [0, 0, 1], "a tie keeps the order"
+    assert made.top(metric, 1, by="highest").frame["value"].item() == 2
+    assert made.top(metric, 1, by="lowest").frame["value"].item() == -3
+    assert made.top(metric, by="absolute").frame["value"].tolist() == [-3, 2, 1]
+    half = Table(made.frame.assign(value=made.frame["value"] / 2), made.provenance)
+    assert (made - half).top(metric, 1).frame["value"].item() == best / 2, "a difference is ranked as its left side"
+    both = Table.concat({"before": made, "after": half}, key="when")
+    assert both.where(when="after").top(metric, 1).frame["value"].item() == best / 2
+
+
+def test_attribution_without_a_sign_is_highest_in_both_directions():
+    made = effects("attribute_heads", direction="noise")
+    unsigned = Table(made.frame, Provenance("attribute_heads", {"graddrop": True, "direction": "noise"}))
+    assert unsigned.top("log_prob", 1).frame["value"].item() == 2
+
+
+def test_direction_of_tables_kept_without_its_column():
+    made = effects("attribute_heads")
+    kept = Table(made.frame, Provenance("attribute_heads", {"direction": "noise"}))
+    assert kept.top("log_prob", 1).frame["value"].item() == -3
+
+
+@pytest.mark.parametrize("level", ["layer", "edge"])
+def test_top_of_layers_and_of_edges(level):
+    made = effects("patch_edges", level, direction="noise")
+    assert made.top("log_prob").frame["value"].tolist() == [-3, 1, 2]
+    bare = Table(made.frame.drop(columns="level"), made.provenance)
+    assert bare.top("log_prob", 1).frame["value"].item() == -3
+    both = Table.concat([effects("score_heads"), effects("score_heads", level)])
+    assert both.top("log_prob").frame["level"].tolist() == ["head"] * 3, "heads, where there are any"
+
+
+def test_top_refuses_several_rows_a_head():
+    """Three kinds of targets would list the same head three times."""
+    made = effects("ablate_heads", positions="all")
+    kinds = Table(pd.concat([made.frame.assign(kind=kind) for kind in ("all", "first", "later")]), made.provenance)
+    with pytest.raises(ValueError, match=r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first"):
+        kinds.top("log_prob")
+    assert len(kinds.where(kind="all").top("log_prob")) == 3
+    edges = effects("patch_edges", "edge", direction="noise")
+    mixed = Table.concat([edges, effects("patch_edges", "edge", direction="denoise")])
+    with pytest.raises(ValueError, match="several rows an edge: choose one value of direction with"):
+        mixed.top("log_prob")
+    doubled = Table(pd.concat([made.frame, made.frame]), made.provenance)
+    with pytest.raises(ValueError, match="several rows a head with equal keys"):
+        doubled.top("log_prob")
+
+
+def test_top_refuses_what_has_no_order():
+    unchecked: Any = inspect.unwrap(Table.top)
+    with pytest.raises(ValueError, match="by='best': choose 'highest', 'lowest' or 'absolute'"):
+        unchecked(effects("score_heads"), "log_prob", by="best")
+    model = Table(effects("evaluate", "layer").frame.assign(level="model", layer=None), Provenance("evaluate"))
+    with pytest.raises(ValueError, match=r"no heads, layers or edges to rank: .* rows of the level model"):
+        model.top("log_prob")
+    both = Table.concat([effects("ablate_heads"), effects("patch_heads", "layer", direction="denoise")])
+    with pytest.raises(ValueError, match="opposite ends matter most: select one"):
+        both.top("log_prob")
+    assert both.top("log_prob", 1, by="lowest").frame["value"].item() == -3
+
+
 def test_grid():
     made = table()
     grid = made.grid("b")
@@ -178,16 +277,67 @@ def test_a_difference_of_two_directions_is_refused(how):
 def test_save_and_load(tmp_path):
     made = table()
     made.save(tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["provenance.json", "table.csv"]
+    names = ["provenance.json", "table.csv", "values.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == names
     rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
     assert rows[0].startswith("level,layer,head,metric,value") and rows[3].startswith("layer,0,,a,")
     loaded = Table.load(tmp_path / "out")
     pd.testing.assert_frame_equal(loaded.frame, made.frame, check_exact=True)
     assert loaded.provenance == made.provenance
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["versions"]["torch"]
-    difference = loaded - made
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_difference_of_loaded_tables_has_the_same_interval(tmp_path, exact):
+    """Weights that differ, values that are undefined, and numbers with and without an exact single."""
+    generator = np.random.default_rng(0)
+    keys = table().frame[["level", "layer", "head", "metric"]]
+    made, data = {}, {"task": {"name": "made", "phrase_lens": (1, 2)}, "digest": "d"}
+    for name in ("left", "right"):
+        values = generator.integers(0, 2, (12, 9)).astype(float) if exact else generator.random((12, 9))
+        weights = np.tile(generator.integers(0, 3, 9), (12, 1)) if exact else generator.random((12, 9))
+        values[0, weights[0] == weights[0].min()] = np.nan
+        weights = np.where(np.isnan(values), 0.0, weights)
+        made[name] = Table.from_prompts(keys, values, weights, Provenance("made", data=data))
+        made[name].save(tmp_path / name)
+    loaded = {name: Table.load(tmp_path / name) for name in made}
+    for name, before in made.items():
+        assert before.values is not None and loaded[name].values is not None
+        np.testing.assert_array_equal(loaded[name].values, before.values)
+        np.testing.assert_array_equal(loaded[name].weights, before.weights)
+    expected = made["left"] - made["right"]
+    pd.testing.assert_frame_equal((loaded["left"] - loaded["right"]).frame, expected.frame, check_exact=True)
+    assert frame_of(expected)[["low", "high"]].notna().all(axis=None)
+    pd.testing.assert_frame_equal((loaded["left"] - made["right"]).frame, expected.frame, check_exact=True)
+    size = (tmp_path / "left" / "values.safetensors").stat().st_size
+    numbers = 12 * 9 * (4 + 4 if exact else 8 + 8)
+    assert size < numbers + 200, "singles where these are exact"
+
+
+def test_equal_weights_are_kept_once(tmp_path):
+    made = table(np.random.default_rng(0).integers(0, 2, (12, 5)).astype(float))
+    made.save(tmp_path)
+    assert (tmp_path / "values.safetensors").stat().st_size < (12 + 1) * 5 * 4 + 200
+    weights = Table.load(tmp_path).weights
+    assert weights is not None and weights.shape == (12, 5) and weights.flags.writeable
+
+
+def test_per_prompt_values_may_be_left_out(tmp_path):
+    made = table()
+    made.save(tmp_path)
+    made.save(tmp_path, per_prompt=False)
+    assert not (tmp_path / "values.safetensors").exists(), "nor are those of an earlier table kept"
+    difference = Table.load(tmp_path) - made
     assert frame_of(difference)["value"].abs().max() < 1e-12
     assert frame_of(difference)["low"].isna().all(), "without per-prompt values there is no honest interval"
+
+
+def test_per_prompt_values_of_other_rows_are_refused(tmp_path):
+    made = table()
+    made.save(tmp_path)
+    made.frame[1:].to_csv(tmp_path / "table.csv", index=False)
+    with pytest.raises(ValueError, match=r"the rows differ: 11 in table\.csv, 12 in values\.safetensors; .* delete"):
+        Table.load(tmp_path)
 
 
 def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
@@ -224,6 +374,82 @@ def test_load_from_a_folder_without_a_table(tmp_path):
 def test_a_table_needs_its_values():
     with pytest.raises(ValueError, match="low, high, n is missing"):
         Table(pd.DataFrame({"layer": [0], "value": [1.0]}), Provenance("made"))
+
+
+def test_concat_by_name():
+    before, after = table(seed=0), table(seed=1)
+    both = Table.concat({"before": before, "after": after}, key="model")
+    assert both.keys == ["model", "level", "layer", "head", "metric"] and len(both) == 24
+    assert both.frame.dtypes.drop("model").equals(before.frame.dtypes)
+    for name, part in (("before", before), ("after", after)):
+        rows = both.where(model=name)
+        pd.testing.assert_frame_equal(rows.frame.drop(columns="model"), part.frame, check_exact=True)
+        np.testing.assert_array_equal(rows.values, part.values)
+        np.testing.assert_array_equal(rows.weights, part.weights)
+    provenance = both.provenance
+    assert (provenance.verb, provenance.model, provenance.data, provenance.engine) == (
+        "concat",
+        {"name": "m"},
+        DATA,
+        "fast",
+    )
+    assert provenance.settings["names"] == ["before", "after"]
+    assert [part["settings"] for part in provenance.settings["tables"]] == [{"x": 1}] * 2
+
+
+def test_concat_of_tables_with_other_keys():
+    heads, model = table(), table().where(layer=0, head=0)
+    renamed = Table(model.frame.drop(columns=["layer", "head"]).assign(level="model", kind="all"), model.provenance)
+    both = Table.concat([heads, renamed])
+    assert both.keys == ["level", "layer", "head", "metric", "kind"]
+    assert both.frame["kind"].isna().tolist() == [True] * 12 + [False] * 2
+    assert str(both.frame["layer"].dtype) == str(both.frame["head"].dtype) == "Int64"
+    assert both.frame["layer"].isna().sum() == 2 and str(both.frame["value"].dtype) == "float64"
+    assert both.values is None, "one of the two kept none"
+    elsewhere = table(data={"digest": "other"}).where(layer=1)
+    assert Table.concat([heads.where(layer=0), elsewhere]).values is None, "other prompts"
+    assert Table.concat([heads.where(layer=0), elsewhere]).provenance.data == {}
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "message"),
+    [
+        ([], None, "no tables to join"),
+        ([table(), table()], None, r"two rows of level head, layer 0, head 0, metric a: give the tables by name"),
+        ({"a": table()}, None, "tables by name need key="),
+        ([table()], "model", "key= needs tables by name"),
+        ({"a": table()}, "layer", "key='layer' is a column already"),
+    ],
+)
+def test_concat_refuses(tables, key, message):
+    with pytest.raises(ValueError, match=message):
+        Table.concat(tables, key)
+
+
+def test_to_parquet(tmp_path):
+    made = table()
+    made.to_parquet(tmp_path / "deep" / "table.parquet")
+    again = pd.read_parquet(tmp_path / "deep" / "table.parquet")
+    assert again.attrs["provenance"] == json.loads(made.provenance.to_json())
+    pd.testing.assert_frame_equal(again, made.frame, check_exact=True)
+    assert made.frame.attrs == {}
+
+
+def test_to_dataset():
+    made = table()
+    dataset = made.to_dataset()
+    assert dataset.column_names == list(made.frame.columns) and len(dataset) == 12
+    assert dataset[2]["head"] is None and dataset[2]["level"] == "layer"
+    assert dataset["value"][:] == made.frame["value"].tolist()
+    assert Provenance.from_json(dataset.info.description) == made.provenance
+
+
+@pytest.mark.parametrize(("method", "package"), [("to_parquet", "pyarrow"), ("to_dataset", "datasets")])
+def test_exports_say_what_to_install(tmp_path, monkeypatch, method, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"{method} needs {package}: pip install 'align-circuits\[tables\]'"
+    with pytest.raises(ImportError, match=message):
+        getattr(table(), method)(*[tmp_path / "a"] * (method == "to_parquet"))
 
 
 def test_shown_in_consoles_and_notebooks():

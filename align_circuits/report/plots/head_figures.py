@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.hooks.heads import Head
+from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
     COLOURS,
     DIVERGING,
@@ -43,7 +43,7 @@ def head_maps(
     *,
     by: str = "metric",
     unit: str = "",
-    marked: Mapping[str, Sequence[Head]] | None = None,
+    marked: Mapping[str, Sequence[HeadLike]] | None = None,
     shape: tuple[int, int] | None = None,
 ) -> go.Figure:
     """Returns a map for each metric side by side, all on one scale.
@@ -91,7 +91,7 @@ def head_maps(
             "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
         )
         figure.add_trace(heat, **place)
-        if circled := list((marked or {}).get(panel, ())):
+        if circled := [head_of(head) for head in (marked or {}).get(panel, ())]:
             layer, head = zip(*circled, strict=True)
             figure.add_trace(rings(head, layer, 13, 3), **place)
     layers, heads = shape or (len(set(frames[0][key])) for key in ("layer", "head"))

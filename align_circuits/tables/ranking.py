@@ -1,0 +1,58 @@
+"""Which end of a metric matters most: the order of `Table.top`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+End = Literal["highest", "lowest"]
+"""The end of a metric where what matters most lies."""
+
+SMALL_IS_BEST = ("p", "q", "rank", "loss")
+"""Metrics that are best where they are small: p values, the rank of an answer, a loss."""
+
+LOSSES = ("ablate_heads", "minimality")
+"""Verbs that take something away: what is needed most changes the metric most below zero."""
+
+
+def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) -> End:
+    """Returns where the rows of a table that matter most lie.
+
+    | rows | what matters most lies |
+    |---|---|
+    | p, q, rank, loss | lowest |
+    | the step of `emergence` | lowest: it emerged first |
+    | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
+    | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
+    | `"kl"` of direction `"denoise"` | lowest: most of the clean prediction is back |
+    | attribution without a sign (`graddrop`), in both directions | highest |
+    | effects of direction `"denoise"`, scores, direct logits, all else | highest |
+
+    A difference of tables is ranked as the left one is: by default a change for the better comes first where more is
+    better, and the damage that grew most where less is worse.
+
+    Args:
+        verb: What made the table (`Provenance.verb`).
+        settings: Its settings.
+        keys: The keys that all rows have in common, such as the metric and the direction.
+
+    Raises:
+        ValueError: A table of several verbs (`Table.concat`) that are ranked in opposite ways.
+    """
+    if verb == "difference":
+        return best_end(settings["left"]["verb"], settings["left"]["settings"], keys)
+    if verb == "concat":
+        ends: set[End] = {best_end(part["verb"], part["settings"], keys) for part in settings["tables"]}
+        if len(ends) > 1:
+            raise ValueError(
+                "tables in which opposite ends matter most: select one of them with .where(...), or give by='highest', "
+                "'lowest' or 'absolute'"
+            )
+        return ends.pop()
+    metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
+    if metric in SMALL_IS_BEST or (verb == "emergence" and keys.get("measure") == "step"):
+        return "lowest"
+    if settings.get("graddrop"):
+        return "highest"
+    takes_away = verb in LOSSES or direction == "noise"
+    if metric == "kl":
+        return "lowest" if direction == "denoise" else "highest"
+    return "lowest" if takes_away else "highest"

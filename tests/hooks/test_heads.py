@@ -1,0 +1,138 @@
+"""Heads as pairs and as names, and what is refused as one."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.circuits.edge_patching import patch_edges, patch_paths
+from align_circuits.circuits.faithful import completeness, faithfulness, minimality
+from align_circuits.hooks.edits import edits_provenance
+from align_circuits.hooks.graph import Graph
+from align_circuits.hooks.heads import describe, head_of, heads_of
+from align_circuits.report.plots import head_maps
+
+CFG = SimpleNamespace(n_layers=3, n_heads=12, n_key_value_heads=6)
+ALL = [(layer, head) for layer in range(3) for head in range(12)]
+TASK = ac.Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
+
+
+@pytest.mark.parametrize("head", ALL)
+def test_a_name_is_its_pair(head):
+    assert head_of(describe([head])) == head_of(head) == head_of(list(head)) == head_of(np.array(head)) == head
+    assert head_of((torch.tensor(head[0]), np.int32(head[1]))) == head
+
+
+def test_names_and_pairs_may_be_mixed_and_count_once():
+    assert heads_of(CFG, ["L2H11", (0, 3), "L0H3", (2, 11)]) == [(2, 11), (0, 3)]
+    assert heads_of(CFG) == ALL and heads_of(CFG, []) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("L2KV0.k", "'L2KV0.k' is the input of a key head, which several heads share (an edge's receiver), not a head"),
+        ("L2H0.q", "'L2H0.q' is an input of a head (an edge's receiver), not a head"),
+        ("L2KV0", "'L2KV0' is a key head, which several heads share, not a head"),
+        ("M1", "'M1' is an MLP, not a head"),
+        ("input", "'input' is the embedding, not a head"),
+        ("logits", "'logits' is the logits (an edge's receiver), not a head"),
+        ("L1H2 L0H1", "'L1H2 L0H1' is several heads in one string, not a head"),
+        ("2.3", "'2.3' is no head"),
+        (" L1H2", "' L1H2' is no head"),
+        (3, "3 is no head"),
+        ((1, 2, 3), "(1, 2, 3) is no head"),
+        ((1.0, 2), "(1.0, 2) is no head"),
+        (None, "None is no head"),
+    ],
+)
+def test_what_is_no_head_is_called_what_it_is(given, message):
+    advice = "give pairs of layer and head, such as [(2, 0), (3, 1)], or names, such as ['L2H0', 'L3H1']"
+    for refuse in (lambda: head_of(given), lambda: inspect.unwrap(heads_of)(CFG, [given])):
+        with pytest.raises(ValueError) as error:
+            refuse()
+        assert str(error.value) == f"{message}: {advice}"
+
+
+def test_heads_that_the_model_does_not_have():
+    for head in ("L3H0", (3, 0)):
+        with pytest.raises(ValueError, match="no head L3H0: this model has layers 0 to 2 with heads 0 to 11"):
+            heads_of(CFG, [head])
+    with pytest.raises(ValueError, match=r"heads='L1H2' is one string: give a list, such as \['L2H0'"):
+        heads_of(CFG, "L1H2")
+
+
+def test_senders_and_receivers_are_told_apart():
+    graph = Graph(2, 4, 2)
+    assert graph.sender("L1H2") == graph.sender((1, 2))
+    assert torch.equal(graph.select([((0, 1), "L1H2.q")]), graph.select([("L0H1", "L1H2.q")]))
+    assert torch.equal(graph.among(["L0H1", (1, 2)]), graph.among([(0, 1), (1, 2)]))
+    with pytest.raises(KeyError, match=r"no sender 'L1H2.q' .*; L1H2.q reads the residual stream: it is a receiver"):
+        graph.sender("L1H2.q")
+    for name in ("L1H3", "L1H3.k"):
+        with pytest.raises(KeyError, match=rf"no receiver '{name}' .*; L1H3 reads through L1H3\.q, L1KV1\.k, L1KV1\.v"):
+            graph.receiver(name)
+    with pytest.raises(KeyError, match=r"no receiver 'L9H0' in this model: it has .*logits"):
+        graph.receiver("L9H0")
+
+
+@pytest.fixture(scope="module")
+def llama(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def clean(char_tokenizer):
+    return TASK.sample(3, char_tokenizer, seed=0)
+
+
+def test_every_verb_takes_names(llama, clean):
+    """And gives what it gives for pairs."""
+    corrupted = TASK.corrupt(clean, "query", seed=1)
+    noise = ac.Pair(clean, corrupted, direction="noise")
+    scores = ac.attribute_edges(llama, noise, method="eap")
+    names: Any = ["L1H0", "L0H3"]
+    pairs = [(1, 0), (0, 3)]
+    baseline = ac.ablation_baseline(llama, clean)
+    verbs: list[Any] = [
+        lambda heads: ac.ablate_heads(llama, clean, heads=heads),
+        lambda heads: ac.patch_heads(llama, noise, heads=heads),
+        lambda heads: ac.function_vectors(llama, [ac.Pair(clean, corrupted)], heads=heads),
+        lambda heads: ac.evaluate(llama, clean, edits=[ac.Ablate(heads, how="mean", reference=baseline)]),
+        lambda heads: ac.evaluate(llama, clean, edits=[ac.Clamp(heads, "lookup")]),
+        lambda heads: faithfulness(llama, scores, noise, fractions=[0.5], heads={"some": heads}),
+        lambda heads: completeness(llama, heads, noise, draws=1),
+        lambda heads: minimality(llama, heads, noise, draws=1),
+        lambda heads: patch_paths(llama, noise, senders=heads),
+        lambda heads: patch_edges(llama, noise, edges=[(head, "logits") for head in heads]),
+    ]
+    for verb in verbs:
+        by_name, by_pair = verb(names), verb(pairs)
+        pd.testing.assert_frame_equal(by_name.frame, by_pair.frame, check_exact=True)
+        assert by_name.provenance == by_pair.provenance
+    assert edits_provenance([ac.Ablate(names)]) == edits_provenance([ac.Ablate(pairs)])
+    views = [ac.plots.attention(llama, clean[0], heads) for heads in (names, pairs)]
+    assert list(views[0].rows) == list(views[1].rows) == pairs
+    assert views[0].drawing("L1H0", "lookup") == views[0].drawing((1, 0), "lookup")
+    table = ac.score_heads(llama, clean, ["lookup"])
+    drawn = [head_maps(table, ["lookup"], marked={"lookup": heads}).to_json() for heads in (names, pairs)]
+    assert drawn[0] == drawn[1]
+
+
+def test_every_verb_names_the_key_head_that_it_refuses(llama, clean):
+    corrupted = TASK.corrupt(clean, "query", seed=1)
+    wrong = ["L1KV0.k"]
+    for verb in (
+        lambda: ac.ablate_heads(llama, clean, heads=wrong),
+        lambda: ac.patch_heads(llama, ac.Pair(clean, corrupted), heads=wrong),
+        lambda: ac.evaluate(llama, clean, edits=[ac.Ablate(wrong)]),
+        lambda: completeness(llama, wrong, ac.Pair(clean, corrupted, direction="noise")),
+        lambda: ac.plots.attention(llama, clean[0], wrong),
+    ):
+        with pytest.raises(ValueError, match=r"'L1KV0\.k' is the input of a key head"):
+            verb()
