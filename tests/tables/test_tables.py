@@ -298,7 +298,7 @@ def test_a_difference_of_loaded_tables_has_the_same_interval(tmp_path, exact):
         weights = np.tile(generator.integers(0, 3, 9), (12, 1)) if exact else generator.random((12, 9))
         values[0, weights[0] == weights[0].min()] = np.nan
         weights = np.where(np.isnan(values), 0.0, weights)
-        made[name] = Table.from_prompts(keys, values, weights, Provenance("made", data=data))
+        made[name] = Table.from_prompts(keys, values, weights, Provenance("made", data=data))  # pyright: ignore[reportArgumentType]
         made[name].save(tmp_path / name)
     loaded = {name: Table.load(tmp_path / name) for name in made}
     for name, before in made.items():
@@ -404,7 +404,7 @@ def test_concat_of_tables_with_other_keys():
     assert both.keys == ["level", "layer", "head", "metric", "kind"]
     assert both.frame["kind"].isna().tolist() == [True] * 12 + [False] * 2
     assert str(both.frame["layer"].dtype) == str(both.frame["head"].dtype) == "Int64"
-    assert both.frame["layer"].isna().sum() == 2 and str(both.frame["value"].dtype) == "float64"
+    assert int(both.frame["layer"].isna().sum()) == 2 and str(both.frame["value"].dtype) == "float64"
     assert both.values is None, "one of the two kept none"
     elsewhere = table(data={"digest": "other"}).where(layer=1)
     assert Table.concat([heads.where(layer=0), elsewhere]).values is None, "other prompts"
