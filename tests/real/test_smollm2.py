@@ -149,7 +149,7 @@ def test_the_missing_alignment_link(model, style, value, low, high):
     """Copies of the symbols before each phrase, which replace alignment, make it answer: paper 1's finding."""
     task = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=15, style=style)
     table = ac.evaluate(model, task.sample(12, model.tokenizer, seed=1))
-    rows = table.where(metric="accuracy", kind="first").frame.set_index("predictor")["value"]
+    rows: Any = table.where(metric="accuracy", kind="first").frame.set_index("predictor")["value"]
     assert rows["model"] == pytest.approx(value, abs=0.005)
     assert low <= rows["model"] <= high
     assert (rows["model"] < rows["history"]) == (style == "standard")
