@@ -13,8 +13,8 @@ class Localize(PromptVerb):
     """Names heads with `localize`."""
 
     model: str = "toy-llama-ica"
-    """A folder, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), or "planted": a circuit built by
-    hand for the task."""
+    """A folder, a GGUF file, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), "smollm2" (a
+    pretrained Llama, if its package is installed), or "planted": a circuit built by hand for the task."""
     draws: int = 20
     """How many sets of random heads are ablated, to compare with the named heads."""
     out: Path = Path("runs/localize")

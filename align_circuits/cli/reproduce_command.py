@@ -24,7 +24,8 @@ class Reproduce(Verb):
     scale: Scale = "cpu"
     """smoke takes seconds, cpu up to 30 minutes on two cores, paper is the paper's setting."""
     model: tuple[str, ...] = ("toy-llama",)
-    """The model that is measured, or several if the figure compares models."""
+    """The model that is measured, or several if the figure compares models: names, folders or GGUF files, as `load`
+    takes them."""
     jobs: int = 1
     """How many local processes."""
     out: Path | None = None

@@ -21,7 +21,8 @@ class Tune(PromptVerb):
     """Tunes a model with `tune`."""
 
     model: str = "toy-llama"
-    """A folder, a hub name, or "toy-llama", which takes about three minutes."""
+    """A folder, a GGUF file, a hub name, "smollm2" (a pretrained Llama, if its package is installed), or "toy-llama",
+    which takes about three minutes."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)
     """How it is tuned."""
     defaults: Literal["toy-llama", "paper"] | None = None

@@ -49,7 +49,8 @@ class PromptVerb(Verb):
     """A verb that needs a model, the prompts of a task, and a folder for the results."""
 
     model: str = "planted"
-    """A folder, a hub name, or "planted": a circuit built by hand for the task."""
+    """A folder, a GGUF file, a hub name, "toy-llama", "smollm2" (a pretrained Llama, if its package is installed), or
+    "planted": a circuit built by hand for the task."""
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
     """The task that prompts are sampled from."""
     n: int = 64
