@@ -291,7 +291,7 @@ def test_save_and_load(tmp_path):
 def test_a_difference_of_loaded_tables_has_the_same_interval(tmp_path, exact):
     """Weights that differ, values that are undefined, and numbers with and without an exact single."""
     generator = np.random.default_rng(0)
-    keys = table().frame[["level", "layer", "head", "metric"]]
+    keys: Any = table().frame[["level", "layer", "head", "metric"]]
     made, data = {}, {"task": {"name": "made", "phrase_lens": (1, 2)}, "digest": "d"}
     for name in ("left", "right"):
         values = generator.integers(0, 2, (12, 9)).astype(float) if exact else generator.random((12, 9))
@@ -404,7 +404,9 @@ def test_concat_of_tables_with_other_keys():
     assert both.keys == ["level", "layer", "head", "metric", "kind"]
     assert both.frame["kind"].isna().tolist() == [True] * 12 + [False] * 2
     assert str(both.frame["layer"].dtype) == str(both.frame["head"].dtype) == "Int64"
-    assert both.frame["layer"].isna().sum() == 2 and str(both.frame["value"].dtype) == "float64"
+    assert (
+        both.frame["layer"].isna().tolist() == [False] * 12 + [True] * 2 and str(both.frame["value"].dtype) == "float64"
+    )
     assert both.values is None, "one of the two kept none"
     elsewhere = table(data={"digest": "other"}).where(layer=1)
     assert Table.concat([heads.where(layer=0), elsewhere]).values is None, "other prompts"
@@ -454,5 +456,9 @@ def test_exports_say_what_to_install(tmp_path, monkeypatch, method, package):
 
 def test_shown_in_consoles_and_notebooks():
     made = table()
-    assert "[made, 12 rows]" in repr(made)
-    assert "<table" in made._repr_html_()
+    assert f"{made.frame['value'][0]:.3f}" in str(made)
+    assert repr(made) == "Table(made, 12 rows by level, layer, head, metric; per-prompt values of 5)"
+    assert repr(Table(made.frame, made.provenance)) == "Table(made, 12 rows by level, layer, head, metric)"
+    assert str(made).endswith("\n[made, 12 rows]")
+    odd = Table(made.frame.assign(metric="<b>"), Provenance("<i>"))._repr_html_()
+    assert "<table" in odd and "&lt;b&gt;" in odd and "&lt;i&gt;" in odd and "<b>" not in odd and "<i>" not in odd

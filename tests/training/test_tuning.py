@@ -364,3 +364,12 @@ def test_models_that_cannot_be_tuned(llama, random_hf_model, char_tokenizer, tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write results"):
         run(llama, out=tmp_path / "file")
+
+
+def test_a_run_shows_itself(llama, tmp_path):
+    tuned = run(llama, out=tmp_path / "<run>")
+    last = tuned.log["loss"].dropna().iloc[-1]
+    probes = len(tuned.log)
+    assert repr(tuned) == f"TuneRun(ica, 4 steps, loss {last:.3g}, {probes} probes, folder='{tmp_path / '<run>'}')"
+    page = tuned._repr_html_()
+    assert "<table" in page and "&lt;run&gt;" in page and "<run>" not in page and f"{last:.3g}" in page
