@@ -1,9 +1,10 @@
 """Edits: what a model computes, changed while it runs, as plain TransformerLens hooks."""
 
 import hashlib
+import html
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import index
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.heads import HeadLike, head_of, layers_of
+from align_circuits.hooks.heads import HeadLike, describe, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import Site, has_heads_first, is_pattern, name_of
 from align_circuits.hooks.probes import Change, Probes, dry_run
@@ -57,9 +58,18 @@ class BatchContext:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Edit(ABC):
     """A change of activations; a value that serves any number of models and runs."""
+
+    def __repr__(self) -> str:
+        parts = [text if name == "heads" else f"{name}={text}" for name, text in _settings(self).items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        settings = {name: html.escape(text) for name, text in _settings(self).items()}
+        rows = "".join(f"<tr><td>{name}</td><td>{text}</td></tr>" for name, text in settings.items())
+        return f"<table><tr><th colspan=2>{type(self).__name__}</th></tr>{rows}</table>"
 
     def fwd_hooks(
         self, model: HookedModel, prompts: Prompts | None = None
@@ -128,6 +138,36 @@ def _of_the_stream(change: Change) -> tuple[Change, Change]:
         return stream + differences.pop() if differences else None
 
     return read, carried
+
+
+def _settings(edit: Edit) -> dict[str, str]:
+    """The fields of an edit that are not left at their defaults, each in a few words."""
+    settings = {}
+    for part in fields(edit):
+        value = getattr(edit, part.name)
+        empty = isinstance(value, Sequence | Mapping) and not len(value)
+        if not empty and value is not part.default and not (isinstance(value, str | float) and value == part.default):
+            settings[part.name] = _in_short(part.name, value)
+    return settings
+
+
+def _in_short(name: str, value: Any) -> str:
+    """A value in a few words: heads by name, tensors by their shape, mappings by their hook points."""
+    if name == "heads":
+        try:
+            named = describe([head_of(head) for head in value[:_SHOWN]])
+        except ValueError:  # refused where the edit is used; to show it must not fail
+            return repr(value)
+        return named if len(value) <= _SHOWN else f"{named} ... ({len(value)} heads)"
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(list(value)[:_SHOWN])}{', ...' if len(value) > _SHOWN else ''}}}"
+    return repr(value) if isinstance(value, str | int | float | Sequence | AblationBaseline) else type(value).__name__
+
+
+_SHOWN = 8
+"""Heads, or hook points, that are named one by one."""
 
 
 def edits_provenance(edits: Sequence[Edit]) -> dict[str, Any]:
@@ -231,7 +271,7 @@ class _Activation:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _AtSite(Edit):
     """An edit of one kind of activation, at given heads or layers and positions: all of it, or a part.
 
@@ -367,7 +407,7 @@ def _basis_of(direction: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
     return direction
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Patch(_AtSite):
     """Replaces activations by those of another run: activation patching.
 
@@ -388,7 +428,7 @@ class Patch(_AtSite):
         return old.of_run(self.values[old.name])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AblationBaseline:
     """What replaces ablated activations; `ablation_baseline` measures it."""
 
@@ -397,6 +437,10 @@ class AblationBaseline:
     tokens."""
     values: Mapping[str, Float[Tensor, "prompt ..."]] = field(default_factory=dict)
     """By hook point, the activations of the reference prompts, for resampling."""
+
+    def __repr__(self) -> str:
+        held = [f"{name} at {len(part)} hook points" for name, part in vars(self).items() if part]
+        return f"AblationBaseline({', '.join(held)})"
 
 
 def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
@@ -410,7 +454,7 @@ def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
     return 2 * prompts.roles + tested.long()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ablate(_AtSite):
     """Removes the output of heads or layers.
 
@@ -458,7 +502,7 @@ class Ablate(_AtSite):
         return by_token.nan_to_num(0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Clamp(Edit):
     """Sets the attention of heads by a relation: from each of its queries, equally to all of its keys.
 
@@ -504,7 +548,7 @@ class Clamp(Edit):
         }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Steer(_AtSite):
     """Adds a vector.
 

@@ -137,7 +137,7 @@ def written_by(residual_edges: ResidualEdges, name: str, value: Tensor) -> Float
     return residual_edges.written(int(name.split(".")[1]), value) if name.endswith("hook_z") else value[:, :, None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _ByCopy(Edit):
     """An edit that differs between copies of its prompts, which run side by side: all prompts, then all again."""
 
@@ -155,7 +155,7 @@ class _ByCopy(Edit):
         return context.rows // prompts, context.rows % prompts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PatchEdges(_ByCopy):
     """Patches edges: chosen receivers read what senders wrote in another run, all others what they write now.
 
@@ -222,7 +222,7 @@ class PatchEdges(_ByCopy):
         return {name: change_at(name) for name in sorted({*ends, *read_at, *senders})}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PatchReceivers(_ByCopy):
     """Patches receivers: each is given the query, key, value or output that it had in another run."""
 

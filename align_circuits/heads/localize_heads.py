@@ -1,5 +1,6 @@
 """Finds the attention heads that have a role in a task, and tests whether the model needs them."""
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,6 +99,23 @@ class Localization:
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
     heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
+
+    def __repr__(self) -> str:
+        named = [f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads]
+        name = self.prompts.task.get("name", "tokens")
+        return f"Localization({'; '.join(named) or 'no head named'}; tested on {len(self.prompts)} x {name})"
+
+    def _repr_html_(self) -> str:
+        shown = ("score", "attention", "q", "ablation", "denoising", "control")
+        keyed: Any = self.table.frame.set_index(["layer", "head", "role", "metric"])["value"]
+        measured = dict(zip(keyed.index, keyed, strict=True))
+        rows = [
+            {"role": role, "head": describe([head])} | {name: measured.get((*head, role, name)) for name in shown}
+            for role, heads in self.heads_by_role.items()
+            for head in heads
+        ]
+        table = pd.DataFrame(rows).to_html(index=False, float_format="{:.2g}".format, na_rep="") if rows else ""
+        return f"<p>{html.escape(self.summary)}</p>{table}"
 
     def heads(self, role: str) -> list[Head]:
         """Returns the heads named for a role, best first.

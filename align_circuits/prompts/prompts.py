@@ -1,6 +1,7 @@
 """Prompts with their labels: tokens, the role of each, the targets to predict, and relations between positions."""
 
 import hashlib
+import html
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +136,7 @@ class Prompts:
 
     def _repr_html_(self) -> str:
         if self.inputs.is_floating_point():  # vectors have no text
-            return repr(self)
+            return html.escape(repr(self))
         drawings = [self.drawing(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 

@@ -1,5 +1,6 @@
 """Clean and corrupted prompts: one run is measured, and activations of the other are put into it."""
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -58,6 +59,25 @@ class Pair:
         check_pair(self.clean, self.corrupted)
         if self.metric is not None or self.kind is not None:
             TargetMetrics.of(self.base, (self.metric or "log_prob",), self.kind or "all")
+
+    def __repr__(self) -> str:
+        corrupted = self.corrupted.task.get("corrupted")
+        chosen = {
+            "metric": self.metric and name_of_metric(self.metric),
+            "kind": self.kind,
+            "direction": self.direction,
+            "corrupted": corrupted.get("kind") if isinstance(corrupted, Mapping) else corrupted,
+        }
+        name = f"{len(self.clean)} x {self.clean.inputs.shape[1]} {self.clean.task.get('name', 'tokens')}"
+        return f"Pair({name}, {', '.join(f'{key}={value!r}' for key, value in chosen.items() if value is not None)})"
+
+    def _repr_html_(self) -> str:
+        drawn = f"<div>{html.escape(repr(self))}</div>"
+        if self.clean.inputs.is_floating_point():  # vectors have no text
+            return drawn
+        for name, prompts in (("clean", self.clean), ("corrupted", self.corrupted)):
+            drawn += f"<div><b>{name}</b></div>{prompts.drawing(0) if len(prompts) else ''}"
+        return drawn
 
     @property
     def base(self) -> Prompts:

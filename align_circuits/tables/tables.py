@@ -1,5 +1,6 @@
 """A table of measurements with intervals, and where they came from."""
 
+import html
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -131,11 +132,16 @@ class Table:
         return len(self.frame)
 
     def __repr__(self) -> str:
+        kept = "" if self.values is None else f"; per-prompt values of {self.values.shape[1]}"
+        return f"Table({self.provenance.verb}, {len(self)} rows by {', '.join(self.keys)}{kept})"
+
+    def __str__(self) -> str:
         rows = self.frame.to_string(max_rows=20, float_format="{:.3f}".format)
         return f"{rows}\n[{self.provenance.verb}, {len(self)} rows]"
 
     def _repr_html_(self) -> str:
-        return self.frame.to_html(max_rows=20, float_format="{:.3f}".format)
+        rows = self.frame.to_html(max_rows=20, float_format="{:.3f}".format)
+        return f"{rows}<div>{html.escape(repr(self))}</div>"
 
     def where(self, **keys: Any) -> "Table":
         """Returns the rows whose key columns have the given values; a list of values means any of them.

@@ -1,5 +1,6 @@
 """Fine-tuning in context (ICA-Tune) or without context (standard), with probes while alignment emerges."""
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -165,6 +166,16 @@ class TuneRun:
     folder: Path | None
     """Holds `adapter/`, in PEFT's format, which `load` and plain Hugging Face + PEFT read; `table.csv` and
     `provenance.json`; `training/` and `probes/`, from which a killed run goes on."""
+
+    def __repr__(self) -> str:
+        loss = self.log["loss"].dropna()
+        last = f", loss {loss.iloc[-1]:.3g}" if len(loss) else ""
+        folder = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        return f"TuneRun({self.config.method}, {self.config.steps} steps{last}, {len(self.log)} probes{folder})"
+
+    def _repr_html_(self) -> str:
+        log = self.log.to_html(max_rows=10, index=False, float_format="{:.3g}".format)
+        return f"<div>{html.escape(repr(self))}</div>{log}"
 
     @property
     def figures(self) -> dict[str, go.Figure]:

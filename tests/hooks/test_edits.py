@@ -1,6 +1,7 @@
 """Edits beside hooks written by hand: one prompt at a time, without padding, one position after the other."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -793,3 +794,27 @@ def test_provenance_tells_edits_apart(models):
     assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (
         "the pattern is clamped inside the attention function"
     )
+
+
+@pytest.mark.parametrize(
+    ("edit", "shown"),
+    [
+        (ac.Ablate([(1, 2), (0, 3)]), "Ablate(L1H2 L0H3)"),
+        (ac.Ablate([], site="mlp_out", layers=[1]), "Ablate(site='mlp_out', layers=[1])"),
+        (
+            ac.Ablate(["L1H2"], how="mean", reference=AblationBaseline(means={"a": torch.zeros(10, 4)})),
+            "Ablate(L1H2, how='mean', reference=AblationBaseline(means at 1 hook points))",
+        ),
+        (ac.Patch([(0, 1)], positions=torch.zeros(3, 9, dtype=torch.bool)), "Patch(L0H1, positions=bool[3, 9])"),
+        (ac.Patch([(0, 1)], values={"x": torch.zeros(3, 9, 8)}), "Patch(L0H1, values={x})"),
+        (ac.Clamp([(0, 1)], "<lookup>"), "Clamp(L0H1, relation='<lookup>')"),
+        (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=2.0), "Steer(L0H1, vector=float32[8], scale=2.0)"),
+        (ac.Ablate([(0, head) for head in range(9)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7 ... (9 heads))"),
+        (ac.Ablate(["L0KV1"]), "Ablate(['L0KV1'])"),
+    ],
+)
+def test_edits_show_themselves(edit, shown):
+    assert repr(edit) == shown
+    page = edit._repr_html_()
+    assert page.startswith(f"<table><tr><th colspan=2>{type(edit).__name__}</th></tr>") and "<lookup>" not in page
+    assert page.count("<tr>") == 1 + len(re.findall(r"\w+=|\((?=L|\[)", shown.split("AblationBaseline")[0]))

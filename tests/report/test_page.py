@@ -11,6 +11,7 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.heads.localize_heads import Thresholds
+from align_circuits.hooks.heads import describe
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads
@@ -94,6 +95,22 @@ def localization() -> ac.Localization:
 @pytest.fixture(scope="module")
 def page(localization, tmp_path_factory):
     return save_localization(localization, tmp_path_factory.mktemp("report"))
+
+
+def test_a_localization_shows_itself(localization):
+    heads = {role: describe(heads) for role, heads in localization.heads_by_role.items() if heads}
+    shown = "; ".join(f"{role}: {names}" for role, names in heads.items())
+    assert repr(localization) == f"Localization({shown}; tested on 8 x seq2seq)" and len(heads) > 2
+    page = localization._repr_html_()
+    assert "Heads &lt;align&gt; &amp; look up." in page and "<align>" not in page
+    rows = page.split("<tr")[2:]
+    assert len(rows) == sum(len(named) for named in localization.heads_by_role.values())
+    role, (head, *_) = next((role, named) for role, named in localization.heads_by_role.items() if named)
+    score = localization.table.where(role=role, metric="score", layer=head[0], head=head[1]).frame["value"].item()
+    assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", "0.004"))
+    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), notes=())
+    assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
+    assert nothing._repr_html_() == "<p>No head passes every test.</p>"
 
 
 def test_the_summary_stands_on_top_and_every_part_follows(page, localization):

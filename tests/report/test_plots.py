@@ -131,6 +131,54 @@ def test_a_map_of_several_rows_a_head_says_what_to_select(effects):
         plots.head_map(effects, "log_prob")
 
 
+def test_a_head_map_has_a_place_for_every_head_of_the_model(effects):
+    """One head was measured; the provenance knows of 4 layers with 3 heads."""
+    first: Any = effects.frame[(effects.frame["kind"] == "first") & (effects.frame["layer"] == 1)]
+    made = Table(first[first["head"] == 0], Provenance("patch_heads", model={"n_layers": 4, "n_heads": 3}))
+    for drawn in (plots.head_map(made, "log_prob"), plots.head_maps(made, ["first"], by="kind")):
+        (heat,) = drawn.data
+        assert (list(heat.x), list(heat.y)) == ([0, 1, 2], [0, 1, 2, 3])
+        expected = np.full((4, 3), np.nan)
+        expected[1, 0] = 3
+        np.testing.assert_array_equal(heat.z, expected)
+        assert drawn.layout.plot_bgcolor == "rgba(128,128,128,.3)", "the others are grey"
+    whole = plots.head_map(effects.where(kind="first"), "log_prob")
+    assert whole.layout.plot_bgcolor != "rgba(128,128,128,.3)"
+
+
+def test_a_head_map_refuses_what_it_cannot_draw(effects, scores):
+    layers = Table(scores.frame[scores.frame["head"].isna()].assign(level="layer"), scores.provenance)
+    with pytest.raises(ValueError, match=r"no rows of single heads, but of the level layer: .* edge_map draws edges"):
+        plots.head_map(layers, "a")
+    edge = pd.DataFrame({"level": ["edge"], "sender": "input", "receiver": "logits", "metric": "a"})
+    with pytest.raises(ValueError, match="no rows of single heads, but of the level edge"):
+        plots.head_map(Table(edge.assign(value=1.0, low=0.0, high=2.0, n=1), Provenance("t")), "a")
+    unknown = Table(scores.frame.assign(value=np.nan), scores.provenance)
+    with pytest.raises(ValueError, match="no head has a value of a: there is nothing to draw"):
+        plots.head_map(unknown, "a")
+    small = Table(scores.frame, Provenance("t", model={"n_layers": 3, "n_heads": 1}))
+    with pytest.raises(ValueError, match="the table has L2 and H1, but the map is of 3 layers with 1 heads"):
+        plots.head_map(small, "a")
+    with pytest.raises(ValueError, match="no panels: name at least one value of 'metric'"):
+        plots.head_maps(scores, [])
+    both = Table(effects.frame.assign(direction="noise", site="z"), effects.provenance)
+    with pytest.raises(ValueError, match=r"several rows per head: choose one value of kind with \.where"):
+        plots.head_map(both, "log_prob")
+
+
+def test_top_heads_of_effects_are_those_that_matter_most(effects):
+    """In nats, beyond the scale of shares; by damage where something is ablated."""
+    first = effects.where(kind="first")
+    ablated = Table(first.frame.assign(value=-first.frame["value"]), Provenance("ablate_heads"))
+    dots = plots.top_heads(ablated, ["log_prob"], n=2).data[0]
+    assert (dots.y[-1], dots.x[-1]) == ("L1H0", -3)
+    assert plots.top_heads(ablated, ["log_prob"]).layout.xaxis.range is None
+    assert plots.top_heads(first.where(layer=0), ["log_prob"]).layout.xaxis.range is not None
+    edges = pd.DataFrame({"level": "edge", "sender": ["L0H1", "input"], "receiver": "logits", "metric": "a"})
+    table = Table(edges.assign(value=[1.0, 2.0], low=0.0, high=2.0, n=1), Provenance("patch_edges"))
+    assert plots.top_heads(table, ["a"]).data[0].y == ("L0H1 to logits", "input to logits")
+
+
 def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
     groups: Any = [(name, None) for name in ("nothing", "lookup", "named", "rest")]
     groups += [("random", draw) for draw in range(20)]

@@ -291,7 +291,7 @@ def test_save_and_load(tmp_path):
 def test_a_difference_of_loaded_tables_has_the_same_interval(tmp_path, exact):
     """Weights that differ, values that are undefined, and numbers with and without an exact single."""
     generator = np.random.default_rng(0)
-    keys = table().frame[["level", "layer", "head", "metric"]]
+    keys: Any = table().frame[["level", "layer", "head", "metric"]]
     made, data = {}, {"task": {"name": "made", "phrase_lens": (1, 2)}, "digest": "d"}
     for name in ("left", "right"):
         values = generator.integers(0, 2, (12, 9)).astype(float) if exact else generator.random((12, 9))
@@ -454,5 +454,9 @@ def test_exports_say_what_to_install(tmp_path, monkeypatch, method, package):
 
 def test_shown_in_consoles_and_notebooks():
     made = table()
-    assert "[made, 12 rows]" in repr(made)
-    assert "<table" in made._repr_html_()
+    assert f"{made.frame['value'][0]:.3f}" in str(made)
+    assert repr(made) == "Table(made, 12 rows by level, layer, head, metric; per-prompt values of 5)"
+    assert repr(Table(made.frame, made.provenance)) == "Table(made, 12 rows by level, layer, head, metric)"
+    assert str(made).endswith("\n[made, 12 rows]")
+    odd = Table(made.frame.assign(metric="<b>"), Provenance("<i>"))._repr_html_()
+    assert "<table" in odd and "&lt;b&gt;" in odd and "&lt;i&gt;" in odd and "<b>" not in odd and "<i>" not in odd

@@ -483,3 +483,12 @@ def test_own_prompts_that_cannot_be_tuned_on(llama, char_tokenizer, tmp_path, ch
     with pytest.raises(ValueError, match=message):
         run(llama, own_prompts(char_tokenizer, EVEN), replace(QUICK, **changes), out=tmp_path / "run")
     assert not (tmp_path / "run" / "training").exists()
+
+
+def test_a_run_shows_itself(llama, tmp_path):
+    tuned = run(llama, out=tmp_path / "<run>")
+    last = tuned.log["loss"].dropna().iloc[-1]
+    probes = len(tuned.log)
+    assert repr(tuned) == f"TuneRun(ica, 4 steps, loss {last:.3g}, {probes} probes, folder='{tmp_path / '<run>'}')"
+    page = tuned._repr_html_()
+    assert "<table" in page and "&lt;run&gt;" in page and "<run>" not in page and f"{last:.3g}" in page

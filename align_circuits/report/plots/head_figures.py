@@ -1,9 +1,9 @@
 """Figures of heads: maps over layers and heads, and the best heads of each metric."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -24,6 +24,7 @@ from align_circuits.tables.tables import Table
 def head_map(table: Table, metric: str, title: str | None = None, unit: str = "") -> go.Figure:
     """Returns one metric of every head as a map, layers from bottom to top.
 
+    The map has a place for every head of the model, as the table's provenance knows it; heads without a row stay grey.
     A difference of tables (any value below zero) is drawn on a diverging scale around zero.
 
     Args:
@@ -31,6 +32,9 @@ def head_map(table: Table, metric: str, title: str | None = None, unit: str = ""
         metric: Which to draw.
         title: Above the map; the metric's name by default.
         unit: The unit of the numbers, as in `head_maps`.
+
+    Raises:
+        ValueError: Nothing to draw: no rows of single heads, or no number among them; or several rows for a head.
     """
     return head_maps(table, [metric], title or metric, captions=False, unit=unit)
 
@@ -57,14 +61,21 @@ def head_maps(
         unit: The unit of the numbers, such as `"nats"`, for the colour bar; the scale then ends at the largest number.
             Without it they are scores, and the scale ends at 1 or above.
         marked: Heads to circle, by panel.
-        shape: The model's numbers of layers and heads, if the table lacks heads: those stay grey.
+        shape: The model's numbers of layers and heads; by default those of the table's provenance, or as many as the
+            table needs. Heads without a row stay grey.
 
     Raises:
-        ValueError: A head has more than one row in a panel.
+        ValueError: No panels, no rows of single heads, no number among them, a head outside the shape, or more than one
+            row for a head in a panel.
     """
-    frames = [_one_row_per_head(table.where(**{by: panel}).heads(), by) for panel in panels]
+    if not panels:
+        raise ValueError(f"no panels: name at least one value of {by!r}")
+    frames = [_one_row_per_head(table.where(**{by: panel}), by) for panel in panels]
+    layers, heads = _shape(table, frames, shape)
     known = np.concatenate([frame["value"].to_numpy(dtype=float) for frame in frames])
     known = known[np.isfinite(known)]
+    if not len(known):
+        raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
     signed = bool((known < 0).any())
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
     lines, columns, places = panel_places(len(panels))
@@ -76,9 +87,10 @@ def head_maps(
         vertical_spacing=0.32 / lines,
     )
     for panel, frame, place in zip(panels, frames, places, strict=True):
-        z, low, high = (frame.pivot(index="layer", columns="head", values=end) for end in ("value", "low", "high"))
-        if shape is not None:
-            z, low, high = (part.reindex(range(shape[0])).reindex(range(shape[1]), axis=1) for part in (z, low, high))
+        z, low, high = (
+            frame.pivot(index="layer", columns="head", values=end).reindex(range(layers)).reindex(range(heads), axis=1)
+            for end in ("value", "low", "high")
+        )
         heat = go.Heatmap(
             z=z.to_numpy(dtype=float),
             x=list(z.columns),
@@ -94,7 +106,6 @@ def head_maps(
         if circled := [head_of(head) for head in (marked or {}).get(panel, ())]:
             layer, head = zip(*circled, strict=True)
             figure.add_trace(rings(head, layer, 13, 3), **place)
-    layers, heads = shape or (len(set(frames[0][key])) for key in ("layer", "head"))
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_xaxes(title="head", row=lines)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
@@ -103,11 +114,12 @@ def head_maps(
     label = unit or ("change" if signed else "score")
     figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": label}})
     drawn = styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
-    return drawn if shape is None else drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)")  # behind blank cells
+    gaps = len(known) < len(panels) * layers * heads
+    return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)") if gaps else drawn  # behind blank cells
 
 
 def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "") -> go.Figure:
-    """Returns the best heads of each metric with their 95% intervals, one panel per metric.
+    """Returns the best heads of each metric with their 95% intervals, one panel per metric, as `Table.top` ranks them.
 
     Args:
         table: With key columns layer, head and metric, one row per head.
@@ -122,7 +134,7 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
     for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
         best = table.top(metric, n).frame[::-1]
         dots = go.Scatter(
-            y=[f"L{layer}H{head}" for layer, head in zip(best["layer"], best["head"], strict=True)],
+            y=_names(best),
             x=best["value"],
             error_x=error_bars(best),
             mode="markers",
@@ -131,13 +143,49 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         )
         figure.add_trace(dots, **place)
-    figure.update_xaxes(range=SHARES, dtick=0.25)
+    drawn: Any = figure.data
+    values = np.concatenate([np.asarray(trace.x, dtype=float) for trace in drawn])
+    if ((values >= 0) & (values <= 1)).all():  # scores; effects in nats have a scale of their own
+        figure.update_xaxes(range=SHARES, dtick=0.25)
     figure.update_yaxes(type="category")
     return styled(figure, title, height=(110 + 26 * n) * lines + 40)
 
 
-def _one_row_per_head(table: Table, by: str) -> pd.DataFrame:
-    if table.frame.duplicated(["layer", "head"]).any():
+def _names(frame: Any) -> list[str]:
+    """Heads, layers or edges, as people write them."""
+    if "sender" in frame and "receiver" in frame:
+        return [f"{sender} to {receiver}" for sender, receiver in zip(frame["sender"], frame["receiver"], strict=True)]
+    if "head" not in frame or frame["head"].isna().all():
+        return [f"L{layer}" for layer in frame["layer"]]
+    return [f"L{layer}H{head}" for layer, head in zip(frame["layer"], frame["head"], strict=True)]
+
+
+def _one_row_per_head(table: Table, by: str) -> Any:
+    """The rows of single heads, one for each."""
+    frame: Any = table.heads().frame if {"layer", "head"} <= set(table.keys) else table.frame[:0]
+    if not len(frame):
+        levels = " and ".join(sorted(set(table.frame["level"]))) if "level" in table.keys else "unknown"
+        raise ValueError(
+            f"no rows of single heads, but of the level {levels}: a map of heads draws what score_heads, ablate_heads, "
+            "patch_heads and attribute_heads return; edge_map draws edges"
+        )
+    if frame.duplicated(["layer", "head"]).any():
         others = [key for key in table.keys if key not in ("level", "layer", "head", by)]
-        raise ValueError(f"several rows per head: choose one value of {' and '.join(others)} with .where(...) first")
-    return table.frame
+        several = [key for key in others if frame[key].nunique(dropna=False) > 1] or others
+        raise ValueError(f"several rows per head: choose one value of {' and '.join(several)} with .where(...) first")
+    return frame
+
+
+def _shape(table: Table, frames: Sequence[Any], shape: tuple[int, int] | None) -> tuple[int, int]:
+    """The numbers of layers and heads of a map."""
+    last_layer, last_head = (max(int(frame[key].max()) for frame in frames) for key in ("layer", "head"))
+    model = table.provenance.model
+    if shape is None and {"n_layers", "n_heads"} <= model.keys():
+        shape = model["n_layers"], model["n_heads"]
+    layers, heads = shape or (last_layer + 1, last_head + 1)
+    if last_layer >= layers or last_head >= heads:
+        raise ValueError(
+            f"the table has L{last_layer} and H{last_head}, but the map is of {layers} layers with {heads} heads: give "
+            "the shape of the model that was measured"
+        )
+    return layers, heads

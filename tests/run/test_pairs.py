@@ -1,0 +1,30 @@
+"""Pairs of prompts, as they show themselves."""
+
+from dataclasses import replace
+
+import torch
+
+import align_circuits as ac
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+
+
+def test_shown_in_consoles_and_notebooks(char_tokenizer):
+    clean = TASK.sample(4, char_tokenizer, seed=0)
+    corrupted = TASK.corrupt(clean, "query", seed=1)
+    length = clean.inputs.shape[1]
+    assert repr(ac.Pair(clean, corrupted)) == f"Pair(4 x {length} seq2seq, direction='denoise', corrupted='query')"
+    chosen = ac.Pair(clean, corrupted, metric="prob", kind="first", direction="noise")
+    shown = f"Pair(4 x {length} seq2seq, metric='prob', kind='first', direction='noise', corrupted='query')"
+    assert repr(chosen) == shown
+    odd = dict.fromkeys(clean.token_strings, "<b>")
+    page = ac.Pair(replace(clean, token_strings=odd), replace(corrupted, token_strings=odd))._repr_html_()
+    assert page.count("<b>clean</b>") == page.count("<b>corrupted</b>") == 1
+    assert page.count("<b>") == 2 and page.count("&lt;b&gt;") == 2 * length
+
+
+def test_pairs_of_vectors_have_no_drawing():
+    prompts = ac.Prompts.from_tokens([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]])
+    vectors = replace(prompts, inputs=torch.zeros(2, 5, 4), task={"name": "<made>"})
+    assert "<div>Pair(2 x 5 &lt;made&gt;, direction=" in ac.Pair(vectors, vectors)._repr_html_()
+    assert vectors._repr_html_().startswith("Prompts(2 x 5 &lt;made&gt;, targets=")
