@@ -81,7 +81,8 @@ run.figures["best heads"]
 
 # %%
 for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "first")):
-    step = ac.emergence(run.table, metric, kind=kind, ood=False, offset=None).where(measure="step").frame["value"].iloc[0]
+    emerged = ac.emergence(run.table, metric, kind=kind, ood=False, offset=None)
+    step = emerged.where(measure="step").frame["value"].iloc[0]
     print(f"{metric:12} {'did not emerge' if step != step else f'step {step:.0f}'}")
 
 # %% [markdown]
