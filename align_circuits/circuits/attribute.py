@@ -140,13 +140,14 @@ def attribute_heads(
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
         return scores
 
-    scores = pair.in_batches(score, options)
+    settings = {"method": method, "graddrop": graddrop, "steps": steps}
+    parts = pair.sweep_parts("attribute_heads", model, settings | {"sites": list(sites)}, options)
+    scores = pair.in_batches(score, parts, options)
     heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}
     keys = [(index, head) for index, (site, _) in enumerate(places) for head in heads[site]]
     values = [scores[index, head or 0].numpy() for index, head in keys]
     frame = pd.DataFrame([(*places[index], head) for index, head in keys], columns=["site", "layer", "head"])
     frame = with_level(frame).assign(direction=pair.direction, metric=pair.target_metrics.names[0])
-    settings = {"method": method, "graddrop": graddrop, "steps": steps}
     provenance = pair.provenance("attribute_heads", model, settings, engine)
     return pair.target_metrics.table(frame, np.stack(values), provenance)
 
@@ -227,8 +228,9 @@ def attribute_edges(
                     scores[places, columns[name]] += share * by_edge.cpu()
         return scores
 
-    scores = pair.in_batches(score, options)
-    provenance = pair.provenance("attribute_edges", model, {"method": method, "steps": steps}, engine)
+    settings = {"method": method, "steps": steps}
+    scores = pair.in_batches(score, pair.sweep_parts("attribute_edges", model, settings, options), options)
+    provenance = pair.provenance("attribute_edges", model, settings, engine)
     return pair.edge_table(graph, graph.edges, scores[graph.edges].numpy(), provenance)
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from numpy import ndarray
 
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
@@ -25,6 +28,7 @@ from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import CachedPair, Pair
+from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 
@@ -67,15 +71,22 @@ def patch_edges(
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
     source = capture(model, pair.source, sent_from(graph), options=options)
     before, engine = targets.measure(model, options=options)
-    effects = []
-    for receiver in selected.any(1).nonzero()[:, 0].tolist():
+
+    def patch(receiver: int) -> tuple[Float[ndarray, "sender prompt"], str]:
         # A batch for each receiver: all its senders are patched side by side, in as many copies of the prompts.
         senders = selected[receiver].nonzero()[:, 0]
         patched = torch.zeros(len(senders), *selected.shape, dtype=torch.bool)  # one edge in each copy of the prompts
         patched[torch.arange(len(senders)), receiver, senders] = True
         edit = PatchEdges(residual_edges, source, patched)
-        after, _ = targets.measure(model, [edit], len(senders), options=options)
-        effects.append(targets.by_prompt((after - before)[0])[0])
+        after, engine = targets.measure(model, [edit], len(senders), options=options)
+        return targets.by_prompt((after - before)[0])[0], engine
+
+    effects = []
+    parts = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
+    with progress_bar(options, int(selected.sum()), "edge") as bar:
+        for receiver in selected.any(1).nonzero()[:, 0].tolist():
+            effects.append(parts.measure(f"receiver-{receiver:05d}", partial(patch, receiver))[0])
+            bar.update(len(effects[-1]))
     return pair.edge_table(graph, selected, np.concatenate(effects), pair.provenance("patch_edges", model, {}, engine))
 
 
@@ -126,15 +137,24 @@ def patch_paths(
     cached = pair.cache(model, sent_from(graph), options)
     before, engine = targets.measure(model, options=options)
     effects = np.full((*selected.shape, len(pair.clean)), np.nan)
-    for place in selected.any(0).nonzero()[:, 0].tolist():
+
+    def patch(place: int) -> tuple[Float[ndarray, "receiver prompt"], str]:
         readers = selected[:, place].nonzero()[:, 0]
         given = torch.zeros(len(readers), len(selected), dtype=torch.bool)  # one receiver in each copy of the prompts
         given[torch.arange(len(readers)), readers] = True
         ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if given[:, places].any()}
         edits = _patch_sender(graph, graph.senders[place], cached)
         received = capture(model, pair.base, sorted(ends), edits=edits, options=options)
-        after, _ = targets.measure(model, [PatchReceivers(graph, received, given)], len(readers), options=options)
-        effects[readers, place] = targets.by_prompt((after - before)[0])[0]
+        edit = PatchReceivers(graph, received, given)
+        after, engine = targets.measure(model, [edit], len(readers), options=options)
+        return targets.by_prompt((after - before)[0])[0], engine
+
+    parts = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
+    with progress_bar(options, int(selected.sum()), "path") as bar:
+        for place in selected.any(0).nonzero()[:, 0].tolist():
+            readers = selected[:, place].nonzero()[:, 0]
+            effects[readers, place], _ = parts.measure(f"sender-{place:05d}", partial(patch, place))
+            bar.update(len(readers))
     provenance = pair.provenance("patch_paths", model, {}, engine)
     return pair.edge_table(graph, selected, effects[selected.numpy()], provenance)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
+from align_circuits.run.sweeps import EDIT_SETS_A_PART, progress_bar
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Provenance, Table
 
@@ -234,9 +236,20 @@ class _CircuitRuns:
     def measure(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
         """Returns the mean metric of each prompt when the model keeps only a circuit."""
         patched = torch.stack([self.graph.edges & ~kept for kept in circuits])
-        edit = PatchEdges(self._residual_edges, self._source, patched)
-        values, _ = self.targets.measure(self._model, [edit], len(circuits), options=self._options)
-        return self.targets.by_prompt(values[0])[0]
+
+        def run(part: Bool[Tensor, "circuit receiver sender"]) -> tuple[Float[ndarray, "circuit prompt"], str]:
+            edit = PatchEdges(self._residual_edges, self._source, part)
+            values, engine = self.targets.measure(self._model, [edit], len(part), options=self._options)
+            return self.targets.by_prompt(values[0])[0], engine
+
+        values: list[Float[ndarray, "circuit prompt"]] = []
+        edges = [row.nonzero().tolist() for row in patched] if self._options.out is not None else None
+        parts = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
+        with progress_bar(self._options, len(circuits), "circuit") as bar:
+            for start, part in enumerate(patched.split(EDIT_SETS_A_PART)):
+                values.append(parts.measure(f"circuits-{start:05d}", partial(run, part))[0])
+                bar.update(len(part))
+        return np.concatenate(values)
 
     def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
         """Returns where the runs came from."""

@@ -4,7 +4,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import pandas as pd
@@ -20,6 +20,7 @@ from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
+from align_circuits.run.sweeps import SweepParts, progress_bar
 from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
 from align_circuits.tables.tables import Provenance, Table
 
@@ -102,21 +103,42 @@ class Pair:
         return pair
 
     def in_batches(
-        self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], options: RunOptions
+        self, measure: Callable[["Pair"], Float[Tensor, "... batch"]], parts: SweepParts, options: RunOptions
     ) -> Float[Tensor, "... prompt"]:
         """Returns what `measure` returns for all prompts, a batch at a time, smaller ones when memory runs out."""
         count, length = self.base.mask.shape
-        parts: list[Tensor] = []
-
-        def run(prompts: Int[Tensor, " batch"], _: int) -> None:
-            rows = slice(int(prompts[0]), int(prompts[-1]) + 1)
-            parts.append(measure(self._part(rows)))
-
         size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
-        tokens = min(size, max(1, count)) * length
+        size = min(size, max(1, count))
         halve_to = length if options.batch_size == "auto" else None
-        in_batches(run, torch.arange(count), length, tokens, halve_to=halve_to)
-        return torch.cat(parts, -1)
+        step = size if parts.kept else max(1, count)  # one part if none is kept: a batch once halved then stays small
+        measured: list[Tensor] = []
+        with progress_bar(options, count, "prompt") as bar:
+
+            def compute(prompts: Int[Tensor, " part"]) -> tuple[Float[ndarray, "... part"], str]:
+                batches: list[Tensor] = []
+
+                def run(batch: Int[Tensor, " batch"], _: int) -> None:
+                    batches.append(measure(self._part(slice(int(batch[0]), int(batch[-1]) + 1))))
+                    bar.update(len(batch))
+
+                in_batches(run, prompts, length, size * length, halve_to=halve_to)
+                return torch.cat(batches, -1).numpy(), ""
+
+            for start in range(0, count, step):
+                prompts = torch.arange(start, min(start + step, count))
+                values, _ = parts.measure(f"prompts-{start:05d}", partial(compute, prompts))
+                measured.append(torch.from_numpy(values))
+                bar.update(max(0, start + len(prompts) - bar.n))
+        return torch.cat(measured, -1)
+
+    def sweep_parts(
+        self, verb: str, model: HookedModel, settings: Mapping[str, Any], options: RunOptions
+    ) -> SweepParts:
+        """Returns the parts of a sweep over edges or prompts, in `options.out` if that is given."""
+        if options.out is None:
+            return SweepParts(options, {})
+        identity = {"verb": verb, "direction": self.direction, **settings}
+        return SweepParts(options, identity | self.target_metrics.identity(model, self.source, options))
 
     def _part(self, rows: slice) -> "Pair":
         """Some of the prompts, with their share of the targets, which may be none."""

@@ -42,6 +42,11 @@ class SweepParts:
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
             self._folder = writable_folder(Path(options.out) / name)
 
+    @property
+    def kept(self) -> bool:
+        """Whether the parts are kept."""
+        return self._folder is not None
+
     def measure(
         self, name: str, compute: Callable[[], tuple[Float[ndarray, "..."], str]]
     ) -> tuple[Float[ndarray, "..."], str]:

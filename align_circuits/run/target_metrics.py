@@ -264,7 +264,7 @@ class TargetMetrics:
         identity = {}
         if options.out is not None:
             step = EDIT_SETS_A_PART
-            identity = self._identity(model, source, options) | {"edits": edits_digests(edit_sets)}
+            identity = self.identity(model, source, options) | {"edits": edits_digests(edit_sets)}
         parts = SweepParts(options, identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
             for start in range(0, len(edit_sets), step):
@@ -301,8 +301,8 @@ class TargetMetrics:
         )
         return values, engine
 
-    def _identity(self, model: HookedModel, source: Prompts | None, options: RunOptions) -> dict[str, Any]:
-        """What tells a sweep of these metrics from all others."""
+    def identity(self, model: HookedModel, source: Prompts | None, options: RunOptions) -> dict[str, Any]:
+        """Returns what tells a sweep of these metrics from all others, for `SweepParts`."""
         return {
             "model": model_provenance(model),
             "prompts": self.prompts.digest,

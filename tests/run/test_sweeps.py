@@ -1,0 +1,116 @@
+"""Sweeps that are stopped and go on, in a folder that other sweeps may share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import align_circuits as ac
+from align_circuits.run import sweeps
+from align_circuits.run.sweeps import SweepParts, progress_bar
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+
+Verb = Callable[[Any, ac.Pair, ac.RunOptions], ac.Table]
+
+
+@pytest.fixture(scope="module")
+def model(random_hf_model, char_tokenizer):
+    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def pair(char_tokenizer) -> ac.Pair:
+    clean = TASK.sample(3, char_tokenizer, seed=0)
+    return ac.Pair(clean, TASK.corrupt(clean, "query", seed=1), direction="noise")
+
+
+def circuits(model: Any, pair: ac.Pair, options: ac.RunOptions) -> ac.Table:
+    return ac.faithfulness(model, ac.attribute_edges(model, pair, method="eap"), pair, options=options)
+
+
+VERBS: dict[str, Verb] = {
+    "patch_heads": lambda model, pair, options: ac.patch_heads(model, pair, options=options),
+    "ablate_heads": lambda model, pair, options: ac.ablate_heads(model, pair.clean, "zero", options=options),
+    "patch_edges": lambda model, pair, options: ac.patch_edges(model, pair, options=options),
+    "patch_paths": lambda model, pair, options: ac.patch_paths(model, pair, options=options),
+    "attribute_heads": lambda model, pair, options: ac.attribute_heads(model, pair, options=options),
+    "attribute_edges": lambda model, pair, options: ac.attribute_edges(model, pair, options=options),
+    "faithfulness": circuits,
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
+    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
+    monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 2)
+    whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
+    options = ac.RunOptions(batch_size=2, out=tmp_path)
+    write, written = sweeps.save_file, []
+
+    def stop_at_the_second(values: Any, path: Path, metadata: dict[str, str]) -> None:
+        if len(written) == 1:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(path)
+        write(values, path, metadata)
+
+    monkeypatch.setattr(sweeps, "save_file", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        VERBS[name](model, pair, options)
+    assert len(parts_in(tmp_path)) == 1
+
+    monkeypatch.setattr(sweeps, "save_file", write)
+    first = parts_in(tmp_path)[0].stat().st_mtime_ns
+    resumed = VERBS[name](model, pair, options).frame
+    assert np.allclose(resumed["value"], whole["value"], atol=1e-5, equal_nan=True)
+    assert min(path.stat().st_mtime_ns for path in parts_in(tmp_path)) == first  # it was not computed again
+    assert len(parts_in(tmp_path)) > 1
+
+
+@pytest.mark.parametrize("name", ["patch_paths", "attribute_heads", "attribute_edges"])
+def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
+    options = ac.RunOptions(out=tmp_path)
+    first = VERBS[name](model, pair, options).frame
+    changed = {path: sweeps.safe_open(path, "np").get_tensor("values") + 1 for path in parts_in(tmp_path)}
+    for path, values in changed.items():
+        sweeps.save_file({"values": values}, path, {"engine": "fast"})
+    again = VERBS[name](model, pair, options).frame
+    assert np.allclose(again["value"], first["value"] + 1)
+
+
+def test_another_sweep_is_not_read(model, pair, tmp_path):
+    options = ac.RunOptions(out=tmp_path)
+    ac.attribute_edges(model, pair, options=options)
+    others = [
+        lambda: ac.attribute_edges(model, pair, steps=3, options=options),
+        lambda: ac.attribute_edges(model, pair, method="eap", options=options),
+        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted), options=options),
+        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted, metric="prob"), options=options),
+        lambda: ac.patch_edges(model, pair, edges=[("L0H0", "logits")], options=options),
+        lambda: ac.patch_edges(model, pair, edges=[("L0H1", "logits")], options=options),
+    ]
+    for count, measure in enumerate(others, start=2):
+        measure()
+        assert len(list(tmp_path.iterdir())) == count
+
+
+def test_a_file_that_is_no_part_is_refused(tmp_path):
+    parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
+    parts.measure("a", lambda: (np.zeros(2), "fast"))
+    [path] = parts_in(tmp_path)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no part of a sweep"):
+        parts.measure("a", lambda: (np.zeros(2), "fast"))
+
+
+@pytest.mark.parametrize(("progress", "shown"), [("auto", False), (False, False), (True, True)])
+def test_a_bar_is_silent_in_logs(progress, shown):
+    with progress_bar(ac.RunOptions(progress=progress), 2, "prompt") as bar:
+        assert bar.disable is not shown
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
