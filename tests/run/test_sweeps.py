@@ -13,6 +13,8 @@ from align_circuits.run.sweeps import SweepParts, progress_bar
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
+EDGES = [("L0H0", "logits"), ("L0H1", "logits"), ("L0H1", "L1H0.q"), ("input", "L1H1.v")]
+
 Verb = Callable[[Any, ac.Pair, ac.RunOptions], ac.Table]
 
 
@@ -34,7 +36,7 @@ def circuits(model: Any, pair: ac.Pair, options: ac.RunOptions) -> ac.Table:
 VERBS: dict[str, Verb] = {
     "patch_heads": lambda model, pair, options: ac.patch_heads(model, pair, options=options),
     "ablate_heads": lambda model, pair, options: ac.ablate_heads(model, pair.clean, "zero", options=options),
-    "patch_edges": lambda model, pair, options: ac.patch_edges(model, pair, options=options),
+    "patch_edges": lambda model, pair, options: ac.patch_edges(model, pair, edges=EDGES, options=options),
     "patch_paths": lambda model, pair, options: ac.patch_paths(model, pair, options=options),
     "attribute_heads": lambda model, pair, options: ac.attribute_heads(model, pair, options=options),
     "attribute_edges": lambda model, pair, options: ac.attribute_edges(model, pair, options=options),
