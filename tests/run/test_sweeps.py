@@ -13,7 +13,7 @@ from align_circuits.run.sweeps import SweepParts, progress_bar
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
-EDGES = [("L0H0", "logits"), ("L0H1", "logits"), ("L0H1", "L1H0.q"), ("input", "L1H1.v")]
+EDGES = [("L0H0", "logits"), ("L0H1", "logits"), ("L0H1", "L1H0.q"), ("input", "L1KV0.v")]
 
 Verb = Callable[[Any, ac.Pair, ac.RunOptions], ac.Table]
 
