@@ -455,8 +455,8 @@ class Prompts:
                 the texts but the first is a target.
             wrong: An answer that each is compared with by the metric `"logit_diff"`, of as many tokens.
             positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
-                occurrence)` counted from 0 where it occurs several times, or the index of a token of the text. `"END"`
-                is the last token of the text if there are answers.
+                occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
+                token if there is one. `"END"` is the last token of the text if there are answers.
             groups: Which prompts are related, in any values; `localize` keeps related prompts in one half.
 
         Raises:
@@ -466,9 +466,9 @@ class Prompts:
 
         >>> from align_circuits.models.tokenizer import char_tokenizer
         >>> prompts = Prompts.from_texts(
-        ...     ["ab:", "cd:"], char_tokenizer(), answer=["a", "c"], wrong=["b", "d"], positions={"first": 0}
+        ...     ["ab:", "cd:"], char_tokenizer(), answer=["a", "c"], wrong=["b", "d"], positions={"first": 1}
         ... )
-        >>> prompts.targets["token"].tolist() == prompts.tokens[:, 0].tolist()
+        >>> prompts.targets["token"].tolist() == prompts.tokens[:, 1].tolist()
         True
         """
         return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions), tokenizer, groups)

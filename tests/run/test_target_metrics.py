@@ -121,7 +121,7 @@ def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
 def test_patched_heads(model, halves, metric, direction, engine):
     pair = Pair(*halves, metric=metric, direction=direction)
     table = ac.patch_heads(model, pair, options=ac.RunOptions(engine=engine, batch_size=2))
-    assert set(table.frame["metric"]) == {name_of_metric(metric)} == {table.provenance.settings["metric"]}
+    assert set(table.frame["metric"]) == {name_of_metric(metric)} == set(table.provenance.settings["metric"])
     found, twin = values_of(table, "layer", "head", kind="all"), Measured(model, pair)
     expected = {(i, j): twin.patched(f"blocks.{i}.attn.hook_z", column=j) for i in range(2) for j in range(4)}
     assert found == pytest.approx(expected, abs=1e-5)
