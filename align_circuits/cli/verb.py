@@ -153,7 +153,7 @@ class PromptVerb(Verb):
         values: dict[str, Any] = {"out": out}
         for option in fields(cls):
             if option.name in settings and option.name not in ("out", "overwrite"):
-                value = settings[option.name]
+                value: Any = settings[option.name]
                 if option.name == "prompts" and value is not None:
                     value = Path(value)
                 if option.default_factory is not MISSING:  # a task or a configuration
