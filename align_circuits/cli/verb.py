@@ -154,9 +154,9 @@ class PromptVerb(Verb):
         for option in fields(cls):
             if option.name in settings and option.name not in ("out", "overwrite"):
                 value: Any = settings[option.name]
-                if option.name == "prompts" and value is not None:
-                    value = Path(value)
-                if option.default_factory is not MISSING:  # a task or a configuration
+                if option.name == "prompts":
+                    value = None if value is None else Path(value)
+                elif option.default_factory is not MISSING:  # a task or a configuration
                     parts = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
                     value = option.default_factory(**parts)  # pyright: ignore[reportCallIssue]
                 values[option.name] = value
