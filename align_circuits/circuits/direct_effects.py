@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
@@ -30,6 +31,7 @@ PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
 
 
+@checked
 def direct_logits(
     model: HookedModel, prompts: Prompts, *, kind: str = "all", options: RunOptions = RunOptions()
 ) -> Table:
@@ -82,6 +84,7 @@ def direct_logits(
     return targets.table(keys, values, provenance_of("direct_logits", model, prompts, engine, {"kind": kind}))
 
 
+@checked
 def function_vectors(
     model: HookedModel,
     pairs: Sequence[Pair],
@@ -150,6 +153,7 @@ def function_vectors(
     return Table.from_prompts(keys, means_of_tasks, np.ones_like(means_of_tasks), provenance, bounded=False)
 
 
+@checked
 def head_profile(
     model: HookedModel,
     prompts: Prompts,

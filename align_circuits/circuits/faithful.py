@@ -13,6 +13,7 @@ from numpy import ndarray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
@@ -36,6 +37,7 @@ Circuit = Bool[Tensor, "receiver sender"]
 """The edges that a circuit keeps, as places among a `Graph`'s receivers and senders."""
 
 
+@checked
 def faithfulness(
     model: HookedModel,
     scores: Table,
@@ -123,6 +125,7 @@ def circuit_model_distance(table: Table) -> float:
     return _area(table, lambda f: np.abs(1 - f))
 
 
+@checked
 def completeness(
     model: HookedModel,
     heads: Sequence[HeadLike],
@@ -172,6 +175,7 @@ def completeness(
     return runs.targets.table(keys, np.concatenate([values, circuit - model_values]), provenance)
 
 
+@checked
 def minimality(
     model: HookedModel,
     heads: Sequence[HeadLike],

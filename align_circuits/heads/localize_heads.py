@@ -12,6 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.attention import attention_from
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
@@ -154,6 +155,7 @@ class Localization:
         return " ".join([f"{names}. {sentence}.", *self.notes])
 
 
+@checked
 def localize(
     model: HookedModel,
     task: Task | Prompts,

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from align_circuits.checks import Tokenizer, checked
 from align_circuits.files import replacing
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
@@ -140,6 +141,7 @@ class Prompts:
         drawings = [self.drawing(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
+    @checked
     def drawing(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
@@ -314,6 +316,7 @@ class Prompts:
             raise KeyError(f"no position {position!r} in these prompts; they have {known}")
         return self.positions[position]
 
+    @checked
     def select_targets(
         self, keep: str | Sequence[bool] | Bool[Tensor, " target"] | Callable[[pd.DataFrame], Any]
     ) -> "Prompts":
@@ -376,12 +379,13 @@ class Prompts:
         return replace(self, relations={**self.relations, **named})
 
     @classmethod
+    @checked
     def from_tokens(
         cls,
         ids: Int[Tensor, "prompt pos"] | Sequence[Sequence[int]],
         *,
         relations: Mapping[str, Callable[..., Relation]] | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ) -> "Prompts":
         """Makes prompts of your own token ids; every token but the first of a prompt is a target.
 
@@ -435,10 +439,11 @@ class Prompts:
         )
 
     @classmethod
+    @checked
     def from_texts(
         cls,
         texts: Sequence[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         answer: Sequence[str] | None = None,
         wrong: Sequence[str] | None = None,
@@ -496,11 +501,12 @@ class Prompts:
         return replace(prompts, positions=places, group=group)
 
     @classmethod
+    @checked
     def from_pairs(
         cls,
         clean: Sequence[str],
         corrupted: Sequence[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         answer: Sequence[str],
         wrong: Sequence[str] | None = None,
@@ -560,7 +566,8 @@ class Prompts:
         )
 
     @classmethod
-    def from_jsonl(cls, path: str | Path, tokenizer: Any) -> "tuple[Prompts, Prompts | None]":
+    @checked
+    def from_jsonl(cls, path: str | Path, tokenizer: Tokenizer) -> "tuple[Prompts, Prompts | None]":
         """Reads clean prompts and their corrupted partners from a file of JSON lines; None if it has no partners.
 
         A line is an object with the keys of `align_circuits.prompts.jsonl.SCHEMA`, of which only `"text"` is required:

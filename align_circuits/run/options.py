@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from align_circuits.checks import checked
+
 Engine = Literal["auto", "fast", "reference"]
 
 
+@checked
 @dataclass(frozen=True)
 class RunOptions:
     """How a model is run on prompts. It changes time and memory; results agree up to rounding.
