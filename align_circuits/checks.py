@@ -19,7 +19,6 @@ from typing import (
 )
 
 import numpy as np
-import pandas as pd
 import torch
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -69,13 +68,15 @@ def checked(function: T) -> T:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         known, hints = _annotations(function)
         try:
-            given = known.bind(*args, **kwargs).arguments
+            given = known.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{_name(function)}: {error}; it takes {', '.join(_public(known))}") from None
-        for name, value in given.items():
+        for name, value in given.arguments.items():
+            if isinstance(value, np.generic):  # a number from an array or a table
+                given.arguments[name] = value.item()
             if name in hints and known.parameters[name].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-                _check(_name(function), name, value, hints[name])
-        return function(*args, **kwargs)
+                _check(_name(function), name, given.arguments[name], hints[name])
+        return function(*given.args, **given.kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]
 
@@ -93,8 +94,9 @@ def _check(function: str, name: str, value: Any, hint: Any) -> None:
         return
     names = [getattr(kind, "__name__", "") for kind in kinds]
     remedy = next((_REMEDIES[kind] for kind in names if kind in _REMEDIES), "")
-    if isinstance(value, str) and any(_is_list(kind) for kind in kinds):
-        remedy = f"give a list, [{value!r}]"
+    if any(_is_list(kind) for kind in kinds):
+        remedy = f"give a list, [{value!r}]" if isinstance(value, str) else remedy
+        remedy = "give a list, by .tolist()" if hasattr(value, "tolist") else remedy
     raise TypeError(
         f"{function}: {name} is {described(value)}, not {_in_words(hint)}" + (f"; {remedy}" if remedy else "")
     )
@@ -113,8 +115,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if hasattr(hint, "array_type"):  # of jaxtyping: shape and dtype are for the function to judge
         return _fits(value, hint.array_type)
     if _is_list(hint):
-        if isinstance(value, np.ndarray | torch.Tensor | pd.Index | pd.Series):
-            return not inner or inner[0] in (Any, int, float, bool, str)
         if not isinstance(value, Iterable if origin is Iterable else Sequence) or isinstance(value, str | bytes):
             return False
         return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in value)

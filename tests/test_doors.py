@@ -57,14 +57,14 @@ CASES = [
     (lambda w: ac.patch_heads(w.model, w.pair, heads=5), "heads is 5, not a list"),
     (lambda w: w.task.sample(True, w.tokenizer), "n is True, not an int"),
     (lambda w: w.task.sample(2, "gpt2"), "tokenizer is the text 'gpt2', not Tokenizer or None; give model.tokenizer"),
-    (lambda w: ac.RunOptions(batch="auto"), "RunOptions: got an unexpected keyword argument 'batch'; it takes engine"),
+    (lambda _: ac.RunOptions(batch="auto"), "RunOptions: got an unexpected keyword argument 'batch'; it takes engine"),
     (lambda w: ac.Seq2SeqTask(n_examples=10**6).sample(9, w.tokenizer), "9 prompts of 1,000,000 examples are .* GB"),
     (lambda w: ac.patch_edges(w.model, w.pair, edges=[("L0H1", "L1H1.k")]), "L1KV0.k"),
     (
         lambda w: ac.patch_edges(w.model, w.pair, edges=["L0H1"]),
-        "'L0H1' is no edge: give a pair of sender and receiver",
+        r"edges is a list of 1 \(the text 'L0H1', ...\), not a list \(a tuple",
     ),
-    (lambda w: ac.load("a" * 300), "is no name of a folder"),
+    (lambda _: ac.load("a" * 300), "is no name of a folder"),
 ]
 
 

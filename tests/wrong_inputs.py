@@ -154,7 +154,7 @@ class World:
             "Table.where": (self.table.where, {"metric": "lookup", "layer": 0}),
             "Table.grid": (self.table.grid, {"metric": "lookup"}),
             "Table.load": (ac.Table.load, {"folder": "no such folder"}),
-            "Prompts.select_targets": (self.own.select_targets, {"keep": "first"}),
+            "Prompts.select_targets": (self.own.select_targets, {"keep": "END"}),
             "Prompts.drawing": (clean.drawing, {"index": 0}),
             "plots.head_map": (ac.plots.head_map, {"table": self.table, "metric": "lookup"}),
             "tune": (ac.tune, {"model": self.tuned, "task": self.task, "config": ac.TuneConfig(**SHORT), "seed": 0}),
