@@ -64,7 +64,7 @@ def greater(logits, targets):
     return (logits.softmax(-1)[:, ids] * (2 * fits - 1)).sum(1)
 
 
-pair = ac.Pair(clean, corrupted, metric=greater, direction="noise")
+pair = ac.Pair(clean, corrupted, metric=greater, kind="first", direction="noise")
 
 # %% [markdown]
 # ## Which heads does it need?
@@ -72,12 +72,11 @@ pair = ac.Pair(clean, corrupted, metric=greater, direction="noise")
 # Attribution estimates for all heads what patching them from the corrupted run would take away; the six that matter most are patched, beside six random ones.
 
 # %%
-screen = ac.attribute_heads(model, pair)
-best = [(int(layer), int(head)) for layer, head in screen.top("greater", 6).frame[["layer", "head"]].to_numpy()]
-others = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
-control = draw.sample([head for head in others if head not in best], 6)
+best = ac.attribute_heads(model, pair).top("greater", 6).places
+others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
+control = draw.sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control)
-effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[True] * 6 + [False] * 6)
+effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.places])
 
 # %% [markdown]
 # ## Attention and MLPs

@@ -40,13 +40,14 @@ texts, swapped = (
     [f"When {a} and {b} went to the store, {row[who]} gave a book to" for row, (a, b) in zip(rows, orders, strict=True)]
     for who in (1, 0)
 )
+right, wrong = ([f" {row[who]}" for row in rows] for who in (0, 1))
 clean, corrupted = ac.Prompts.from_pairs(
     texts,
     swapped,
     model.tokenizer,
-    answer=[f" {io}" for io, _ in rows],
-    wrong=[f" {s}" for _, s in rows],
-    corrupted_answer=[f" {s}" for _, s in rows],
+    answer=right,
+    wrong=wrong,
+    corrupted_answer=wrong,
     positions={"IO": [io for io, _ in rows], "S1": [(s, 0) for _, s in rows], "S2": [(s, 1) for _, s in rows]},
 )
 pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
@@ -57,7 +58,7 @@ pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 # %%
 direct = ac.direct_logits(model, clean, metric="logit_diff", kind="first")
 print(f"logit difference {direct.frame['value'].sum():.2f}")
-direct.heads().top("direct_logit_diff", 5)
+direct.top("direct_logit_diff", 5)
 
 # %% [markdown]
 # ## Which heads bring the answer back?
@@ -66,12 +67,11 @@ direct.heads().top("direct_logit_diff", 5)
 # drawn at random.
 
 # %%
-screen = ac.attribute_heads(model, pair)
-best = [(int(layer), int(head)) for layer, head in screen.top("logit_diff", 6).frame[["layer", "head"]].to_numpy()]
-others = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
-control = draw.sample([head for head in others if head not in best], 6)
+best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
+others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
+control = draw.sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control, positions=["END"])
-effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[True] * 6 + [False] * 6)
+effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.places])
 
 # %% [markdown]
 # ## Do they attend to the name?
@@ -81,9 +81,9 @@ effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[True] * 6 
 # %%
 mover = ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1", "S2"])
 scores = ac.score_heads(model, clean.with_relations(mover=mover), ["mover", "mover_attention"])
-shares, attention = scores.grid("mover"), scores.grid("mover_attention")
 for head in best + control:
-    print(f"L{head[0]}H{head[1]:<3} share {shares[head]:.2f}   attention {attention[head]:.2f}")
+    share, attention = (scores.grid(metric)[head] for metric in ("mover", "mover_attention"))
+    print(head, "best" if head in best else "random", f"share {share:.2f}   attention {attention:.2f}")
 
 # %% [markdown]
 # ## Do they carry the name?

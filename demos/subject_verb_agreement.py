@@ -18,6 +18,7 @@
 # %%
 import importlib.util
 import itertools
+import random
 
 import align_circuits as ac
 
@@ -45,7 +46,7 @@ clean, corrupted = ac.Prompts.from_pairs(
     corrupted_answer=[verbs[1 - number] for _, _, number in rows],
     positions={"subject": [(one[number], 0) for one, _, number in rows]},
 )
-pair = ac.Pair(clean, corrupted, metric="logit_diff")
+pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 
 # %% [markdown]
 # ## Where the number is
@@ -72,11 +73,11 @@ print(found.summary)
 # By effect rather than by attention: the six heads that attribution ranks first, patched, and all together exchanged between the two prompts.
 
 # %%
-screen = ac.attribute_heads(model, pair)
-best = [(int(layer), int(head)) for layer, head in screen.top("logit_diff", 6).frame[["layer", "head"]].to_numpy()]
+best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
 effects = ac.patch_heads(model, pair, heads=best, positions=["END"])
 effects.frame[["layer", "head", "value", "low", "high"]]
 
 # %%
-last = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)][-6:]
-ac.interchange(model, pair, heads=best[:1], groups={"best": best, "last six": last})
+others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
+control = random.Random(0).sample(sorted(others), 6)
+ac.interchange(model, pair, heads=best[:1], groups={"best": best, "random": control})

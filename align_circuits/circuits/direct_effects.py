@@ -88,7 +88,9 @@ def direct_logits(
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric=f"direct_{metric}")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
-    return targets.table(keys, values, provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind}))
+    return targets.table(
+        keys, values, provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind})
+    )
 
 
 def function_vectors(
