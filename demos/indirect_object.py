@@ -36,10 +36,9 @@ names = ["Anna", "Carl", "Dave", "Emma", "Greg", "Jane", "Kate", "Lucy", "Mark",
 draw = random.Random(0)
 rows = [draw.sample(names, 2) for _ in range(16)]
 orders = [draw.sample(row, 2) for row in rows]
-texts, swapped = (
-    [f"When {a} and {b} went to the store, {row[who]} gave a book to" for row, (a, b) in zip(rows, orders, strict=True)]
-    for who in (1, 0)
-)
+text = "When {} and {} went to the store, {} gave a book to".format
+texts = [text(*order, s) for order, (_, s) in zip(orders, rows, strict=True)]
+swapped = [text(*order, io) for order, (io, _) in zip(orders, rows, strict=True)]
 right, wrong = ([f" {row[who]}" for row in rows] for who in (0, 1))
 clean, corrupted = ac.Prompts.from_pairs(
     texts,
@@ -76,7 +75,9 @@ effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in be
 # %% [markdown]
 # ## Do they attend to the name?
 #
-# The attention from the end to the name that is right: its share among the three places of a name, and of all attention.
+# The attention from the end to the name that is right: its share among the three places of a name, and of all attention. In SmolLM2 two of the best heads, L23H0 and L23H1, are
+# name movers as published: 0.68 and 0.62 of all their attention lies on the name, they add 1.0 and 0.8 directly to the logit difference, and patching them brings 1.3 and 0.7
+# back. The strongest two are not: L23H3 adds 2.7 with 0.04 of its attention on the name, and L20H0 adds next to nothing directly, though patching it brings 3.4 back.
 
 # %%
 mover = ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1", "S2"])

@@ -70,14 +70,14 @@ found = ac.localize(model, clean, corrupted=corrupted, roles=["subject"], draws=
 print(found.summary)
 
 # %% [markdown]
-# By effect rather than by attention: the six heads that attribution ranks first, patched, and all together exchanged between the two prompts.
+# By effect rather than by attention: the six heads that attribution ranks first, patched where the verb comes, beside six random ones, and what they attend to.
 
 # %%
 best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
-effects = ac.patch_heads(model, pair, heads=best, positions=["END"])
-effects.frame[["layer", "head", "value", "low", "high"]]
-
-# %%
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = random.Random(0).sample(sorted(others), 6)
-ac.interchange(model, pair, heads=best[:1], groups={"best": best, "random": control})
+effects = ac.patch_heads(model, pair, heads=best + control, positions=["END"])
+attention = ac.score_heads(model, clean, ["subject_attention"]).grid("subject_attention")
+effects.frame[["layer", "head", "value", "low", "high"]].assign(
+    best=[head in best for head in effects.places], attention=[attention[head] for head in effects.places]
+)

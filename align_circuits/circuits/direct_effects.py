@@ -42,8 +42,8 @@ def direct_logits(
 
     What a head writes at the position that predicts, through the last norm, on the gold token's direction in the
     unembedding less the mean direction, or less that of the wrong answer; the norm divides by what it divides by in
-    this run. The parts, with the biases as `"rest"`, sum to the metric. Source: nostalgebraist (2020), "interpreting GPT: the logit lens"; Elhage et al.
-    (2021); Wang et al. (2022), §3.
+    this run. The parts, with the biases as `"rest"`, sum to the metric. Source: nostalgebraist (2020), "interpreting
+    GPT: the logit lens"; Elhage et al. (2021); Wang et al. (2022), §3.
 
     Misleads for heads that others read, whose work shows elsewhere. The control is `patch_edges` to `"logits"`.
 
@@ -59,7 +59,8 @@ def direct_logits(
         `"direct_logit"` or `"direct_logit_diff"`, with intervals over prompts.
 
     Raises:
-        ValueError: Another metric, no wrong answers to compare with, no targets of that kind, or a model whose parts do not sum to its logits.
+        ValueError: Another metric, no wrong answers to compare with, no targets of that kind, or a model whose parts do
+            not sum to its logits.
     """
     check_fits(model, prompts)
     if metric not in ("logit", "logit_diff"):
@@ -210,7 +211,7 @@ def _readout(
     gold: Int[Tensor, " target"],
     wrong: Int[Tensor, " target"] | None,
 ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
-    """The direction of the residual stream that is the gold logit above the mean or the wrong one, and what biases add to it.
+    """The direction of the residual stream that is the gold logit above the mean or the wrong one, with the biases' part.
 
     The last norm is linear once what it divides by is known.
     """
