@@ -211,7 +211,7 @@ def _readout(
     gold: Int[Tensor, " target"],
     wrong: Int[Tensor, " target"] | None,
 ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
-    """The direction of the residual stream that is the gold logit above the mean or the wrong one, with the biases' part.
+    """The direction of the residual stream that is the gold logit above the mean or the wrong one, and what biases add.
 
     The last norm is linear once what it divides by is known.
     """
