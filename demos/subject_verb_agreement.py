@@ -62,7 +62,8 @@ ac.plots.position_map(stream, title="Denoising: logit difference of the verb")
 # ## Which heads move it
 #
 # `localize` takes a relation as a role: here from the verb to the subject. It chooses candidates by their attention on one half of the prompts, and tests them on the other: by permutation, by
-# ablation beside random heads, and by patching.
+# ablation beside random heads, and by patching. The subject always stands at the same place here, so a head that attends to it by its meaning cannot be told from one that attends
+# there whatever it is: a strict test may leave all heads without a name.
 
 # %%
 clean = clean.with_relations(subject=ac.Relation.from_positions("END", "subject", prompts=clean))
@@ -70,7 +71,9 @@ found = ac.localize(model, clean, corrupted=corrupted, roles=["subject"], draws=
 print(found.summary)
 
 # %% [markdown]
-# By effect rather than by attention: the six heads that attribution ranks first, patched where the verb comes, beside six random ones, and what they attend to.
+# By effect rather than by attention: the six heads that attribution ranks first, patched where the verb comes, beside six random ones, and what they attend to. In SmolLM2 three
+# heads bring the number back, L26H0 (2.2 [1.7, 2.7]), L27H8 (2.0) and L27H7 (0.7), and half of their attention or so lies on the subject: 0.51, 0.63 and 0.44. Of the random ones
+# none brings back more than 0.01. The model never gives the verb the highest probability of all tokens, so only the difference of the two logits says anything.
 
 # %%
 best = ac.attribute_heads(model, pair).top("logit_diff", 6).places

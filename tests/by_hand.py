@@ -54,7 +54,7 @@ def direct(model: Any, text: str, right: str, wrong: str, head: Any) -> float:
     """What a head of a Llama writes at the end of a text, on the difference of two logits."""
     kept: dict[str, Tensor] = {}
     names = [f"blocks.{head[0]}.attn.hook_z", f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"]
-    hooks = [(name, lambda x, hook: kept.update({hook.name: x[0, -1]})) for name in names]
+    hooks = [(name, lambda x, name=name, **_: kept.update({name: x[0, -1]})) for name in names]
     with torch.no_grad():
         model.run_with_hooks(tokens_of(model, text), fwd_hooks=hooks)
         plain = model.original_model

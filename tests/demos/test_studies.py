@@ -17,7 +17,9 @@ DEMOS = Path(__file__).parents[2] / "demos"
 
 @pytest.fixture(scope="module")
 def small(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama", seed=1, max_position_embeddings=128, num_hidden_layers=4), tokenizer=char_tokenizer)
+    return ac.load(
+        random_hf_model("llama", seed=1, max_position_embeddings=128, num_hidden_layers=4), tokenizer=char_tokenizer
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,5 +199,6 @@ def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, c
         found = {(row.sender, row.receiver): row.value for row in table.frame.itertuples()}
         assert found == pytest.approx(twin[method], abs=1e-9)
         correlation[method] = spearmanr([found[edge] for edge in exact], list(exact.values())).statistic
-    print(correlation)
     assert len(exact) == 82
+    # Measured: on random weights a gradient ranks edges well, and repairing attention does not help.
+    assert correlation == pytest.approx({"eap": 0.805, "eap_ig_inputs": 0.805, "atp_star": 0.776}, abs=0.02)
