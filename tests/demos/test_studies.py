@@ -54,7 +54,7 @@ def test_the_indirect_object_by_hand(study, small):
     metrics = [logit_diff(small, text, *both) for text, both in zip(texts, answers, strict=True)]
     found = effects_of(names["effects"])
     assert len(found) == 12 and max(map(abs, found.values())) > 1e-2
-    for head, value in list(found.items())[::2]:
+    for head, value in list(found.items())[::4]:
         assert value == pytest.approx(patched(small, swapped, texts, metrics, head, only_end=True), abs=1e-5)
     written = effects_of(names["direct"].heads())
     for head in ((0, 1), (1, 2)):
@@ -77,7 +77,7 @@ def test_greater_than_by_hand(study, small):
     metrics = [metric_of(text, of) for text, of in zip(texts, names["tens"], strict=True)]
     found = effects_of(names["effects"])
     assert max(map(abs, found.values())) > 1e-3
-    for head, value in list(found.items())[::3]:
+    for head, value in list(found.items())[::4]:
         assert value == pytest.approx(patched(small, texts, corrupted, metrics, head, only_end=False), abs=1e-5)
 
 
@@ -90,7 +90,7 @@ def test_subject_verb_agreement_by_hand(study, small):
     ]
     found = effects_of(names["effects"])
     assert max(map(abs, found.values())) > 1e-2
-    for head, value in list(found.items())[::3]:
+    for head, value in list(found.items())[::4]:
         assert value == pytest.approx(patched(small, swapped, texts, metrics, head, only_end=True), abs=1e-5)
 
 
@@ -147,7 +147,7 @@ class PlainLlama:
 @pytest.mark.usefixtures("exact_arithmetic")
 def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, char_tokenizer):
     """EAP, EAP-IG, AtP* and exact patches of every edge, and how well the estimates rank them."""
-    names, count, steps = study("indirect_object"), 4, 5
+    names, count, steps = study("indirect_object"), 2, 5
     hf_model = random_hf_model("llama", seed=1, max_position_embeddings=128).double()
     plain = PlainLlama(hf_model)
     model = ac.load(hf_model, tokenizer=char_tokenizer)

@@ -16,7 +16,7 @@ DEMOS = Path(__file__).parents[2] / "demos"
 
 
 def effects_of(table: Any) -> dict[tuple[int, int], Any]:
-    return {place: row for place, row in zip(table.places, table.frame.itertuples(), strict=True)}
+    return dict(zip(table.places, table.frame.itertuples(), strict=True))
 
 
 def test_name_movers():
