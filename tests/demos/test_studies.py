@@ -147,7 +147,7 @@ class PlainLlama:
 @pytest.mark.usefixtures("exact_arithmetic")
 def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, char_tokenizer):
     """EAP, EAP-IG, AtP* and exact patches of every edge, and how well the estimates rank them."""
-    names, count, steps = study("indirect_object"), 2, 5
+    names, count, steps = study("indirect_object"), 4, 5
     hf_model = random_hf_model("llama", seed=1, max_position_embeddings=128).double()
     plain = PlainLlama(hf_model)
     model = ac.load(hf_model, tokenizer=char_tokenizer)
@@ -202,3 +202,9 @@ def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, c
     assert len(exact) == 82
     # Measured: on random weights a gradient ranks edges well, and repairing attention does not help.
     assert correlation == pytest.approx({"eap": 0.805, "eap_ig_inputs": 0.805, "atp_star": 0.776}, abs=0.02)
+
+
+def test_places_are_of_heads_alone(study):
+    names = study("indirect_object")
+    with pytest.raises(ValueError, match=r"some rows are of no single head: select those of heads with \.heads\(\)"):
+        _ = names["direct"].places
