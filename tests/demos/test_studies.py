@@ -94,6 +94,11 @@ def test_subject_verb_agreement_by_hand(study, small):
         assert value == pytest.approx(patched(small, swapped, texts, metrics, head, only_end=True), abs=1e-5)
 
 
+def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
+    frame: Any = table.frame
+    return frame.set_index(["sender", "receiver"])["value"].to_dict()
+
+
 class PlainLlama:
     """A Llama with grouped queries in plain PyTorch, in which every receiver reads a stream of its own."""
 
@@ -163,7 +168,7 @@ def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, c
     def outcome(logits: Tensor) -> Tensor:
         return (logits.gather(1, right[:, None]) - logits.gather(1, wrong[:, None])).mean()
 
-    exact = {(row.sender, row.receiver): row.value for row in ac.patch_edges(model, pair).frame.itertuples()}
+    exact = by_edge(ac.patch_edges(model, pair))
     receivers = list(dict.fromkeys(receiver for _, receiver in exact))
     with torch.no_grad():
         logits, here, patterns = plain(base, {})
@@ -193,12 +198,12 @@ def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, c
             twin["atp_star"][edge] = float(((moved[layer] - patterns[layer]) * at_base[f"pattern {layer}"]).sum())
 
     assert exact == pytest.approx(twin["exact"], abs=1e-9)
-    correlation = {}
+    correlation: dict[str, float] = {}
     for method in ("eap", "eap_ig_inputs", "atp_star"):
-        table = ac.attribute_edges(model, pair, method=method, steps=steps)
-        found = {(row.sender, row.receiver): row.value for row in table.frame.itertuples()}
+        found = by_edge(ac.attribute_edges(model, pair, method=method, steps=steps))
         assert found == pytest.approx(twin[method], abs=1e-9)
-        correlation[method] = spearmanr([found[edge] for edge in exact], list(exact.values())).statistic
+        ranked: Any = spearmanr([found[edge] for edge in exact], list(exact.values()))
+        correlation[method] = ranked.statistic
     assert len(exact) == 82
     # Measured: on random weights a gradient ranks edges well, and repairing attention does not help.
     assert correlation == pytest.approx({"eap": 0.805, "eap_ig_inputs": 0.805, "atp_star": 0.776}, abs=0.02)
