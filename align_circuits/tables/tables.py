@@ -178,7 +178,7 @@ class Table:
         Raises:
             ValueError: Rows that are not of single heads.
         """
-        if not {"layer", "head"} <= set(self.keys) or self.frame[["layer", "head"]].isna().any(axis=None):
+        if not {"layer", "head"} <= set(self.keys) or self.frame[["layer", "head"]].isna().to_numpy().any():
             raise ValueError("some rows are of no single head: select those of heads with .heads() first")
         return [(int(layer), int(head)) for layer, head in zip(self.frame["layer"], self.frame["head"], strict=True)]
 
