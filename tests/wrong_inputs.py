@@ -225,7 +225,7 @@ def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) ->
             on_purpose = ours and meant and "raise" in _source(last)
             kind = "refused" if on_purpose else "depths"
             message = f"{type(error).__name__}: {error} ({place.name}:{last.lineno})"
-            return Outcome(name, argument, shown, kind, message.replace("\n", " ")[:200])
+            return Outcome(name, argument, shown, kind, message.replace("\n", " ")[:600])
     return Outcome(name, argument, shown, "accepted")
 
 

@@ -236,7 +236,8 @@ def localize(
     named = sorted({head for heads in heads_by_role.values() for head in heads})
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
-    if int(positions[0]) > 0:  # the token before it predicts its first one
+    # The token before it predicts its first one; before a text there may be padding.
+    if int(positions[0]) > 0 and first.mask[0, positions[0] - 1]:
         positions = torch.cat([positions[:1] - 1, positions])
     return Localization(
         table,

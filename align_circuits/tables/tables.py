@@ -172,6 +172,17 @@ class Table:
         single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
         return self._rows(np.flatnonzero(single))
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The head of each row as `(layer, head)`, in the table's order: what `heads=` of every verb takes.
+
+        Raises:
+            ValueError: Rows that are not of single heads.
+        """
+        if not {"layer", "head"} <= set(self.keys) or self.frame[["layer", "head"]].isna().to_numpy().any():
+            raise ValueError("some rows are of no single head: select those of heads with .heads() first")
+        return [(int(layer), int(head)) for layer, head in zip(self.frame["layer"], self.frame["head"], strict=True)]
+
     @checked
     def top(self, metric: str, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None) -> "Table":
         """Returns the `n` rows of a metric that matter most, in order; rows without a value are left out.
