@@ -64,7 +64,6 @@ class World:
             self.tuned = ac.load(LlamaForCausalLM(config), tokenizer=tokenizer)
         self.tokenizer = tokenizer
         self.own = ac.Prompts.from_texts(["ab:", "cd:"], tokenizer, answer=["a", "c"], positions={"first": 1})
-        self.own = ac.Prompts.from_texts(["ab:", "cd:"], tokenizer, answer=["a", "c"], positions={"first": 1})
         self.task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
         self.clean = self.task.sample(3, tokenizer, seed=0)
         self.pair = ac.Pair(*self.task.pairs(self.clean, 0))
