@@ -42,7 +42,7 @@ test-real: $(READYREAL)
 test-pythons: $(READY)
 	sh tests/other_pythons.sh 3.12 3.13
 
-# The pages of `docs` execute every demo.
+# The pages of `docs` execute every demo, with SmolLM2 where they use it.
 check: lint types test test-tl3 test-four-bit test-real test-pythons docs wheel
 
 lint: $(READY)
@@ -57,8 +57,8 @@ types: $(READY)
 demos: $(READY)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
 
-docs: $(READY)
-	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
+docs: $(READYREAL)
+	$(VENVREAL)/bin/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 
 # The wheel is installed without its dependencies into an empty folder and imported from there, away from this checkout.
 wheel: $(READY)

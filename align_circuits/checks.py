@@ -54,11 +54,15 @@ _REMEDIES = {
 """What to do where an object of the package is missing."""
 
 
+class WrongArgument(TypeError):
+    """An argument of a public function that is of a type it cannot take; the command line shows it as one line."""
+
+
 def checked(function: T) -> T:
     """Makes a public function, or the constructor of a class, refuse arguments of wrong types in a sentence.
 
     Raises:
-        TypeError: When called: an argument that does not fit its annotation.
+        WrongArgument: When called: an argument that does not fit its annotation.
     """
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,7 +74,7 @@ def checked(function: T) -> T:
         try:
             given = known.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{_name(function)}: {error}; it takes {', '.join(_public(known))}") from None
+            raise WrongArgument(f"{_name(function)}: {error}; it takes {', '.join(_public(known))}") from None
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
@@ -97,7 +101,7 @@ def _check(function: str, name: str, value: Any, hint: Any) -> None:
     if any(_is_list(kind) for kind in kinds):
         remedy = f"give a list, [{value!r}]" if isinstance(value, str) else remedy
         remedy = "give a list, by .tolist()" if hasattr(value, "tolist") else remedy
-    raise TypeError(
+    raise WrongArgument(
         f"{function}: {name} is {described(value)}, not {_in_words(hint)}" + (f"; {remedy}" if remedy else "")
     )
 
@@ -119,7 +123,12 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in value)
     if origin is tuple and Ellipsis not in inner:
-        return isinstance(value, tuple | list) and len(value) == len(inner)
+        numeric = all(part in (int, float) for part in inner)
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == len(inner)
+            and (not numeric or all(_fits(item, part) for item, part in zip(value, inner, strict=True)))
+        )
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
             _item_fits(key, inner[0]) and _item_fits(item, inner[1]) for key, item in value.items()

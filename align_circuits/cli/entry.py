@@ -40,12 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *options = arguments
     import tyro
 
+    from align_circuits.checks import WrongArgument  # after the verb, since both import torch
+
     verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
     verb = verb.with_defaults(options)
     try:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite) as folder:
             verb(folder)
-    except (ValueError, KeyError, FloatingPointError, ImportError) as error:
+    except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(error.args[0] if error.args else str(error))
     return 0
 

@@ -23,6 +23,9 @@ from align_circuits.tasks.seq2seq import Seq2SeqTask
 METRICS = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """The metrics of heads in reports, in this order."""
 
+MOST_THREADS = 1024
+"""More would take the memory of the machine for their stacks."""
+
 SMALL = 20_000_000
 """Models with fewer parameters run on one thread by default."""
 
@@ -97,8 +100,8 @@ class PromptVerb(Verb):
 
         Bad input is refused before any long work.
         """
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads {self.threads}: give at least 1, or leave it out")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
         if self.model == "planted":

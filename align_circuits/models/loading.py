@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -191,12 +191,14 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         )
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): download the folder again") from error
+    kind = settings.get("model_type")
     _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     _check_safetensors(folder)
     try:
+        _check_layers(folder, settings)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -279,6 +281,20 @@ def _check_safetensors(folder: Path) -> None:
             f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
             "run code. If you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder, "
             "use_safetensors=False).save_pretrained(new_folder)"
+        )
+
+
+def _check_layers(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises if there are fewer tensors than layers: to build 10^9 layers first would take all memory."""
+    layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors += len(list(opened.keys()))
+    if isinstance(layers, int) and layers > tensors:
+        raise ValueError(
+            f"config.json in {str(folder)!r} says {layers:,} layers, but the weights are {tensors:,} tensors: "
+            "download the folder again, or correct config.json"
         )
 
 

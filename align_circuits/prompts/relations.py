@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.checks import checked, described
+from align_circuits.checks import WrongArgument, checked, described
 
 IGNORE = -1
 """The label of a position that is never a key or never a candidate, and the example of a token outside all examples."""
@@ -360,4 +360,4 @@ def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"
 def _check_prompts(prompts: Any) -> None:
     """Raises unless these are prompts; the class itself cannot be imported here, since it holds relations."""
     if not all(hasattr(prompts, name) for name in ("mask", "targets", "positions")):
-        raise TypeError(f"prompts is {described(prompts)}: give the Prompts that the relation is for")
+        raise WrongArgument(f"prompts is {described(prompts)}: give the Prompts that the relation is for")

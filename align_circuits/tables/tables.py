@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from safetensors.numpy import load_file, save_file
 
-from align_circuits.checks import checked
+from align_circuits.checks import checked, described
 from align_circuits.files import replacing
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
@@ -157,6 +157,8 @@ class Table:
             if column not in self.keys:
                 raise KeyError(f"no key column {column!r}; this table has {', '.join(self.keys)}")
             values = list(value) if isinstance(value, list | tuple | set) else [value]
+            if odd := [value for value in values if not pd.api.types.is_scalar(value)]:
+                raise KeyError(f"{column} is {described(odd[0])}: give a value of that column, or a list of values")
             # a missing value equals nothing, not even itself
             present = [None if pd.isna(key) else key for key in self.frame[column].unique()]
             values = [None if pd.isna(value) else value for value in values]

@@ -87,7 +87,8 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
         (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
         (["--n", "0"], "0 prompts"),
         (["--dtype", "bfloat16"], "leave out --device, --dtype"),
-        (["--threads", "0"], "--threads 0: give at least 1"),
+        (["--threads", "0"], "--threads 0: give 1 to 1024"),
+        (["--threads", "99999"], "--threads 99999: give 1 to 1024"),
         (["--style", "marked"], "marked"),
         (["--batch-size", "0"], "batch_size=0"),
         (["--prompts", "no.jsonl"], "no file 'no.jsonl'"),
@@ -370,3 +371,13 @@ def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, llama_
     assert "give --tokenizer, a folder that has it" in capsys.readouterr().err
     assert main([*common, "--tokenizer", str(tmp_path / "tokenizer"), "--revision", "main"]) == 0
     assert Table.load(tmp_path / "run").provenance.settings["tokenizer"] == str(tmp_path / "tokenizer")
+
+
+def test_wrong_types_of_arguments_end_in_one_line_and_other_type_errors_do_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: ac.RunOptions(progress=1j))
+    assert main(["score", "--out", str(tmp_path / "a")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RunOptions: progress is a complex, not True or False" in line
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: len(5))
+    with pytest.raises(TypeError, match="has no len"):
+        main(["score", "--out", str(tmp_path / "b")])
