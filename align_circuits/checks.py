@@ -96,14 +96,18 @@ def _check(function: str, name: str, value: Any, hint: Any) -> None:
     kinds = _alternatives(hint)
     if any(_fits(value, kind) for kind in kinds):
         return
+    lists = [kind for kind in kinds if _is_list(kind)]
+    if lists and isinstance(value, list | tuple):  # the first item that does not fit says more than the whole
+        place = next(place for place, item in enumerate(value) if not _item_fits(item, get_args(lists[0])[0]))
+        name, value, hint = f"{name}[{place}]", value[place], get_args(lists[0])[0]
+        kinds = _alternatives(hint)
+        lists = [kind for kind in kinds if _is_list(kind)]
     names = [getattr(kind, "__name__", "") for kind in kinds]
-    remedy = next((_REMEDIES[kind] for kind in names if kind in _REMEDIES), "")
-    if any(_is_list(kind) for kind in kinds):
-        remedy = f"give a list, [{value!r}]" if isinstance(value, str) else remedy
-        remedy = "give a list, by .tolist()" if hasattr(value, "tolist") else remedy
-    raise WrongArgument(
-        f"{function}: {name} is {described(value)}, not {_in_words(hint)}" + (f"; {remedy}" if remedy else "")
-    )
+    remedy = next((f"; {_REMEDIES[kind]}" for kind in names if kind in _REMEDIES), "")
+    if lists:
+        remedy = f"; give a list, [{value!r}]" if isinstance(value, str) else remedy
+        remedy = "; give a list, by .tolist()" if hasattr(value, "tolist") else remedy
+    raise TypeError(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -119,6 +123,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if hasattr(hint, "array_type"):  # of jaxtyping: shape and dtype are for the function to judge
         return _fits(value, hint.array_type)
     if _is_list(hint):
+        if isinstance(value, np.ndarray | torch.Tensor):
+            return bool(inner) and inner[0] in (int, float, bool)
         if not isinstance(value, Iterable if origin is Iterable else Sequence) or isinstance(value, str | bytes):
             return False
         return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in value)
@@ -185,13 +191,22 @@ def _in_words(hint: Any) -> str:
         return " or ".join(map(repr, inner))
     if _is_list(hint):
         return f"a list ({_in_words(inner[0])})" if inner else "a list"
+    if hasattr(hint, "array_type"):
+        return f"a tensor [{hint.dim_str}]"
     if origin is tuple:
         return f"a tuple ({', '.join(_in_words(part) for part in inner)})"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return f"a dict ({' -> '.join(_in_words(part) for part in inner)})"
     if origin is Callable:
         return "a function"
-    names = {"int": "an int", "float": "a number", "str": "a text", "bool": "True or False", "HookedModel": "a model"}
+    names = {
+        "int": "an int",
+        "float": "a number",
+        "str": "a text",
+        "bool": "True or False",
+        "HookedModel": "a model",
+        "Any": "anything",
+    }
     name = getattr(hint, "__name__", str(hint))
     return names.get(name, name)
 

@@ -79,6 +79,7 @@ def faithfulness(
         ValueError: Scores of other edges, or of direction `"denoise"` for circuits chosen `by="signed"`; fractions
             outside (0, 1], prompts that do not match, or prompts on which the corruption changes nothing.
     """
+    fractions = np.ravel(fractions).tolist()
     if not fractions or not all(0 < fraction <= 1 for fraction in fractions):
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
     if by not in ("signed", "absolute"):

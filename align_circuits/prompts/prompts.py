@@ -491,9 +491,8 @@ class Prompts:
             if tokenized[0].wrong:
                 targets[WRONG] = [token for text in tokenized for token in text.wrong]
             prompts = replace(prompts, targets=targets)
-        if groups is not None and (isinstance(groups, str) or len(groups) != len(prompts)):
-            given = "one string" if isinstance(groups, str) else len(groups)
-            raise ValueError(f"groups: {given} for {len(prompts)} texts; give a list with one for each")
+        if groups is not None and len(groups) != len(prompts):
+            raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
         places = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
@@ -535,9 +534,8 @@ class Prompts:
             ValueError: As `from_texts` does; or texts of different numbers of tokens, where the message shows the first
                 place that differs in length.
         """
-        if isinstance(corrupted, str) or len(corrupted) != len(clean):
-            given = "one string" if isinstance(corrupted, str) else len(corrupted)
-            raise ValueError(f"corrupted: {given} for {len(clean)} clean texts; give a list with one for each")
+        if len(corrupted) != len(clean):
+            raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
         tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
         others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
         for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
