@@ -66,7 +66,7 @@ def checked(function: T) -> T:
     """
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # pyright: ignore[reportAttributeAccessIssue]
-        return function
+        return function  # pyright: ignore[reportReturnType]
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

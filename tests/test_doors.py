@@ -1,5 +1,8 @@
 """Wrong arguments are refused by the public functions themselves, in a sentence that says what came and what to do."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# The arguments are wrong on purpose.
+
 import numpy as np
 import pandas as pd
 import pytest

@@ -57,9 +57,10 @@ class RepeatedTokensTask(Task):
             raise ValueError(f"{n} prompts: ask for at least 1")
         check_size(n * self.length * self.repeats, f"{n:,} prompts of {self.length} tokens, {self.repeats} times,")
         check_tokenizer(tokenizer)
-        plain = isinstance(tokenizer, int)
-        special = [] if plain else list(tokenizer.all_special_ids)
-        ids = np.setdiff1d(np.arange(tokenizer if plain else len(tokenizer)), special)
+        known: Any = tokenizer
+        plain = isinstance(known, int)
+        special = [] if plain else list(known.all_special_ids)
+        ids = np.setdiff1d(np.arange(known if plain else len(known)), special)
         if len(ids) < self.length:
             raise ValueError(
                 f"length is {self.length}, but there are only {len(ids)} tokens, and those of a sequence are all "
@@ -68,7 +69,7 @@ class RepeatedTokensTask(Task):
         generator = Rng(seed, "repeated").generator("tokens")
         rows = np.stack([generator.choice(ids, self.length, replace=False) for _ in range(n)])
         inputs = torch.from_numpy(np.tile(rows, self.repeats))
-        bos = None if plain or not self.bos else tokenizer.bos_token_id
+        bos = None if plain or not self.bos else known.bos_token_id
         start = int(bos is not None)
         if bos is not None:
             inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)

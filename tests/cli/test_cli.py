@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -374,10 +375,11 @@ def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, llama_
 
 
 def test_wrong_types_of_arguments_end_in_one_line_and_other_type_errors_do_not(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: ac.RunOptions(progress=1j))
+    wrong: Any = 1j
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: ac.RunOptions(progress=wrong))
     assert main(["score", "--out", str(tmp_path / "a")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "RunOptions: progress is a complex, not True or False" in line
-    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: len(5))
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: len(wrong))
     with pytest.raises(TypeError, match="has no len"):
         main(["score", "--out", str(tmp_path / "b")])
