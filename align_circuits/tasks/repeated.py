@@ -1,6 +1,7 @@
 """Random tokens, repeated: the usual test of induction heads."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
