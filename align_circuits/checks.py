@@ -107,7 +107,7 @@ def _check(function: str, name: str, value: Any, hint: Any) -> None:
     if lists:
         remedy = f"; give a list, [{value!r}]" if isinstance(value, str) else remedy
         remedy = "; give a list, by .tolist()" if hasattr(value, "tolist") else remedy
-    raise TypeError(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
+    raise WrongArgument(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
