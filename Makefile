@@ -58,7 +58,7 @@ demos: $(READY)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
 
 docs: $(READYREAL)
-	$(VENVREAL)/bin/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
+	$(VENVREAL)/bin/python -m sphinx -j 2 --fail-on-warning --keep-going -b html docs docs/_build/html
 
 # The wheel is installed without its dependencies into an empty folder and imported from there, away from this checkout.
 wheel: $(READY)

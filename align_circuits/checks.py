@@ -5,18 +5,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from inspect import Parameter, signature
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -27,13 +16,14 @@ if TYPE_CHECKING:
     Tokenizer = Any
 else:
 
-    @runtime_checkable
-    class Tokenizer(Protocol):
-        """A Hugging Face tokenizer, or what has its methods."""
+    class _WithMethods(type):
+        """The type of what has a tokenizer's methods, also those that it delegates, which a protocol would not see."""
 
-        all_special_ids: Any
-        decode: Any
-        convert_ids_to_tokens: Any
+        def __instancecheck__(cls, instance: object) -> bool:
+            return all(hasattr(instance, name) for name in ("decode", "convert_ids_to_tokens", "all_special_ids"))
+
+    class Tokenizer(metaclass=_WithMethods):
+        """A Hugging Face tokenizer, or what has its methods."""
 
 
 MOST_TOKENS = 2**23
