@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
+
+settings.register_profile("busy", deadline=None)  # on a busy machine an example may take any time
+settings.load_profile("busy")
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other, ten times slower on a busy machine
 
