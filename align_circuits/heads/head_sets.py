@@ -25,6 +25,9 @@ Claim = Literal["necessary", "sufficient"]
 CONTROLS = {"layers": "random heads of the same layers", "scores": "heads of similar scores"}
 """The control sets, by what they share with the set that is tested."""
 
+_ROUNDING = 1e-9
+"""Accuracies that differ by less are equal."""
+
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""
 
@@ -65,15 +68,15 @@ class Verdict:
         """
         sign = 1 if self.claim == "necessary" else -1
         as_extreme = {
-            name: np.sum(sign * (np.array(draws) - self.value) <= 1e-9) for name, draws in self.controls.items()
+            name: np.sum(sign * (np.array(draws) - self.value) <= _ROUNDING) for name, draws in self.controls.items()
         }
         return {name: float(1 + as_extreme[name]) / (1 + len(draws)) for name, draws in self.controls.items()}
 
     @property
     def holds(self) -> bool:
         """Whether the effect is large enough, and larger than that of both kinds of control sets."""
-        necessary = self.intact - self.value >= self.least
-        sufficient = self.value >= self.least * self.intact > 0
+        necessary = self.intact - self.value >= self.least - _ROUNDING
+        sufficient = self.value >= self.least * self.intact - _ROUNDING and self.value > 0
         large = necessary if self.claim == "necessary" else sufficient
         return large and bool(self.controls) and max(self.p.values()) <= self.alpha
 

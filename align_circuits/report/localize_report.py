@@ -84,17 +84,17 @@ def _sections(localization: Localization) -> Iterator[Section]:
     yield (
         "Accuracy without them",
         "Ablated heads output their mean over tokens of the same role. Each small dot is one draw of as many other "
-        "heads, of the same layers or of similar scores; bars are 95% intervals over prompts. If the named heads matter, "
-        "accuracy falls below every draw; if they suffice, it stays high with all other heads ablated. Grey: the heads "
-        "of one role.",
+        "heads, of the same layers or of similar scores; bars are 95% intervals over prompts. If the named heads "
+        "matter, accuracy falls below every draw; if they suffice, it stays high with all other heads ablated. Grey: "
+        "the heads of one role.",
         drawn["ablation"],
     )
     if localization.verdicts:
         yield (
             "Are they necessary, and do they suffice?",
             f"Necessary: ablating the set costs at least {localization.thresholds.loss:g} of accuracy. Sufficient: "
-            f"with all other heads ablated at least {localization.thresholds.kept:.0%} of it is kept. Both only if as many "
-            "heads, drawn at random from the same layers and from those of similar scores, do worse "
+            f"with all other heads ablated at least {localization.thresholds.kept:.0%} of it is kept. Both only if as "
+            "many heads, drawn at random from the same layers and from those of similar scores, do worse "
             f"(p at most {localization.thresholds.alpha:g}). The smallest sets were looked for on the prompts that "
             "chose the candidates.",
             verdicts_table(localization.verdicts),
