@@ -22,8 +22,8 @@ demos docs test test-real: export OMP_NUM_THREADS := 1
 .PHONY: demo test test-tl3 test-four-bit test-real test-pythons check lint types demos docs wheel clean
 
 demo: $(READY)
-	$(BIN)/align-circuits localize --model planted --out runs/demo/planted
-	$(BIN)/align-circuits localize --model toy-llama-ica --out runs/demo/toy-llama-ica
+	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
+	$(BIN)/align-circuits localize --model toy-llama-ica --overwrite --out runs/demo/toy-llama-ica
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -42,7 +42,8 @@ test-real: $(READYREAL)
 test-pythons: $(READY)
 	sh tests/other_pythons.sh 3.12 3.13
 
-check: lint types test test-tl3 test-four-bit test-real test-pythons demos docs wheel
+# The pages of `docs` execute every demo, with SmolLM2 where they use it.
+check: lint types test test-tl3 test-four-bit test-real test-pythons docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -56,8 +57,8 @@ types: $(READY)
 demos: $(READY)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
 
-docs: $(READY)
-	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
+docs: $(READYREAL)
+	$(VENVREAL)/bin/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 
 # The wheel is installed without its dependencies into an empty folder and imported from there, away from this checkout.
 wheel: $(READY)

@@ -60,3 +60,8 @@ def writable_folder(path: str | Path) -> Path:
             "give a folder that does not exist yet or that you may write"
         ) from error
     return path
+
+
+def is_path(name: str | Path) -> bool:
+    """Returns whether a name could be one of a file or folder; `Path.is_file` raises where it could not."""
+    return "\0" not in str(name) and all(len(part.encode()) < 256 for part in Path(name).parts)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.hooks import compat
 from align_circuits.hooks.heads import HeadLike, describe, head_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -407,6 +408,7 @@ def _basis_of(direction: Float[Tensor, "*k d"]) -> Float[Tensor, "k d"]:
     return direction
 
 
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Patch(_AtSite):
     """Replaces activations by those of another run: activation patching.
@@ -454,6 +456,7 @@ def groups_of(prompts: Prompts) -> Int[Tensor, "prompt pos"]:
     return 2 * prompts.roles + tested.long()
 
 
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablate(_AtSite):
     """Removes the output of heads or layers.
@@ -502,6 +505,7 @@ class Ablate(_AtSite):
         return by_token.nan_to_num(0)
 
 
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Clamp(Edit):
     """Sets the attention of heads by a relation: from each of its queries, equally to all of its keys.
@@ -548,6 +552,7 @@ class Clamp(Edit):
         }
 
 
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class Steer(_AtSite):
     """Adds a vector.

@@ -152,7 +152,10 @@ class Graph:
             ValueError: No edges, or a receiver that runs before its sender.
         """
         mask = torch.zeros_like(self.edges)
-        for sender, receiver in edges:
+        for edge in edges:
+            if not isinstance(edge, tuple | list) or len(edge) != 2 or not isinstance(edge[1], str):
+                raise ValueError(f'{edge!r} is no edge: give a pair of sender and receiver, ("L0H1", "L1H0.q")')
+            sender, receiver = edge
             index = self.receiver(receiver), self.sender(sender)
             if not self.edges[index]:
                 raise ValueError(f"no edge from {sender} to {receiver}: {receiver} reads before {sender} has written")

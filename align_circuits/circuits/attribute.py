@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.gradients import gradients_at
@@ -44,6 +45,7 @@ EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations", "eap_ig_all_a
 """How the score of an edge is made."""
 
 
+@checked
 def attribute_heads(
     model: HookedModel,
     pair: Pair,
@@ -152,6 +154,7 @@ def attribute_heads(
     return pair.target_metrics.table(frame, np.stack(values), provenance)
 
 
+@checked
 def attribute_edges(
     model: HookedModel,
     pair: Pair,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
@@ -18,7 +19,7 @@ from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
 from align_circuits.models.protocol import check_fits, device_of, provenance_of
-from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
@@ -30,33 +31,43 @@ PROFILE = ("lookup_attention", "induction_attention")
 """The attention scores of `head_profile`: of all that a head attends to, the share on keys."""
 
 
+@checked
 def direct_logits(
-    model: HookedModel, prompts: Prompts, *, kind: str = "all", options: RunOptions = RunOptions()
+    model: HookedModel,
+    prompts: Prompts,
+    *,
+    metric: Literal["logit", "logit_diff"] = "logit",
+    kind: str = "all",
+    options: RunOptions = RunOptions(),
 ) -> Table:
-    """Returns what every part of a model adds directly to the gold token's logit, above the mean logit.
+    """Returns what every part of a model adds directly to the gold token's logit, above the mean or the wrong one.
 
     What a head writes at the position that predicts, through the last norm, on the gold token's direction in the
-    unembedding less the mean direction; the norm divides by what it divides by in this run. The parts, with the biases
-    as `"rest"`, sum to the logit. Source: nostalgebraist (2020), "interpreting GPT: the logit lens"; Elhage et al.
-    (2021); Wang et al. (2022), §3.
+    unembedding less the mean direction, or less that of the wrong answer; the norm divides by what it divides by in
+    this run. The parts, with the biases as `"rest"`, sum to the metric. Source: nostalgebraist (2020), "interpreting
+    GPT: the logit lens"; Elhage et al. (2021); Wang et al. (2022), §3.
 
     Misleads for heads that others read, whose work shows elsewhere. The control is `patch_edges` to `"logits"`.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
         prompts: Prompts with targets.
+        metric: `"logit"`, above the mean logit, or `"logit_diff"`, minus the logit of the wrong answer.
         kind: Which targets count: `"all"`, `"first"` or `"later"`.
         options: Engine and batch size.
 
     Returns:
         A table keyed by `sender` (names as in `Graph`, and `"rest"`), level, layer, head and metric
-        `"direct_logit"`, with intervals over prompts.
+        `"direct_logit"` or `"direct_logit_diff"`, with intervals over prompts.
 
     Raises:
-        ValueError: No targets of that kind, or a model whose parts do not sum to its logits.
+        ValueError: Another metric, no wrong answers to compare with, no targets of that kind, or a model whose parts do
+            not sum to its logits.
     """
     check_fits(model, prompts)
-    targets, residual_edges = TargetMetrics.of(prompts, ("logit",), kind), residual_edges_of(model, prompts)
+    if metric not in ("logit", "logit_diff"):
+        raise ValueError(f"metric={metric!r}: choose 'logit' or 'logit_diff', which are linear in what parts write")
+    targets, residual_edges = TargetMetrics.of(prompts, (metric,), kind), residual_edges_of(model, prompts)
     graph, device = residual_edges.graph, device_of(model)
     last = reads_from(graph, "logits", graph.n_layers)
     names = [*sent_from(graph), last]
@@ -65,7 +76,8 @@ def direct_logits(
     cached = capture(model, prompts, names, options=options)
     at_targets = {name: cached[name][targets.prompt, targets.query].to(device) for name in names}
     with torch.no_grad():
-        direction, offset = _readout(model, at_targets[last], targets.token.to(device))
+        against = None if metric == "logit" else torch.from_numpy(targets.targets[WRONG].to_numpy(int, copy=True))
+        direction, offset = _readout(model, at_targets[last], targets.token.to(device), against)
         parts = torch.cat(
             [written_by(residual_edges, name, at_targets[name][:, None])[:, 0] for name in sent_from(graph)], dim=1
         )
@@ -73,15 +85,18 @@ def direct_logits(
         direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
         direct[-1] += offset
         check_same(
-            "the logit of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0)
+            f"the {metric} of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0)
         )
     places = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
     keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
-    keys = with_level(keys).assign(metric="direct_logit")
+    keys = with_level(keys).assign(metric=f"direct_{metric}")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
-    return targets.table(keys, values, provenance_of("direct_logits", model, prompts, engine, {"kind": kind}))
+    return targets.table(
+        keys, values, provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind})
+    )
 
 
+@checked
 def function_vectors(
     model: HookedModel,
     pairs: Sequence[Pair],
@@ -150,6 +165,7 @@ def function_vectors(
     return Table.from_prompts(keys, means_of_tasks, np.ones_like(means_of_tasks), provenance, bounded=False)
 
 
+@checked
 def head_profile(
     model: HookedModel,
     prompts: Prompts,
@@ -194,17 +210,23 @@ def head_profile(
 
 
 def _readout(
-    model: Any, residual: Float[Tensor, "target d_model"], gold: Int[Tensor, " target"]
+    model: Any,
+    residual: Float[Tensor, "target d_model"],
+    gold: Int[Tensor, " target"],
+    wrong: Int[Tensor, " target"] | None,
 ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
-    """The direction of the residual stream that is the gold logit above the mean, and what the biases add to it.
+    """The direction of the residual stream that is the gold logit above the mean or the wrong one, and what biases add.
 
     The last norm is linear once what it divides by is known.
     """
     unembedding = model.W_U.detach()
     # Centred over the vocabulary, since a constant added to all logits changes no prediction.
-    direction = (unembedding[:, gold] - unembedding.mean(1, keepdim=True)).T
+    other = unembedding.mean(1, keepdim=True) if wrong is None else unembedding[:, wrong]
+    direction = (unembedding[:, gold] - other).T
     bias = getattr(model, "b_U", None)
-    offset = direction.new_zeros(len(gold)) if bias is None else bias.detach()[gold] - bias.detach().mean()
+    offset = direction.new_zeros(len(gold))
+    if bias is not None:
+        offset = bias.detach()[gold] - (bias.detach().mean() if wrong is None else bias.detach()[wrong])
     norm = getattr(model, "ln_final", None)
     if norm is None:
         return direction, offset

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
@@ -32,6 +33,7 @@ from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 
+@checked
 def patch_edges(
     model: HookedModel,
     pair: Pair,
@@ -90,6 +92,7 @@ def patch_edges(
     return pair.edge_table(graph, selected, np.concatenate(effects), pair.provenance("patch_edges", model, {}, engine))
 
 
+@checked
 def patch_paths(
     model: HookedModel,
     pair: Pair,

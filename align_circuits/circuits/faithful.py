@@ -13,6 +13,7 @@ from numpy import ndarray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
@@ -36,6 +37,7 @@ Circuit = Bool[Tensor, "receiver sender"]
 """The edges that a circuit keeps, as places among a `Graph`'s receivers and senders."""
 
 
+@checked
 def faithfulness(
     model: HookedModel,
     scores: Table,
@@ -77,6 +79,7 @@ def faithfulness(
         ValueError: Scores of other edges, or of direction `"denoise"` for circuits chosen `by="signed"`; fractions
             outside (0, 1], prompts that do not match, or prompts on which the corruption changes nothing.
     """
+    fractions = np.ravel(fractions).tolist()
     if not fractions or not all(0 < fraction <= 1 for fraction in fractions):
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
     if by not in ("signed", "absolute"):
@@ -123,6 +126,7 @@ def circuit_model_distance(table: Table) -> float:
     return _area(table, lambda f: np.abs(1 - f))
 
 
+@checked
 def completeness(
     model: HookedModel,
     heads: Sequence[HeadLike],
@@ -172,6 +176,7 @@ def completeness(
     return runs.targets.table(keys, np.concatenate([values, circuit - model_values]), provenance)
 
 
+@checked
 def minimality(
     model: HookedModel,
     heads: Sequence[HeadLike],

@@ -3,13 +3,19 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from align_circuits.cli.folders import results_folder
 
 PROGRAM = "align-circuits"
 
 VERBS = {
     "score": "Score every attention head: how well it follows the alignment, looks phrases up, and more.",
     "evaluate": "Evaluate a model: its accuracy by kind of target and offset, with reference accuracies.",
+    "ablate": "Ablate every head alone: what the model loses without it.",
+    "patch": "Patch every head from clean into corrupted prompts: what it restores.",
+    "attribute": "Estimate what patching every head would do, from gradients.",
     "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
     "tune": "Tune a model with LoRA and follow how alignment emerges; a run that was stopped resumes.",
     "pretrain": "Train a small Llama from scratch by a recipe of the package; a run that was stopped resumes.",
@@ -34,16 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *options = arguments
     import tyro
 
+    from align_circuits.checks import WrongArgument  # after the verb, since both import torch
+
     verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
     verb = verb.with_defaults(options)
-    # Noted before the run, so that a refused one leaves no empty folders, and no folder of the user is removed.
-    new_folders = [folder for folder in (verb.folder, *verb.folder.parents) if not folder.exists()]
     try:
-        verb()
-    except (ValueError, KeyError, FloatingPointError, ImportError) as error:
-        for folder in new_folders:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite) as folder:
+            verb(folder)
+    except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(error.args[0] if error.args else str(error))
     return 0
 

@@ -1,6 +1,7 @@
 """`align-circuits evaluate`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from align_circuits.cli.verb import PromptVerb, interval
 from align_circuits.report import plots
@@ -11,9 +12,9 @@ from align_circuits.run.evaluation import evaluate
 class Evaluate(PromptVerb):
     """Measures accuracy with `evaluate`."""
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
-        model, prompts = self.prepare()
+        model, prompts, _ = self.prepare()
         table = evaluate(model, prompts, options=self.options)
         print(table)
         rows = table.where(metric="accuracy", kind="all", offset=None).frame
@@ -23,6 +24,7 @@ class Evaluate(PromptVerb):
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
         self.finish(
             "evaluate",
+            folder,
             table,
             title=f"Accuracy of {self.model}",
             summary=f"{summary}.",

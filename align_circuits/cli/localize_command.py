@@ -17,20 +17,23 @@ class Localize(PromptVerb):
     pretrained Llama, if its package is installed), or "planted": a circuit built by hand for the task."""
     draws: int = 20
     """How many sets of random heads are ablated, to compare with the named heads."""
-    out: Path = Path("runs/localize")
-    """The folder for the results."""
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
-        model, _ = self.prepare()
-        result = localize(model, self.task, self.n, self.seed, draws=self.draws, options=self.options)
+        model, prompts, corrupted = self.prepare()
+        if self.prompts is None:
+            result = localize(model, self.task, self.count, self.seed, draws=self.draws, options=self.options)
+        else:
+            result = localize(
+                model, prompts, seed=self.seed, corrupted=corrupted, draws=self.draws, options=self.options
+            )
         roles = getattr(model, "roles", None)
-        print(f"{self.model}: {self.n} prompts, half to choose candidates, half to test them\n")
+        print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them\n")
         for role, heads in result.heads_by_role.items():
             scores = result.table.where(role=role, metric="score")
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
         print(f"\n{result.summary}")
         provenance = replace(result.table.provenance, settings=as_json(self))
-        report = save_localization(replace(result, table=replace(result.table, provenance=provenance)), self.out)
+        report = save_localization(replace(result, table=replace(result.table, provenance=provenance)), folder)
         print(f"\nreport: {report}")

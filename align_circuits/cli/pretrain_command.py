@@ -16,16 +16,9 @@ class Pretrain(Verb):
     """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
     seed: int = 0
     """Of the weights and the documents."""
-    out: Path = Path("runs/pretrain")
-    """The folder for checkpoints, the log and the model."""
 
-    @property
-    def folder(self) -> Path:
-        """The folder for the results."""
-        return self.out
-
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
-        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=self.out)
+        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
-        print(f"\nmodel: {self.out / 'model'}")
+        print(f"\nmodel: {folder / 'model'}")

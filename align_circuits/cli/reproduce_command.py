@@ -1,12 +1,11 @@
 """`align-circuits reproduce`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tyro
 
 from align_circuits.cli.verb import Verb, write_results
-from align_circuits.files import writable_folder
 from align_circuits.papers.claims import Scale, checks_html
 
 MAX_ROWS = 15_000
@@ -28,16 +27,19 @@ class Reproduce(Verb):
     takes them."""
     jobs: int = 1
     """How many local processes."""
-    out: Path | None = None
+    out: Path | None = field(default=None, kw_only=True)
     """The folder for the results and intermediate files. By default results go to runs/NAME/SCALE and intermediate
     files to runs, so that experiments share the models that they tune."""
+    overwrite: bool = field(default=True, kw_only=True)
+    """Whether the results of an earlier run may be replaced: what was measured is kept, so they are made again in
+    seconds."""
 
     @property
     def folder(self) -> Path:
         """The folder for the results."""
         return self.out or Path("runs") / self.name / self.scale
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
         from align_circuits.papers.experiments import EXPERIMENTS
 
@@ -56,7 +58,6 @@ class Reproduce(Verb):
         if experiment.makes_models and self.model != Reproduce.model:
             raise ValueError(f"{self.name} makes its own models and takes none: leave out --model")
         models = () if experiment.makes_models else self.model
-        out = writable_folder(self.folder)
         table = experiment.run(config, models=models, jobs=self.jobs, folder=self.out or Path("runs"))
         checks = experiment.check(table)
         for check in checks:
@@ -64,7 +65,7 @@ class Reproduce(Verb):
         settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         write_results(
-            out,
+            folder,
             replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
             title=f"{experiment.name}: {experiment.title}",
             summary=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",

@@ -1,6 +1,6 @@
 """`align-circuits rerun`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ class Rerun(Verb):
 
     run: tyro.conf.Positional[Path]
     """A folder that another verb wrote."""
-    out: Path | None = None
+    out: Path | None = field(default=None, kw_only=True)
     """The folder for the repetition; by default the folder rerun in the first."""
 
     @property
@@ -25,11 +25,15 @@ class Rerun(Verb):
         """The folder for the repetition."""
         return self.out or self.run / "rerun"
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
         before = Table.load(self.run)
-        self._verb(before)()
-        after = Table.load(self.folder)
+        self._verb(before, folder)(folder)
+        after = Table.load(folder)
+        if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
+            raise ValueError(
+                f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
+            )
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
         if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
             raise ValueError(
@@ -42,19 +46,19 @@ class Rerun(Verb):
                 if old.get(name) != new.get(name):
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
 
-    def _verb(self, before: Table) -> Verb:
+    def _verb(self, before: Table, folder: Path) -> Verb:
         """The verb that wrote a table, with its settings."""
         name, settings = before.provenance.verb, dict(before.provenance.settings)
         if name == "reproduce":
             from align_circuits.cli.reproduce_command import Reproduce
 
             model = tuple(settings["models"]) or Reproduce.model
-            return Reproduce(settings["name"], scale=settings["scale"], model=model, out=self.folder)
-        if name in ("score", "evaluate", "localize", "tune") and "model" in settings:
+            return Reproduce(settings["name"], scale=settings["scale"], model=model, out=folder)
+        if name in ("score", "evaluate", "ablate", "patch", "attribute", "localize", "tune") and "model" in settings:
             repeated = verb_class(name)
             assert issubclass(repeated, PromptVerb)
-            return repeated.from_settings(settings, self.folder)
+            return repeated.from_settings(settings, folder)
         raise ValueError(
             f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
-            "folder that align-circuits score, evaluate, localize, tune or reproduce wrote"
+            "folder that another verb of align-circuits wrote"
         )

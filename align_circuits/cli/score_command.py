@@ -1,6 +1,7 @@
 """`align-circuits score`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
@@ -13,9 +14,9 @@ from align_circuits.run.evaluation import evaluate
 class Score(PromptVerb):
     """Scores every head with `score_heads`."""
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
-        model, prompts = self.prepare()
+        model, prompts, _ = self.prepare()
         table = score_heads(model, prompts, options=self.options)
         accuracy = evaluate(model, prompts, options=self.options)
         known: Any = table.frame[table.frame["value"].notna()]
@@ -32,6 +33,7 @@ class Score(PromptVerb):
         leaders = ", ".join(f"{name} {head_value(best[name].iloc[0])}" for name in METRICS[:3] if name in best)
         self.finish(
             "score",
+            folder,
             table,
             title=f"Attention heads of {self.model}",
             summary=f"Highest scores: {leaders}. The first token of a phrase is correct in {first_token(accuracy)} of "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -44,15 +45,17 @@ class Tune(PromptVerb):
         print(f"settings made for toy-llama: {kept}")
         return verb
 
-    def __call__(self) -> None:
+    def __call__(self, folder: Path) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
-        if naming and self.n < 8:
-            raise ValueError(f"n={self.n}: give at least 8 prompts to choose heads and to test them, or --no-heads")
-        model, prompts = self.prepare()
+        if self.prompts is not None:
+            raise ValueError("--prompts: this verb tunes on a task; from Python, tune(model, prompts) takes your own")
+        if naming and self.count < 8:
+            raise ValueError(f"n={self.count}: give at least 8 prompts to choose heads and to test them, or --no-heads")
+        model, prompts, _ = self.prepare()
         if self.config.method == "standard":
-            prompts = replace(self.task, n_examples=0).sample(self.n, model.tokenizer, seed=self.seed)
-        run = tune(model, self.task, self.config, seed=self.seed, out=self.out)
+            prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
+        run = tune(model, self.task, self.config, seed=self.seed, out=folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         before, after = (evaluate(each, prompts, options=self.options) for each in (model, run.model))
         scores = score_heads(run.model, prompts, options=self.options)
@@ -72,12 +75,13 @@ class Tune(PromptVerb):
             ("All heads after tuning", "Hover for a number.", plots.head_maps(scores, metrics)),
         ]
         if naming:
-            result = localize(run.model, self.task, self.n, self.seed, options=self.options)
-            print(f"{result.summary}\nheads: {save_localization(result, self.out / 'heads')}")
+            result = localize(run.model, self.task, self.count, self.seed, options=self.options)
+            print(f"{result.summary}\nheads: {save_localization(result, folder / 'heads')}")
             sections.append(("The named heads ablated", result.summary, plots.ablation(result.group_ablations)))
-        print(f"adapter: {self.out / 'adapter'}")
+        print(f"adapter: {folder / 'adapter'}")
         self.finish(
             "tune",
+            folder,
             run.table,
             title=f"{self.model} tuned: {self.config.method}",
             summary=f"{summary}. Highest scores: {best}.",

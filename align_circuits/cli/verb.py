@@ -10,34 +10,43 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from align_circuits.files import writable_folder
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.page import write_report
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import Engine, RunOptions
+from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 METRICS = ("align_query", "align_key", "lookup", "induction", "previous", "duplicate")
 """The metrics of heads in reports, in this order."""
 
+MOST_THREADS = 1024
+"""More would take the memory of the machine for their stacks."""
+
 SMALL = 20_000_000
 """Models with fewer parameters run on one thread by default."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Verb(ABC):
     """A command with its options; calling it runs it."""
 
+    out: Path | None = None
+    """The folder for the results; by default a new one, runs/VERB/0001 and so on, to which runs/VERB/latest points."""
+    overwrite: bool = False
+    """Whether --out may hold the results of an earlier run, which are replaced."""
+
     @abstractmethod
-    def __call__(self) -> None:
-        """Runs the verb."""
+    def __call__(self, folder: Path) -> None:
+        """Runs the verb and writes its results into a folder."""
 
     @property
-    @abstractmethod
-    def folder(self) -> Path:
-        """The folder for the results."""
+    def folder(self) -> Path | None:
+        """The folder for the results, or None for a new numbered one."""
+        return self.out
 
     def with_defaults(self, arguments: Sequence[str]) -> "Verb":  # noqa: ARG002 - for subclasses
         """Returns the verb with the defaults that depend on other options."""
@@ -51,16 +60,23 @@ class PromptVerb(Verb):
     model: str = "planted"
     """A folder, a GGUF file, a hub name, "toy-llama", "smollm2" (a pretrained Llama, if its package is installed), or
     "planted": a circuit built by hand for the task."""
+    tokenizer: str | None = None
+    """A folder or GGUF file with the tokenizer; by default that of the model."""
+    revision: str | None = None
+    """The branch, tag or commit on the hub."""
+    prompts: Path | None = None
+    """A file with a JSON object a line, such as {"text": ..., "answer": ..., "corrupted": ...}: see "Your own data" in
+    the documentation. By default prompts of the task are sampled."""
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
     """The task that prompts are sampled from."""
-    n: int = 64
-    """How many prompts."""
+    n: int | None = None
+    """How many prompts; by default 64 of a task, all of a file."""
     seed: int = 0
     """Of the prompts, and of the positions of a planted circuit's heads."""
-    out: Path = Path("runs/latest")
-    """The folder for the results."""
-    options: tyro.conf.OmitArgPrefixes[RunOptions] = field(default_factory=RunOptions)
-    """How the model is run."""
+    engine: Engine = "auto"
+    """"fast" is Hugging Face's attention, "reference" TransformerLens's hooks; "auto" takes the fast one if it can."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Prompts at a time."""
     device: str | None = None
     """Such as "cuda"; by default the GPU, if there is one."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
@@ -70,43 +86,80 @@ class PromptVerb(Verb):
     nearly half the time with two threads on an idle machine, but many times as long on a busy one."""
 
     @property
-    def folder(self) -> Path:
-        """The folder for the results."""
-        return self.out
+    def options(self) -> RunOptions:
+        """How the model is run."""
+        return RunOptions(self.engine, self.batch_size)
 
-    def prepare(self) -> tuple[Any, Prompts]:
-        """Loads the model and samples the prompts; bad input is refused before any long work."""
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads {self.threads}: give at least 1, or leave it out")
-        writable_folder(self.out)
+    @property
+    def count(self) -> int:
+        """How many prompts are sampled from a task."""
+        return 64 if self.n is None else self.n
+
+    def prepare(self) -> tuple[Any, Prompts, Prompts | None]:
+        """Loads the model and makes the prompts, clean ones and their partners if a file has any.
+
+        Bad input is refused before any long work.
+        """
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"--threads {self.threads}: give 1 to {MOST_THREADS}, or leave it out")
+        options = self.options  # refuses a bad batch size before the model is loaded
+        assert options
         if self.model == "planted":
-            if self.device or self.dtype:
-                raise ValueError("the planted circuit runs on the CPU in float32: leave out --device and --dtype")
+            if self.device or self.dtype or self.tokenizer or self.revision:
+                raise ValueError(
+                    "the planted circuit runs on the CPU in float32, with a tokenizer of its own: leave out --device, "
+                    "--dtype, --tokenizer and --revision"
+                )
             model: Any = planted_circuit(self.task, seed=self.seed)
         else:
-            model = load(self.model, device=self.device, dtype=getattr(torch, self.dtype) if self.dtype else None)
+            dtype = getattr(torch, self.dtype) if self.dtype else None
+            model = load(self.model, self.device, dtype, self.tokenizer, self.revision)
         small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
         if threads := self.threads or int(small):  # threads that wait for each other lose most of the time
             torch.set_num_threads(threads)
         if model.tokenizer is None:
             raise ValueError(
-                f"{self.model!r} has no tokenizer, but the task is written in the tokens of one: add it to the folder"
+                f"{self.model!r} has no tokenizer, but prompts are written in the tokens of one: give --tokenizer, a "
+                "folder that has it"
             )
-        return model, self.task.sample(self.n, model.tokenizer, seed=self.seed)
+        if self.prompts is None:
+            return model, self.task.sample(self.count, model.tokenizer, seed=self.seed), None
+        clean, corrupted = Prompts.from_jsonl(self.prompts, model.tokenizer)
+        if self.n is not None and not 1 <= self.n <= len(clean):
+            raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {len(clean)} prompts; give 1 to {len(clean)}")
+        return model, clean[: self.n], None if corrupted is None else corrupted[: self.n]
 
-    def finish(self, verb: str, table: Table, **report: Any) -> None:
+    def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
+        """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners.
+
+        Raises:
+            ValueError: A file whose lines have no corrupted text.
+        """
+        model, clean, corrupted = self.prepare()
+        if self.prompts is None:
+            clean, corrupted = self.task.pairs(clean, self.seed)
+        if corrupted is None:
+            raise ValueError(
+                f'{str(self.prompts)!r} has no corrupted texts to patch from: give each line a "corrupted" and an '
+                '"answer"'
+            )
+        return model, Pair(clean, corrupted, **settings)
+
+    def finish(self, verb: str, folder: Path, table: Table, **report: Any) -> None:
         """Writes the table, the report and the provenance."""
         provenance = replace(table.provenance, verb=verb, settings=as_json(self))
-        write_results(self.out, replace(table, provenance=provenance), **report)
+        write_results(folder, replace(table, provenance=provenance), **report)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from the settings that `finish` wrote."""
         values: dict[str, Any] = {"out": out}
         for option in fields(cls):
-            if option.name in settings and option.name != "out":
-                value = settings[option.name]
-                if option.default_factory is not MISSING:  # a task, a configuration, or options
+            if option.name in settings and option.name not in ("out", "overwrite"):
+                value: Any = settings[option.name]
+                if option.name == "prompts":
+                    value = None if value is None else Path(value)
+                elif option.default_factory is not MISSING:  # a task or a configuration
                     parts = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
                     value = option.default_factory(**parts)  # pyright: ignore[reportCallIssue]
                 values[option.name] = value

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
@@ -22,6 +23,7 @@ from align_circuits.tables.tables import Provenance, Table, with_level
 How = Literal["zero", "mean", "resample"]
 
 
+@checked
 def ablate_heads(
     model: HookedModel,
     prompts: Prompts,
@@ -70,6 +72,7 @@ def ablate_heads(
     return effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(prompts), provenance)
 
 
+@checked
 def ablation_baseline(
     model: HookedModel,
     prompts: Prompts,

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import HeadSite
@@ -26,6 +27,7 @@ HEAD = "head"
 """The name of all runs with a single head patched."""
 
 
+@checked
 def interchange(
     model: HookedModel,
     pair: Pair,

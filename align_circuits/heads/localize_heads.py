@@ -12,6 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
 from align_circuits.heads.head_sets import HeadSets, Verdict
@@ -122,6 +123,7 @@ class Localization:
         return " ".join([f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *self.notes])
 
 
+@checked
 def localize(
     model: HookedModel,
     task: Task | Prompts,
@@ -206,7 +208,8 @@ def localize(
     verdicts = sets.verdicts(named, group_ablations, draws, seed)
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
-    if int(positions[0]) > 0:  # the token before it predicts its first one
+    # The token before it predicts its first one; before a text there may be padding.
+    if int(positions[0]) > 0 and first.mask[0, positions[0] - 1]:
         positions = torch.cat([positions[:1] - 1, positions])
     return Localization(
         table,

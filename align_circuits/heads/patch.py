@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.heads.ablate import effects_table
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
@@ -28,6 +29,7 @@ Positions = Mapping[str, Bool[Tensor, "prompt pos"]] | Sequence[str] | str | Non
 `position_groups(clean)`; None for all tokens at once."""
 
 
+@checked
 def patch_heads(
     model: HookedModel,
     pair: Pair,

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.heads.metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.models.protocol import HookedModel, provenance_of
@@ -35,6 +36,7 @@ _NUMBERS_AT_ONCE = 2**22
 """Attention probabilities in a chunk of a batch: so many are copied and masked at a time."""
 
 
+@checked
 def score_heads(
     model: HookedModel,
     prompts: Prompts,

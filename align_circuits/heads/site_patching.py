@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.heads.patch import Positions, masks_of, patching_table, where_of
 from align_circuits.hooks.edits import Patch, edits_provenance
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
@@ -23,6 +24,7 @@ EACH = "each"
 """The `positions` of one patch for every column of tokens."""
 
 
+@checked
 def patch_sites(
     model: HookedModel,
     pair: Pair,

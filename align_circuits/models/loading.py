@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +22,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from align_circuits.checks import Tokenizer, checked
+from align_circuits.files import is_path
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
@@ -45,11 +47,12 @@ FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 """Modules that compute queries, keys and values in one projection."""
 
 
+@checked
 def load(
     source: Any,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | str | Path | None = None,
     revision: str | None = None,
     gguf_file: str | None = None,
 ) -> Any:
@@ -143,9 +146,11 @@ def is_gguf(place: Path) -> bool:
 
 def _place(source: str | Path, revision: str | None = None, gguf_file: str | None = None) -> Path:
     """Returns the folder with the model's files, or the GGUF file, downloaded if need be."""
+    name = str(source)
+    if not is_path(name):
+        raise ValueError(f"{name[:60]!r}... is no name of a folder, of a file or on the hub")
     if Path(source).is_dir():
         return Path(source) if gguf_file is None else _in_folder(Path(source), gguf_file)
-    name = str(source)
     if is_gguf(Path(source)) and gguf_file is None:
         return Path(source)
     if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
@@ -186,12 +191,14 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         )
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): download the folder again") from error
+    kind = settings.get("model_type")
     _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
     _check_safetensors(folder)
     try:
+        _check_layers(folder, settings)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -277,6 +284,20 @@ def _check_safetensors(folder: Path) -> None:
         )
 
 
+def _check_layers(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises if there are fewer tensors than layers: to build 10^9 layers first would take all memory."""
+    layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors += len(list(opened.keys()))
+    if isinstance(layers, int) and layers > tensors:
+        raise ValueError(
+            f"config.json in {str(folder)!r} says {layers:,} layers, but the weights are {tensors:,} tensors: "
+            "download the folder again, or correct config.json"
+        )
+
+
 def _check_architecture(name: str | None) -> None:
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 
@@ -292,6 +313,8 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
     if isinstance(given, PreTrainedTokenizerBase):
         return copy.deepcopy(given)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if isinstance(given, str | Path) and not is_path(given):
+        raise ValueError(f"tokenizer={str(given)[:60]!r}... is no name of a folder: give one that holds a tokenizer")
     candidates = [Path(given)] if given is not None else places
     folder = next(
         (each for each in candidates if is_gguf(each) or any((each / file).is_file() for file in files)), None

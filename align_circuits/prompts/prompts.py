@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from align_circuits.checks import Tokenizer, checked
 from align_circuits.files import replacing
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
@@ -140,6 +141,7 @@ class Prompts:
         drawings = [self.drawing(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
+    @checked
     def drawing(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
@@ -314,6 +316,7 @@ class Prompts:
             raise KeyError(f"no position {position!r} in these prompts; they have {known}")
         return self.positions[position]
 
+    @checked
     def select_targets(
         self, keep: str | Sequence[bool] | Bool[Tensor, " target"] | Callable[[pd.DataFrame], Any]
     ) -> "Prompts":
@@ -376,12 +379,13 @@ class Prompts:
         return replace(self, relations={**self.relations, **named})
 
     @classmethod
+    @checked
     def from_tokens(
         cls,
         ids: Int[Tensor, "prompt pos"] | Sequence[Sequence[int]],
         *,
         relations: Mapping[str, Callable[..., Relation]] | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ) -> "Prompts":
         """Makes prompts of your own token ids; every token but the first of a prompt is a target.
 
@@ -435,10 +439,11 @@ class Prompts:
         )
 
     @classmethod
+    @checked
     def from_texts(
         cls,
         texts: Sequence[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         answer: Sequence[str] | None = None,
         wrong: Sequence[str] | None = None,
@@ -455,8 +460,8 @@ class Prompts:
                 the texts but the first is a target.
             wrong: An answer that each is compared with by the metric `"logit_diff"`, of as many tokens.
             positions: Places by name, each for all texts or a list: a part of the text (its last token counts), `(part,
-                occurrence)` counted from 0 where it occurs several times, or the index of a token of the text. `"END"`
-                is the last token of the text if there are answers.
+                occurrence)` counted from 0 where it occurs several times, or the index of a token, where 0 is the BOS
+                token if there is one. `"END"` is the last token of the text if there are answers.
             groups: Which prompts are related, in any values; `localize` keeps related prompts in one half.
 
         Raises:
@@ -466,9 +471,9 @@ class Prompts:
 
         >>> from align_circuits.models.tokenizer import char_tokenizer
         >>> prompts = Prompts.from_texts(
-        ...     ["ab:", "cd:"], char_tokenizer(), answer=["a", "c"], wrong=["b", "d"], positions={"first": 0}
+        ...     ["ab:", "cd:"], char_tokenizer(), answer=["a", "c"], wrong=["b", "d"], positions={"first": 1}
         ... )
-        >>> prompts.targets["token"].tolist() == prompts.tokens[:, 0].tolist()
+        >>> prompts.targets["token"].tolist() == prompts.tokens[:, 1].tolist()
         True
         """
         return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions), tokenizer, groups)
@@ -486,9 +491,8 @@ class Prompts:
             if tokenized[0].wrong:
                 targets[WRONG] = [token for text in tokenized for token in text.wrong]
             prompts = replace(prompts, targets=targets)
-        if groups is not None and (isinstance(groups, str) or len(groups) != len(prompts)):
-            given = "one string" if isinstance(groups, str) else len(groups)
-            raise ValueError(f"groups: {given} for {len(prompts)} texts; give a list with one for each")
+        if groups is not None and len(groups) != len(prompts):
+            raise ValueError(f"groups: {len(groups)} for {len(prompts)} texts; give a list with one for each")
         if groups is not None and pd.isna(pd.Series(list(groups))).any():
             raise ValueError("groups: a text has none (None or NaN); give one for each, a name of its own if unrelated")
         places = {name: start + torch.tensor([text.places[name] for text in tokenized]) for name in tokenized[0].places}
@@ -496,11 +500,12 @@ class Prompts:
         return replace(prompts, positions=places, group=group)
 
     @classmethod
+    @checked
     def from_pairs(
         cls,
         clean: Sequence[str],
         corrupted: Sequence[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         answer: Sequence[str],
         wrong: Sequence[str] | None = None,
@@ -529,9 +534,8 @@ class Prompts:
             ValueError: As `from_texts` does; or texts of different numbers of tokens, where the message shows the first
                 place that differs in length.
         """
-        if isinstance(corrupted, str) or len(corrupted) != len(clean):
-            given = "one string" if isinstance(corrupted, str) else len(corrupted)
-            raise ValueError(f"corrupted: {given} for {len(clean)} clean texts; give a list with one for each")
+        if len(corrupted) != len(clean):
+            raise ValueError(f"corrupted: {len(corrupted)} for {len(clean)} clean texts; give a list with one for each")
         tokenized = tokenize(clean, tokenizer, answer, wrong, positions)
         others = tokenize(corrupted, tokenizer, corrupted_answer, None, None)
         for index, (text, other) in enumerate(zip(tokenized, others, strict=True)):
@@ -560,7 +564,8 @@ class Prompts:
         )
 
     @classmethod
-    def from_jsonl(cls, path: str | Path, tokenizer: Any) -> "tuple[Prompts, Prompts | None]":
+    @checked
+    def from_jsonl(cls, path: str | Path, tokenizer: Tokenizer) -> "tuple[Prompts, Prompts | None]":
         """Reads clean prompts and their corrupted partners from a file of JSON lines; None if it has no partners.
 
         A line is an object with the keys of `align_circuits.prompts.jsonl.SCHEMA`, of which only `"text"` is required:

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from align_circuits.checks import WrongArgument, checked, described
+
 IGNORE = -1
 """The label of a position that is never a key or never a candidate, and the example of a token outside all examples."""
 
@@ -60,6 +62,7 @@ class Relation:
             )
 
     @classmethod
+    @checked
     def from_pairs(
         cls,
         pairs: Sequence[tuple[int, int | str, Sequence[int | str]]],
@@ -92,6 +95,7 @@ class Relation:
         >>> Relation.from_pairs([(0, 3, [0])], prompts=prompts, candidates=[0, 1]).keys_of(0)
         [0]
         """
+        _check_prompts(prompts)
         if not pairs:
             raise ValueError(f"relation {name!r}: no pairs; give (prompt, query, keys) for each row")
         if candidates is None or (len(candidates) and isinstance(candidates[0], int | str)):
@@ -121,6 +125,7 @@ class Relation:
         )
 
     @classmethod
+    @checked
     def from_positions(
         cls, query: str, *keys: str, prompts: Any, name: str = "own", candidates: Sequence[str] | None = None
     ) -> "Relation":
@@ -138,6 +143,7 @@ class Relation:
             KeyError: A position that the prompts do not have.
             ValueError: As `from_pairs` does.
         """
+        _check_prompts(prompts)
         pairs = [(prompt, query, keys) for prompt in range(len(prompts))]
         return cls.from_pairs(pairs, prompts=prompts, name=name, candidates=candidates)
 
@@ -349,3 +355,9 @@ def _seen_before(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"
     repeats = torch.zeros_like(mask)
     repeats[:, 1:] = torch.from_numpy(keys[:, 1:] >> bits == keys[:, :-1] >> bits)
     return torch.zeros_like(mask).scatter(1, torch.from_numpy(keys & (2**bits - 1)).to(ids.device).long(), repeats)
+
+
+def _check_prompts(prompts: Any) -> None:
+    """Raises unless these are prompts; the class itself cannot be imported here, since it holds relations."""
+    if not all(hasattr(prompts, name) for name in ("mask", "targets", "positions")):
+        raise WrongArgument(f"prompts is {described(prompts)}: give the Prompts that the relation is for")

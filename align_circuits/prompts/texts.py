@@ -38,23 +38,17 @@ def tokenize(
     """Returns texts as token ids, with the special tokens that the tokenizer adds by itself.
 
     Raises:
-        TypeError: Something else than a list of texts, or a tokenizer that is none.
         ValueError: Lists of different lengths, an answer that does not begin at a token of its own, a wrong answer of
             another length, or a named position that is not there.
     """
-    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise TypeError("texts: give a list of strings, ['one text'] for a single one")
-    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
-        raise TypeError(f"tokenizer: {type(tokenizer).__name__} is no Hugging Face tokenizer; give model.tokenizer")
     if not texts:
         raise ValueError("no texts: give at least one")
     if wrong is not None and answer is None:
         raise ValueError("wrong answers without answers: give answer= too")
     columns = {"answer": answer, "wrong": wrong}
     for name, column in columns.items():
-        if column is not None and (isinstance(column, str) or len(column) != len(texts)):
-            given = "one string" if isinstance(column, str) else str(len(column))
-            raise ValueError(f"{name}: {given} for {len(texts)} texts; give a list with one for each")
+        if column is not None and len(column) != len(texts):
+            raise ValueError(f"{name}: {len(column)} for {len(texts)} texts; give a list with one for each")
     named = {name: _of_each(name, place, len(texts)) for name, place in (positions or {}).items()}
     if answer is not None and END in named:
         raise ValueError(f"positions: {END!r} is the text's last token by itself; take another name")

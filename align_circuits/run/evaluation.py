@@ -7,6 +7,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.protocol import provenance_of
@@ -19,6 +20,7 @@ ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""
 
 
+@checked
 def evaluate(
     model: HookedModel, prompts: Prompts, *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
 ) -> Table:

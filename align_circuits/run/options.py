@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from align_circuits.checks import checked
+
 Engine = Literal["auto", "fast", "reference"]
 
 
+@checked
 @dataclass(frozen=True)
 class RunOptions:
     """How a model is run on prompts. It changes time and memory; results agree up to rounding.
@@ -29,5 +32,7 @@ class RunOptions:
     def __post_init__(self):
         if self.engine not in ("auto", "fast", "reference"):
             raise ValueError(f"engine={self.engine!r}: choose 'auto', 'fast' or 'reference'")
+        if self.progress not in (True, False, "auto"):
+            raise ValueError(f"progress={self.progress!r}: choose True, False or 'auto'")
         if self.batch_size != "auto" and self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: give a positive number of prompts, or 'auto'")

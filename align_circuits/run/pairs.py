@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.protocol import provenance_of
@@ -27,6 +28,7 @@ from align_circuits.tables.tables import Provenance, Table
 Direction = Literal["noise", "denoise"]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Pair:
     """Clean prompts and corrupted ones, token for token alike in shape, and what is measured of them.

@@ -8,6 +8,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.checks import checked
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
 MIN_RISE = 0.3
@@ -59,6 +60,7 @@ def emergence_step(
     return float(steps[crossed.argmax()]) if rise >= min_rise else float("nan")
 
 
+@checked
 def emergence(
     runs: Table | Sequence[Table],
     metric: str,

@@ -9,8 +9,8 @@ End = Literal["highest", "lowest"]
 SMALL_IS_BEST = ("p", "q", "rank", "loss")
 """Metrics that are best where they are small: p values, the rank of an answer, a loss."""
 
-LOSSES = ("ablate_heads", "minimality")
-"""Verbs that take something away: what is needed most changes the metric most below zero."""
+LOSSES = ("ablate_heads", "ablate", "minimality")
+"""Verbs, also of the command line, that take something away: what is needed most changes the metric most below zero."""
 
 
 def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) -> End:

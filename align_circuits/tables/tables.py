@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from safetensors.numpy import load_file, save_file
 
+from align_circuits.checks import checked, described
 from align_circuits.files import replacing
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
@@ -156,6 +157,8 @@ class Table:
             if column not in self.keys:
                 raise KeyError(f"no key column {column!r}; this table has {', '.join(self.keys)}")
             values = list(value) if isinstance(value, list | tuple | set) else [value]
+            if odd := [value for value in values if not pd.api.types.is_scalar(value)]:
+                raise KeyError(f"{column} is {described(odd[0])}: give a value of that column, or a list of values")
             # a missing value equals nothing, not even itself
             present = [None if pd.isna(key) else key for key in self.frame[column].unique()]
             values = [None if pd.isna(value) else value for value in values]
@@ -171,6 +174,18 @@ class Table:
         single = self.frame["level"] == "head" if "level" in self.frame else self.frame["head"].notna()
         return self._rows(np.flatnonzero(single))
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The head of each row as `(layer, head)`, in the table's order: what `heads=` of every verb takes.
+
+        Raises:
+            ValueError: Rows that are not of single heads.
+        """
+        if not {"layer", "head"} <= set(self.keys) or self.frame[["layer", "head"]].isna().to_numpy().any():
+            raise ValueError("some rows are of no single head: select those of heads with .heads() first")
+        return [(int(layer), int(head)) for layer, head in zip(self.frame["layer"], self.frame["head"], strict=True)]
+
+    @checked
     def top(self, metric: str, n: int = 5, *, by: Literal["highest", "lowest", "absolute"] | None = None) -> "Table":
         """Returns the `n` rows of a metric that matter most, in order; rows without a value are left out.
 
@@ -200,6 +215,7 @@ class Table:
         best = np.argsort(order, kind="stable")[: min(n, int((~np.isnan(value)).sum()))]  # NaN sorts last
         return table._rows(best)
 
+    @checked
     def grid(self, metric: str) -> Float[ndarray, "layer head"]:
         """Returns `metric` as an array over layers and heads.
 
@@ -250,6 +266,7 @@ class Table:
         return Table(frame, replace(self.provenance, verb="difference", settings=settings))
 
     @classmethod
+    @checked
     def concat(cls, tables: "Sequence[Table] | Mapping[str, Table]", key: str | None = None) -> "Table":
         """Returns the rows of several tables as one table.
 
@@ -328,6 +345,7 @@ class Table:
         info = datasets.DatasetInfo(description=self.provenance.to_json())
         return datasets.Dataset.from_pandas(self.frame, info=info, preserve_index=False)
 
+    @checked
     def save(self, folder: str | Path, *, compress: bool = False, per_prompt: bool = True) -> None:
         """Writes the table, `provenance.json`, and `values.safetensors` if the table has per-prompt values.
 
@@ -350,6 +368,7 @@ class Table:
             path.write_text(self.provenance.to_json(), encoding="utf-8")
 
     @classmethod
+    @checked
     def load(cls, folder: str | Path) -> "Table":
         """Reads what `save` wrote, with the per-prompt values if they were kept.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tasks.labels import targets_and_relations, write
 from align_circuits.tasks.layout import layout_of
@@ -16,6 +17,7 @@ SHARED = ("symbols", "letter", "next")
 """The latent variables that all examples of a task with fixed automata share."""
 
 
+@checked
 def sample_finite_dataset(task: Seq2SeqTask, n: int, tokenizer: Any, seed: int = 0) -> Prompts:
     """Draws `n` examples `x:y`, each a prompt of its own without examples before it.
 

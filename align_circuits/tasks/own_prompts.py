@@ -79,15 +79,10 @@ def as_task(
     """Returns prompts as a task, and a task as it is.
 
     Raises:
-        TypeError: Neither prompts nor a task, or corrupted prompts or roles beside a task.
+        TypeError: Corrupted prompts or roles beside a task.
     """
     if isinstance(source, Prompts):
         return OwnPrompts(source, corrupted, roles)
-    if not isinstance(source, Task):
-        raise TypeError(
-            f"{type(source).__name__} is neither prompts nor a task: make prompts with Prompts.from_texts or "
-            "from_pairs, or subclass align_circuits.Task"
-        )
     if corrupted is not None or roles is not None:
         raise TypeError("corrupted= and roles= go with prompts; a task says both itself (Task.corrupt, Task.roles)")
     return source

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import Prompts, Role, next_token_targets, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, duplicate_token, induction, previous_token
 from align_circuits.tasks.rng import Rng
@@ -13,6 +14,7 @@ from align_circuits.tasks.task import Task
 from align_circuits.tasks.token_ids import check_tokenizer
 
 
+@checked
 @dataclass(frozen=True)
 class RepeatedTokensTask(Task):
     """A sequence of random tokens, all different, written several times over.
@@ -40,7 +42,8 @@ class RepeatedTokensTask(Task):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} is {value}: give at least {least}")
 
-    def sample(self, n: int, tokenizer: Any = None, seed: int = 0) -> Prompts:
+    @checked
+    def sample(self, n: int, tokenizer: Tokenizer | int | None = None, seed: int = 0) -> Prompts:
         """Draws prompts with the relations `induction`, `previous` and `duplicate` from the positions that predict.
 
         Args:
@@ -53,10 +56,12 @@ class RepeatedTokensTask(Task):
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
+        check_size(n * self.length * self.repeats, f"{n:,} prompts of {self.length} tokens, {self.repeats} times,")
         check_tokenizer(tokenizer)
-        plain = isinstance(tokenizer, int)
-        special = [] if plain else list(tokenizer.all_special_ids)
-        ids = np.setdiff1d(np.arange(tokenizer if plain else len(tokenizer)), special)
+        known: Any = tokenizer
+        plain = isinstance(known, int)
+        special = [] if plain else list(known.all_special_ids)
+        ids = np.setdiff1d(np.arange(known if plain else len(known)), special)
         if len(ids) < self.length:
             raise ValueError(
                 f"length is {self.length}, but there are only {len(ids)} tokens, and those of a sequence are all "
@@ -65,7 +70,7 @@ class RepeatedTokensTask(Task):
         generator = Rng(seed, "repeated").generator("tokens")
         rows = np.stack([generator.choice(ids, self.length, replace=False) for _ in range(n)])
         inputs = torch.from_numpy(np.tile(rows, self.repeats))
-        bos = None if plain or not self.bos else tokenizer.bos_token_id
+        bos = None if plain or not self.bos else known.bos_token_id
         start = int(bos is not None)
         if bos is not None:
             inputs = torch.cat([torch.full((n, 1), bos), inputs], dim=1)

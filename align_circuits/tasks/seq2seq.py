@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
@@ -30,6 +31,7 @@ MARKER = "!"
 AutomataScope = Literal["prompt", "task"]
 
 
+@checked
 @dataclass(frozen=True)
 class Seq2SeqTask(Task):
     """Translate m symbols into m phrases of c letters, from k examples in the prompt.
@@ -107,7 +109,8 @@ class Seq2SeqTask(Task):
         rng = Rng(self.task_seed, "task")
         return sample_alignment(rng, self.alignment, self.x_len, self.decay, self.prior_form)
 
-    def sample(self, n: int, tokenizer: Any = None, seed: int = 0, references: bool = True) -> Prompts:
+    @checked
+    def sample(self, n: int, tokenizer: Tokenizer | None = None, seed: int = 0, references: bool = True) -> Prompts:
         """Draws prompts whose targets are the letters of the test example; see `labels.targets_and_relations`.
 
         The first prompts of a seed are the same however many are drawn.
@@ -125,6 +128,8 @@ class Seq2SeqTask(Task):
         """
         if n < 1:
             raise ValueError(f"{n} prompts: ask for at least 1")
+        length = (self.n_examples + 1) * self.x_len * (1 + self.phrase_len)
+        check_size(n * length, f"{n:,} prompts of {self.n_examples:,} examples")
         marker = MARKER if self.style == "marked" else ""
         ids = look_up(tokenizer, self.alphabet, self.letters, self.colon, self.separator, marker, self.spaced)
         bos = self.bos and ids.bos is not None
@@ -165,6 +170,7 @@ class Seq2SeqTask(Task):
             latent=latent,
         )
 
+    @checked
     def corrupt(self, prompts: Prompts, kind: Corruption = "query", *, seed: int = 0) -> Prompts:
         """Returns the corrupted halves of minimal pairs: prompts of equal length that differ in one respect.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from tqdm.auto import tqdm
 
 from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
+
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TrainConfig:
     names others that are not to decay with a method `no_weight_decay()`."""
     clip: float | None = 1.0
     """The largest norm of the gradient over all parameters; a longer one is scaled down to it. None: no limit."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     """`"bf16"` runs the forward pass under autocast; pays on a GPU."""
     compile: bool = False
     """Whether `torch.compile` runs the model; pays on a GPU when all batches have one shape."""
@@ -72,10 +74,12 @@ class TrainConfig:
             raise ValueError(
                 f"rest_lr={self.rest_lr}, optimizer={self.optimizer!r}: Muon needs rest_lr, no other has it"
             )
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision={self.precision!r}: choose {' or '.join(map(repr, get_args(Precision)))}")
         if not 0 <= self.final <= 1:
             raise ValueError(f"final={self.final}: give a fraction of lr, 0 to 1")
-        if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
-            raise ValueError(f"lr={self.lr} and clip={self.clip} must be above 0; clip=None does not clip")
+        if not (0 < self.lr < math.inf and (self.clip is None or self.clip > 0)):
+            raise ValueError(f"lr={self.lr} and clip={self.clip} must be finite and above 0; clip=None does not clip")
 
     @property
     def decay_steps(self) -> int:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from align_circuits.checks import checked
 from align_circuits.files import writable_folder
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
@@ -50,6 +51,7 @@ TOY_LLAMA: Mapping[str, Any] = {
 """Arguments of `TuneConfig` that suit the bundled model: at most 5 minutes on two cores."""
 
 
+@checked
 @dataclass(frozen=True)
 class TuneConfig:
     """How a model is tuned; the defaults are those of paper 1, §4 and App. C.
@@ -196,6 +198,7 @@ class TuneRun:
         return figures
 
 
+@checked
 def tune(
     model: HookedModel,
     task: Task | Prompts,

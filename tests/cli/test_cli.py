@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,9 +87,13 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
     [
         (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
         (["--n", "0"], "0 prompts"),
-        (["--dtype", "bfloat16"], "leave out --device and --dtype"),
-        (["--threads", "0"], "--threads 0: give at least 1"),
+        (["--dtype", "bfloat16"], "leave out --device, --dtype"),
+        (["--threads", "0"], "--threads 0: give 1 to 1024"),
+        (["--threads", "99999"], "--threads 99999: give 1 to 1024"),
         (["--style", "marked"], "marked"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--prompts", "no.jsonl"], "no file 'no.jsonl'"),
+        (["--tokenizer", "folder"], "leave out --device"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
@@ -104,7 +109,7 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for options in ([], ["--threads", "2"]):
-        assert main(["score", *SMALL, *options, "--out", str(tmp_path)]) == 0
+        assert main(["score", *SMALL, *options, "--overwrite", "--out", str(tmp_path)]) == 0
     assert threads == [1, 2]
 
 
@@ -116,8 +121,7 @@ def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"], ["--batch-size", "0"]],
+    "arguments", [["--x-len", "30"], ["--n-examples", "-1"], ["--alignment", "prior", "--decay", "-1"]]
 )
 def test_an_impossible_task_or_option_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -258,3 +262,124 @@ def test_help_lists_the_verbs_and_an_unknown_verb_is_refused(capsys):
     assert main(["explain"]) == 2
     assert "no verb 'explain': choose one of score, evaluate" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_results_are_numbered_and_never_overwritten_by_accident(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["score", *SMALL]) == 0
+    runs = tmp_path / "runs" / "score"
+    assert {path.name for path in runs.iterdir()} == {"0001", "0002", "latest"}
+    assert (runs / "latest").resolve() == runs / "0002"
+    assert main(["score", *SMALL, "--prompts", "no.jsonl"]) == 2
+    assert (runs / "latest").resolve() == runs / "0002" and not (runs / "0003").exists()
+    before = (runs / "0001" / "table.csv").read_bytes()
+    capsys.readouterr()
+    assert main(["score", *SMALL, "--seed", "1", "--out", "runs/score/0001"]) == 2
+    assert "holds the results of an earlier run: give another --out, or add --overwrite" in capsys.readouterr().err
+    assert (runs / "0001" / "table.csv").read_bytes() == before
+    assert main(["score", *SMALL, "--seed", "1", "--out", "runs/score/0001", "--overwrite"]) == 0
+    assert (runs / "0001" / "table.csv").read_bytes() != before
+
+
+def test_effects_are_those_of_the_functions(tmp_path, capsys):
+    task = ac.Seq2SeqTask(x_len=3, n_examples=4)
+    model = ac.planted_circuit(task, seed=0)
+    pair = ac.Pair(*task.pairs(task.sample(6, model.tokenizer, seed=0), 0), metric="prob", direction="noise")
+    common = ["--metric", "prob", *SMALL]
+    expected = {
+        ("patch", "--direction", "noise", "--site", "v"): ac.patch_heads(model, pair, sites=("v",)),
+        ("attribute", "--direction", "noise", "--method", "ig_inputs"): ac.attribute_heads(
+            model, pair, method="ig_inputs"
+        ),
+        ("ablate", "--how", "zero"): ac.ablate_heads(model, pair.clean, "zero", metrics=("prob",)),
+    }
+    for (verb, *options), table in expected.items():
+        out = tmp_path / verb
+        assert main([verb, *options, *common, "--out", str(out)]) == 0
+        written = Table.load(out)
+        np.testing.assert_array_equal(written.frame["value"], table.frame["value"])
+        best = (
+            written.where(metric="prob", kind="all").top("prob", 1) if verb != "attribute" else written.top("prob", 1)
+        )
+        row = best.frame.iloc[0]
+        assert f"L{row['layer']}H{row['head']} {row['value']:.2f}" in capsys.readouterr().out
+        assert written.provenance.verb == verb
+    assert main(["rerun", str(tmp_path / "patch")]) == 0
+    assert "largest difference from the first run: 0\n" in capsys.readouterr().out
+
+
+@pytest.fixture
+def pairs_file(tmp_path):
+    """Eight lines: a symbol, and the same symbol again behind an arrow."""
+    lines = [
+        {
+            "text": f"k{a}mn{b}op{a}",
+            "answer": b,
+            "wrong": a,
+            "corrupted": f"k{b}mn{a}op{a}",
+            "corrupted_answer": a,
+            "positions": {"first": [a, 0], "second": [b, 0]},
+            "relations": {"mover": {"query": "END", "keys": ["second"], "candidates": ["first", "second"]}},
+        }
+        for a, b in zip("ABCDEFGH", "BCDEFGHA", strict=True)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_verbs_take_a_file_of_prompts(pairs_file, tmp_path, capsys):
+    model = ac.load("toy-llama")
+    clean, corrupted = ac.Prompts.from_jsonl(pairs_file, model.tokenizer)
+    assert corrupted is not None
+    common = ["--model", "toy-llama", "--prompts", str(pairs_file)]
+    expected = {
+        "patch": ac.patch_heads(model, ac.Pair(clean, corrupted, metric="logit_diff")),
+        "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff",)),
+        "score": ac.score_heads(model, clean),
+        "localize": ac.localize(model, clean, corrupted=corrupted, draws=1).table,
+    }
+    options = {"localize": ["--draws", "1"], "score": []}
+    for verb, table in expected.items():
+        out = tmp_path / verb
+        assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0
+        np.testing.assert_array_equal(Table.load(out).frame["value"], table.frame["value"])
+    assert main(["evaluate", *common, "--n", "4", "--out", str(tmp_path / "evaluate")]) == 0
+    pairs_file.write_text(pairs_file.read_text().replace("kAm", "jAm"))
+    capsys.readouterr()
+    assert main(["rerun", str(tmp_path / "patch")]) == 2
+    assert "the prompts have changed since the first run" in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
+    common = ["--model", "toy-llama", "--prompts", str(pairs_file), "--out", str(tmp_path / "out")]
+    assert main(["ablate", *common, "--n", "9"]) == 2
+    assert "--n 9: " in capsys.readouterr().err
+    assert main(["tune", *common]) == 2
+    assert "tunes on a task" in capsys.readouterr().err
+    lines = [{"text": json.loads(line)["text"]} for line in pairs_file.read_text().splitlines()]
+    pairs_file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["attribute", *common]) == 2
+    assert "has no corrupted texts to patch from" in capsys.readouterr().err
+
+
+def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, llama_tokenizer, capsys):
+    random_hf_model("llama", vocab_size=len(llama_tokenizer)).save_pretrained(tmp_path / "model")
+    llama_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    common = ["score", "--model", str(tmp_path / "model"), *SMALL, "--out", str(tmp_path / "run")]
+    assert main(common) == 2
+    assert "give --tokenizer, a folder that has it" in capsys.readouterr().err
+    assert main([*common, "--tokenizer", str(tmp_path / "tokenizer"), "--revision", "main"]) == 0
+    assert Table.load(tmp_path / "run").provenance.settings["tokenizer"] == str(tmp_path / "tokenizer")
+
+
+def test_wrong_types_of_arguments_end_in_one_line_and_other_type_errors_do_not(tmp_path, monkeypatch, capsys):
+    wrong: Any = 1j
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: ac.RunOptions(progress=wrong))
+    assert main(["score", "--out", str(tmp_path / "a")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RunOptions: progress is a complex, not True or False" in line
+    monkeypatch.setattr("align_circuits.cli.score_command.Score.prepare", lambda _: len(wrong))
+    with pytest.raises(TypeError, match="has no len"):
+        main(["score", "--out", str(tmp_path / "b")])

@@ -42,7 +42,7 @@ def test_what_cannot_be_localized(random_hf_model, char_tokenizer, monkeypatch):
     model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
     prompts = Prompts.from_texts(["abab"] * 12, char_tokenizer)
     for source in ("text", ["a", "list"], torch.zeros(2, 3)):
-        with pytest.raises(TypeError, match="is neither prompts nor a task"):
+        with pytest.raises(TypeError, match=r"task is .*, not Task or Prompts; give a task such as"):
             ac.localize(model, source)  # pyright: ignore[reportArgumentType]
     for arguments, message in [
         ({"n": 0}, "n=0: give at least 8 prompts"),

@@ -150,7 +150,7 @@ def test_every_site_and_column_equals_a_loop(models, alone, name, metric):
             assert value == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, found.values())) > 1e-2
     frame: Any = table.frame
-    assert list(frame.columns[:6]) == ["site", "level", "layer", "position", "kind", "metric"]
+    assert list(frame.columns[:7]) == ["site", "level", "layer", "position", "direction", "kind", "metric"]
     assert (frame["low"] <= frame["value"]).all() and (frame["value"] <= frame["high"]).all()
     reference = ac.patch_sites(
         model, ac.Pair(CLEAN, CORRUPTED, metric, "all"), sites, options=ac.RunOptions("reference", 2)

@@ -254,6 +254,7 @@ def test_unreachable_name_is_one_line_at_once(source):
             r"hold 9 tensors of layers that config\.json does not have, such as 'model\.layers\.1\.",
         ),
         ({"num_key_value_heads": 4}, "cannot be read"),
+        ({"num_hidden_layers": 10**9}, r"says 1,000,000,000 layers, but the weights are \d+ tensors"),
     ],
 )
 def test_weights_of_another_configuration_are_refused(folders, tmp_path, change, message):

@@ -142,18 +142,18 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"texts": "ab:"}, TypeError, r"give a list of strings, \['one text'\]"),
-        ({"texts": [1, 2]}, TypeError, "give a list of strings"),
-        ({"texts": 5}, TypeError, "give a list of strings"),
-        ({"tokenizer": "gpt2"}, TypeError, "tokenizer: str is no Hugging Face tokenizer"),
+        ({"texts": "ab:"}, TypeError, r"texts is the text 'ab:', not a list \(a text\); give a list, \['ab:'\]"),
+        ({"texts": [1, 2]}, TypeError, r"texts\[0\] is 1, not a text"),
+        ({"texts": 5}, TypeError, "texts is 5, not a list"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer is the text 'gpt2', not Tokenizer; give model.tokenizer"),
         ({"texts": []}, ValueError, "no texts: give at least one"),
         ({"answer": None}, ValueError, "wrong answers without answers"),
         ({"answer": ["a"]}, ValueError, "answer: 1 for 2 texts"),
-        ({"wrong": "cd"}, ValueError, "wrong: one string for 2 texts"),
+        ({"wrong": "cd"}, TypeError, "wrong is the text 'cd', not a list"),
         ({"positions": {"END": 0}}, ValueError, "'END' is the text's last token by itself"),
         ({"wrong": ["ab", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*same token"),
         ({"wrong": ["bc", "d"]}, ValueError, "text 0: the answer 'a' cannot be compared .*1 and 2 tokens"),
-        ({"groups": "ab"}, ValueError, "groups: one string for 2 texts"),
+        ({"groups": "ab"}, TypeError, "groups is the text 'ab', not a list"),
         ({"groups": [1]}, ValueError, "groups: 1 for 2 texts"),
         ({"groups": [1, None]}, ValueError, "groups: a text has none"),
     ],
@@ -213,7 +213,7 @@ def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
 
 
 def test_pairs_that_are_refused(byte_bpe_tokenizer):
-    with pytest.raises(ValueError, match="corrupted: one string for 1 clean texts"):
+    with pytest.raises(TypeError, match="corrupted is the text 'ab', not a list"):
         Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
     with pytest.raises(ValueError, match="corrupted: 2 for 1 clean texts"):
         Prompts.from_pairs(["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])

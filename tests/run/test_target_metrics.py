@@ -121,7 +121,7 @@ def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
 def test_patched_heads(model, halves, metric, direction, engine):
     pair = Pair(*halves, metric=metric, direction=direction)
     table = ac.patch_heads(model, pair, options=ac.RunOptions(engine=engine, batch_size=2))
-    assert set(table.frame["metric"]) == {name_of_metric(metric)} == {table.provenance.settings["metric"]}
+    assert set(table.frame["metric"]) == {name_of_metric(metric)} == set(table.provenance.settings["metric"])
     found, twin = values_of(table, "layer", "head", kind="all"), Measured(model, pair)
     expected = {(i, j): twin.patched(f"blocks.{i}.attn.hook_z", column=j) for i in range(2) for j in range(4)}
     assert found == pytest.approx(expected, abs=1e-5)
@@ -307,19 +307,19 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
     ("metrics", "message"),
     [
         (["logits"], "metric='logits': choose one of 'accuracy', .*'kl', or a function of logits and targets"),
-        ([5], "metric=5: choose one of"),
+        ([5], r"metrics?(\[0\])? is 5, not .*'kl' or a function"),
         ([], r"metrics=\[\]: give a list of at least one"),
-        ("kl", "metrics='kl': give a list of at least one"),
+        ("kl", r"metrics is the text 'kl', not a list .*; give a list, \['kl'\]"),
         (["kl", "kl"], "two metrics are called 'kl'"),
         ([lambda logits, _: logits, lambda _, targets: targets], "two metrics are called '<lambda>'"),
     ],
 )
 def test_metrics_that_are_refused(model, halves, metrics, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         ac.ablate_heads(model, halves[0], "zero", metrics=metrics)
     if isinstance(metrics, list) and len(metrics) == 1:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             Pair(*halves, metric=metrics[0])
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,11 +103,7 @@ def test_roles():
         OwnPrompts(prompts, roles=["other"])
 
 
-def test_what_is_neither_prompts_nor_a_task(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for source in ("text", ["a", "list"], torch.zeros(2, 3), None):
-        with pytest.raises(TypeError, match=f"^{type(source).__name__} is neither prompts nor a task: make prompts"):
-            as_task(source)  # pyright: ignore[reportArgumentType]
+def test_a_task_says_its_pairs_and_roles_itself():
     task = RepeatedTokensTask(length=4)
     assert as_task(task) is task
     besides: Any = ({"corrupted": numbered(3)}, {"roles": ["induction"]})

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
+from align_circuits.checks import checked
 from align_circuits.hooks.heads import Head
 from align_circuits.models.planted import circuit
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
@@ -58,6 +59,7 @@ class PlantedModel(HandBuilt):
         return {head: ROLE_OF_KIND[kind] if self.strength else None for head, kind in self.kinds.items()}
 
 
+@checked
 def planted_circuit(
     task: Seq2SeqTask,
     seed: int = 0,

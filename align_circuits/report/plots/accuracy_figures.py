@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from align_circuits.checks import checked
 from align_circuits.prompts.prompts import REFERENCES
 from align_circuits.report.plots.style import COLOURS, GREY, SEQUENTIAL, SHARES, SYMBOLS, error_bars, marker, styled
 from align_circuits.tables.tables import Table
@@ -27,6 +28,7 @@ _ABLATED = {
 _DRAWN = ("random", "matched", "rest of random", "rest of matched")
 
 
+@checked
 def accuracy(table: Table, title: str = "") -> go.Figure:
     """Returns accuracy by kind of target with 95% intervals: the model's and the reference accuracies.
 
@@ -54,6 +56,7 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
     return styled(figure, title, height=380)
 
 
+@checked
 def ablation(group_ablations: Table, title: str = "") -> go.Figure:
     """Returns accuracy with nothing, the named heads, as many other heads, and all other heads ablated.
 

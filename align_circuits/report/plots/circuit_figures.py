@@ -7,10 +7,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from align_circuits.checks import checked
 from align_circuits.report.plots.style import DIVERGING, GREY, RING, error_bars, marker, styled
 from align_circuits.tables.tables import Table
 
 
+@checked
 def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     """Returns a table of edges or paths as a map, senders across and receivers from bottom to top.
 
@@ -48,6 +50,7 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     return styled(figure, title, height=140 + 18 * min(len(grid), 40))
 
 
+@checked
 def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
     """Returns faithfulness over the share of edges kept, one line per table; named sets of heads are points.
 

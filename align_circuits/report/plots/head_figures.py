@@ -7,6 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from align_circuits.checks import checked
 from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
     COLOURS,
@@ -21,6 +22,7 @@ from align_circuits.report.plots.style import (
 from align_circuits.tables.tables import Table
 
 
+@checked
 def head_map(table: Table, metric: str, title: str | None = None, unit: str = "") -> go.Figure:
     """Returns one metric of every head as a map, layers from bottom to top.
 
@@ -39,6 +41,7 @@ def head_map(table: Table, metric: str, title: str | None = None, unit: str = ""
     return head_maps(table, [metric], title or metric, captions=False, unit=unit)
 
 
+@checked
 def head_maps(
     table: Table,
     panels: Sequence[str],
@@ -118,6 +121,7 @@ def head_maps(
     return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)") if gaps else drawn  # behind blank cells
 
 
+@checked
 def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "") -> go.Figure:
     """Returns the best heads of each metric with their 95% intervals, one panel per metric, as `Table.top` ranks them.
 

@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
 from align_circuits.report.plots.style import DIVERGING, styled
@@ -20,6 +21,7 @@ WITHOUT_LAYER = "-"
 """The row of a site outside the layers."""
 
 
+@checked
 def position_map(table: Table, prompts: Prompts | None = None, title: str = "") -> go.Figure:
     """Returns what patching changes as maps, layers from bottom to top and positions across, a panel for each site.
 

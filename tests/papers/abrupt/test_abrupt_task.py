@@ -1,6 +1,7 @@
 """Sequences of exemplars: what is drawn, how often, and that a member draws the same alone and among others."""
 
 from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_prompts_know_their_gold(tmp_path):
     again = Prompts.load(tmp_path / "prompts")
     assert torch.equal(again.inputs, prompts.inputs)
     assert again[3:5].relations["correct_label"].keys_of(0) == relations["correct_label"].keys_of(3)
-    assert prompts._repr_html_() == repr(prompts)
+    assert unescape(prompts._repr_html_()) == repr(prompts)
     with pytest.raises(ValueError, match="these prompts are vectors"):
         _ = prompts.tokens
 

@@ -1,0 +1,234 @@
+"""Types of arguments, checked at the public functions: what came, what is allowed, and what to do."""
+
+import numbers
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from inspect import Parameter, signature
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
+
+import numpy as np
+import torch
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    Tokenizer = Any
+else:
+
+    @runtime_checkable
+    class Tokenizer(Protocol):
+        """A Hugging Face tokenizer, or what has its methods."""
+
+        all_special_ids: Any
+        decode: Any
+        convert_ids_to_tokens: Any
+
+
+MOST_TOKENS = 2**23
+"""The most tokens in prompts that are made at once: they take some ten seconds and gigabytes."""
+
+BYTES_A_TOKEN = 120
+"""About how many bytes prompts with gold take for each token."""
+
+_REMEDIES = {
+    "HookedModel": "load it with align_circuits.load",
+    "Prompts": "make them with a task, Prompts.from_texts or Prompts.from_tokens",
+    "Pair": "make one with Pair(clean, corrupted)",
+    "Task": "give a task such as Seq2SeqTask(), or Prompts of your own",
+    "Table": "give what a function such as score_heads returned",
+    "Tokenizer": "give model.tokenizer, or what transformers.AutoTokenizer.from_pretrained returns",
+    "RunOptions": "give RunOptions(engine=..., batch_size=...)",
+}
+"""What to do where an object of the package is missing."""
+
+
+class WrongArgument(TypeError):
+    """An argument of a public function that is of a type it cannot take; the command line shows it as one line."""
+
+
+def checked(function: T) -> T:
+    """Makes a public function, or the constructor of a class, refuse arguments of wrong types in a sentence.
+
+    Raises:
+        WrongArgument: When called: an argument that does not fit its annotation.
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # pyright: ignore[reportAttributeAccessIssue]
+        return function  # pyright: ignore[reportReturnType]
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        known, hints = _annotations(function)
+        try:
+            given = known.bind(*args, **kwargs)
+        except TypeError as error:
+            raise WrongArgument(f"{_name(function)}: {error}; it takes {', '.join(_public(known))}") from None
+        for name, value in given.arguments.items():
+            if isinstance(value, np.generic):  # a number from an array or a table
+                given.arguments[name] = value.item()
+            if name in hints and known.parameters[name].kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                _check(_name(function), name, given.arguments[name], hints[name])
+        return function(*given.args, **given.kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]
+
+
+@cache
+def _annotations(function: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
+    """The signature of a function and the resolved types of its parameters."""
+    hints = get_type_hints(function)
+    return signature(function), {name: hint for name, hint in hints.items() if name != "return" and hint is not Any}
+
+
+def _check(function: str, name: str, value: Any, hint: Any) -> None:
+    kinds = _alternatives(hint)
+    if any(_fits(value, kind) for kind in kinds):
+        return
+    lists = [kind for kind in kinds if _is_list(kind)]
+    if lists and isinstance(value, list | tuple):  # the first item that does not fit says more than the whole
+        place = next(place for place, item in enumerate(value) if not _item_fits(item, get_args(lists[0])[0]))
+        name, value, hint = f"{name}[{place}]", value[place], get_args(lists[0])[0]
+        kinds = _alternatives(hint)
+        lists = [kind for kind in kinds if _is_list(kind)]
+    names = [getattr(kind, "__name__", "") for kind in kinds]
+    remedy = next((f"; {_REMEDIES[kind]}" for kind in names if kind in _REMEDIES), "")
+    if lists:
+        remedy = f"; give a list, [{value!r}]" if isinstance(value, str) else remedy
+        remedy = "; give a list, by .tolist()" if hasattr(value, "tolist") else remedy
+    raise WrongArgument(f"{function}: {name} is {described(value)}, not {_in_words(hint)}{remedy}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; what lies deeper than the items of a list is left to the function."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return True
+    if origin is Literal:  # which texts are allowed is for the function to say
+        return any(isinstance(value, type(choice)) for choice in inner)
+    if hint in (int, float, complex):
+        number = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool | np.bool_)
+    if hasattr(hint, "array_type"):  # of jaxtyping: shape and dtype are for the function to judge
+        return _fits(value, hint.array_type)
+    if _is_list(hint):
+        if isinstance(value, np.ndarray | torch.Tensor):
+            return bool(inner) and inner[0] in (int, float, bool)
+        if not isinstance(value, Iterable if origin is Iterable else Sequence) or isinstance(value, str | bytes):
+            return False
+        return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in value)
+    if origin is tuple and Ellipsis not in inner:
+        numeric = all(part in (int, float) for part in inner)
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == len(inner)
+            and (not numeric or all(_fits(item, part) for item, part in zip(value, inner, strict=True)))
+        )
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            _item_fits(key, inner[0]) and _item_fits(item, inner[1]) for key, item in value.items()
+        )
+    if isinstance(origin, type):
+        return callable(value) if origin is Callable else isinstance(value, origin)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def _item_fits(item: Any, hint: Any) -> bool:
+    kinds = _alternatives(hint)
+    if str in kinds and any(get_origin(kind) is tuple for kind in kinds):
+        return True  # a head, which `heads_of` reads in all the ways that people write it
+    return any(_fits(item, kind) for kind in kinds)
+
+
+def described(value: Any) -> str:
+    """Returns what a value is, in a few words."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return f"the text {value[:40]!r}" + ("..." if len(value) > 40 else "")
+    kind = type(value).__name__
+    kind = f"{'an' if kind[0].lower() in 'aeio' else 'a'} {kind}"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{kind} of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, list | tuple | set | dict):
+        return f"{kind} of {len(value)}" + (f" ({described(next(iter(value)))}, ...)" if value else "")
+    return kind
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """The members of a union, or the hint alone."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for part in get_args(hint) for kind in _alternatives(part)]
+    return [hint]
+
+
+def _is_list(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return origin in (Sequence, Iterable, list)
+
+
+def _in_words(hint: Any) -> str:
+    """The type that is allowed, as a person says it."""
+    parts = _alternatives(hint)
+    if len(parts) > 1:
+        words = list(dict.fromkeys(_in_words(part) for part in parts))
+        return " or ".join(words)
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is type(None):
+        return "None"
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if _is_list(hint):
+        return f"a list ({_in_words(inner[0])})" if inner else "a list"
+    if hasattr(hint, "array_type"):
+        return f"a tensor [{hint.dim_str}]"
+    if origin is tuple:
+        return f"a tuple ({', '.join(_in_words(part) for part in inner)})"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a dict ({' -> '.join(_in_words(part) for part in inner)})"
+    if origin is Callable:
+        return "a function"
+    names = {
+        "int": "an int",
+        "float": "a number",
+        "str": "a text",
+        "bool": "True or False",
+        "HookedModel": "a model",
+        "Any": "anything",
+    }
+    name = getattr(hint, "__name__", str(hint))
+    return names.get(name, name)
+
+
+def check_size(tokens: int, what: str) -> None:
+    """Raises a ValueError if prompts are too many, or too long, to be made at once.
+
+    Args:
+        tokens: In all prompts together.
+        what: What was asked for.
+    """
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"{what} are {tokens:,} tokens, some {tokens * BYTES_A_TOKEN / 1e9:.1f} GB: give fewer or shorter prompts, "
+            f"at most {MOST_TOKENS:,} tokens at a time, in parts with several seeds"
+        )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = function.__qualname__
+    return name.removesuffix(".__init__")
+
+
+def _public(known: Any) -> list[str]:
+    return [name for name in known.parameters if name != "self"]

@@ -1,0 +1,35 @@
+"""`align-circuits ablate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from align_circuits.cli.effects import MetricName, best_heads, sections
+from align_circuits.cli.verb import PromptVerb
+from align_circuits.heads.ablate import ablate_heads
+
+
+@dataclass(frozen=True)
+class Ablate(PromptVerb):
+    """Ablates every head alone with `ablate_heads`."""
+
+    how: Literal["mean", "resample", "zero"] = "mean"
+    """"mean" over tokens of the same role, "resample" from another prompt, or "zero"."""
+    metric: MetricName = "log_prob"
+    """What is measured of each target; "logit_diff" needs a file with wrong answers."""
+
+    def __call__(self, folder: Path) -> None:
+        """Runs the verb."""
+        model, prompts, _ = self.prepare()
+        table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), options=self.options)
+        best = best_heads(table, self.metric)
+        print(f"{self.model}: {len(prompts)} prompts, {self.how} ablation, change of {self.metric}\n\n  {best}")
+        self.finish(
+            "ablate",
+            folder,
+            table,
+            title=f"Heads of {self.model} ablated",
+            summary=f"Change of {self.metric} when one head is ablated ({self.how}), largest first: {best}. A head "
+            "whose work others take over shows no change: ablate such heads together.",
+            sections=list(sections(table, self.metric, prompts)),
+        )

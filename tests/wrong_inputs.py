@@ -1,0 +1,254 @@
+"""Calls of the public functions with one argument replaced by a wrong one, and how each of them ends.
+
+python tests/wrong_inputs.py --n 3000 --seed 0
+"""
+
+import argparse
+import dis
+import inspect
+import math
+import random
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import align_circuits as ac
+from align_circuits.models.tokenizer import char_tokenizer
+
+PACKAGE = Path(ac.__file__).parent.resolve()
+HOOKS = (PACKAGE / "hooks").resolve()
+TIME_LIMIT_S = 10
+SHORT: Any = {"steps": 1, "batch": 1, "probe_prompts": 2, "layers": 1}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one call ended."""
+
+    call: str
+    argument: str
+    value: str
+    kind: str
+    """`"accepted"`, `"refused"` (raised by the package on purpose), `"depths"` (any other exception) or `"hang"`."""
+    message: str = ""
+
+
+class World:
+    """A small model with shared key heads, prompts, and a valid call of every public function."""
+
+    def __init__(self) -> None:
+        tokenizer = char_tokenizer()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=128,
+            )
+            self.network = LlamaForCausalLM(config)
+            self.model = ac.load(LlamaForCausalLM(config), tokenizer=tokenizer)
+            self.tuned = ac.load(LlamaForCausalLM(config), tokenizer=tokenizer)
+        self.tokenizer = tokenizer
+        self.own = ac.Prompts.from_texts(["ab:", "cd:"], tokenizer, answer=["a", "c"], positions={"first": 1})
+        self.task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
+        self.clean = self.task.sample(3, tokenizer, seed=0)
+        self.pair = ac.Pair(*self.task.pairs(self.clean, 0))
+        self.noise = ac.Pair(self.pair.clean, self.pair.corrupted, direction="noise")
+        self.table = ac.score_heads(self.model, self.clean, ["lookup"])
+        self.edges = ac.attribute_edges(self.model, self.noise, method="eap")
+        self.log = pd.DataFrame({"step": [0, 1, 2], "value": [0.1, 0.5, 0.9]})
+
+    def calls(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+        """A valid call by name: the function and all arguments that are varied."""
+        model, clean, pair, heads = self.model, self.clean, self.pair, [(0, 0), (1, 2)]
+        options = ac.RunOptions()
+        texts, answers = ["ab:", "cd:"], ["a", "c"]
+        return {
+            "Seq2SeqTask": (ac.Seq2SeqTask, vars(ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)).copy()),
+            "Seq2SeqTask.sample": (self.task.sample, {"n": 2, "tokenizer": self.tokenizer, "seed": 0}),
+            "Seq2SeqTask.corrupt": (self.task.corrupt, {"prompts": clean, "kind": "query", "seed": 0}),
+            "RepeatedTokensTask": (ac.RepeatedTokensTask, {"length": 4}),
+            "RepeatedTokensTask.sample": (ac.RepeatedTokensTask(length=4).sample, {"n": 2, "tokenizer": 20, "seed": 0}),
+            "RunOptions": (ac.RunOptions, {"engine": "auto", "batch_size": 2, "progress": False}),
+            "TuneConfig": (ac.TuneConfig, vars(ac.TuneConfig()).copy()),
+            "Pair": (ac.Pair, {"clean": pair.clean, "corrupted": pair.corrupted, "metric": "prob", "kind": "all"}),
+            "Ablate": (ac.Ablate, {"heads": heads, "how": "zero", "site": "z"}),
+            "Patch": (ac.Patch, {"heads": heads, "site": "z", "positions": clean.mask}),
+            "Clamp": (ac.Clamp, {"heads": heads, "relation": "lookup"}),
+            "Steer": (ac.Steer, {"vector": torch.ones(16), "layers": [0]}),
+            "Prompts.from_texts": (
+                ac.Prompts.from_texts,
+                {"texts": texts, "tokenizer": self.tokenizer, "answer": answers, "wrong": ["b", "d"], "groups": [0, 1]},
+            ),
+            "Prompts.from_pairs": (
+                ac.Prompts.from_pairs,
+                {"clean": texts, "corrupted": ["ba:", "dc:"], "tokenizer": self.tokenizer, "answer": answers},
+            ),
+            "Prompts.from_tokens": (ac.Prompts.from_tokens, {"ids": [[1, 2, 3], [4, 5]], "tokenizer": self.tokenizer}),
+            "Relation.from_positions": (
+                lambda query, **rest: ac.Relation.from_positions(query, "first", **rest),
+                {"query": "END", "prompts": self.own, "candidates": ["END", "first"], "name": "own"},
+            ),
+            "Relation.from_pairs": (ac.Relation.from_pairs, {"pairs": [(0, 5, [2])], "prompts": clean, "name": "own"}),
+            "load": (ac.load, {"source": self.network, "device": "cpu", "tokenizer": self.tokenizer}),
+            "planted_circuit": (ac.planted_circuit, {"task": self.task, "seed": 0, "strength": 1.0}),
+            "score_heads": (
+                ac.score_heads,
+                {"model": model, "prompts": clean, "metrics": ["lookup", "sink"], "options": options},
+            ),
+            "evaluate": (ac.evaluate, {"model": model, "prompts": clean, "options": options}),
+            "ablate_heads": (
+                ac.ablate_heads,
+                {
+                    "model": model,
+                    "prompts": clean,
+                    "how": "mean",
+                    "heads": heads,
+                    "metrics": ["prob"],
+                    "baseline": clean,
+                },
+            ),
+            "ablation_baseline": (
+                ac.ablation_baseline,
+                {"model": model, "prompts": clean, "how": "mean", "site": "z", "layers": [0]},
+            ),
+            "patch_heads": (
+                ac.patch_heads,
+                {"model": model, "pair": pair, "sites": ["z"], "heads": heads, "positions": {"all": clean.mask}},
+            ),
+            "patch_sites": (ac.patch_sites, {"model": model, "pair": pair, "options": options}),
+            "interchange": (ac.interchange, {"model": model, "pair": pair, "heads": heads, "groups": {"two": heads}}),
+            "localize": (ac.localize, {"model": model, "task": self.task, "n": 8, "seed": 0, "draws": 1}),
+            "attribute_heads": (
+                ac.attribute_heads,
+                {"model": model, "pair": pair, "method": "atp", "sites": ["z"], "graddrop": False, "steps": 2},
+            ),
+            "attribute_edges": (ac.attribute_edges, {"model": model, "pair": pair, "method": "eap", "steps": 2}),
+            "patch_edges": (ac.patch_edges, {"model": model, "pair": pair, "edges": [("L0H1", "L1KV0.k")]}),
+            "patch_paths": (
+                ac.patch_paths,
+                {"model": model, "pair": pair, "senders": ["L0H1"], "receivers": ["logits"]},
+            ),
+            "faithfulness": (
+                ac.faithfulness,
+                {"model": model, "scores": self.edges, "pair": self.noise, "fractions": [0.5], "by": "signed"},
+            ),
+            "direct_logits": (ac.direct_logits, {"model": model, "prompts": clean, "kind": "first"}),
+            "function_vectors": (ac.function_vectors, {"model": model, "pairs": [pair], "heads": heads}),
+            "Table.top": (self.table.top, {"metric": "lookup", "n": 2}),
+            "Table.where": (self.table.where, {"metric": "lookup", "layer": 0}),
+            "Table.grid": (self.table.grid, {"metric": "lookup"}),
+            "Table.load": (ac.Table.load, {"folder": "no such folder"}),
+            "Prompts.select_targets": (self.own.select_targets, {"keep": "END"}),
+            "Prompts.drawing": (clean.drawing, {"index": 0}),
+            "plots.head_map": (ac.plots.head_map, {"table": self.table, "metric": "lookup"}),
+            "tune": (ac.tune, {"model": self.tuned, "task": self.task, "config": ac.TuneConfig(**SHORT), "seed": 0}),
+        }
+
+    def wrong_values(self) -> list[Any]:
+        """Values of wrong types, out of range, and of other models; some of them fit some arguments."""
+        other = ac.RepeatedTokensTask(length=3).sample(2, 9)
+        scalars = [None, True, -1, 0, 10**6, 10**9, 2.5, -0.5, math.nan, math.inf, "", "nonsense", b"bytes", 1j]
+        names = ["L9H9", "L0H9", "L0KV7.k", "[]", "induction", "a" * 300, "../x", "\x00"]
+        heads = [[(9, 9)], [(0, -1)], ["L0KV9"], [(0,)], [0], ["L0H0", 3], [[]], [("L1H0", "L0H1.q")], [("a", "b")]]
+        things = [[], (), {}, {"a": 1}, {1: 2}, [None], ["nonsense"], [1.5], [[1], "a"], object(), int, len]
+        arrays = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.bool), torch.full((3,), math.nan), np.zeros((2, 2))]
+        ours = [self.network, self.model, self.clean, other, self.pair, self.task, self.table, self.tokenizer]
+        return [*scalars, *names, *heads, *things, *arrays, *ours, pd.DataFrame({"a": [1]}), Path("no/such/file")]
+
+
+def wrong_calls(world: World, n: int, seed: int) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
+    """Yields calls, each with one argument replaced, drawn without repetition while that is possible."""
+    calls = world.calls()
+    cases = [
+        (name, argument, index)
+        for name, (_, arguments) in calls.items()
+        for argument in arguments
+        for index in range(len(world.wrong_values()))
+    ]
+    order = random.Random(seed).sample(cases, len(cases))
+    for place in range(n):
+        name, argument, index = order[place % len(order)]
+        function, arguments = calls[name]
+        value = world.wrong_values()[index]
+        yield name, argument, value, lambda f=function, a=arguments | {argument: value}: f(**a)
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class _TooLong(BaseException):
+    pass
+
+
+def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) -> Outcome:
+    """Runs a call and says how it ended."""
+    shown = (type(value).__name__ + " " + repr(value).replace("\n", " "))[:60]
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        try:
+            with limited(TIME_LIMIT_S):
+                call()
+        except _TooLong:
+            return Outcome(name, argument, shown, "hang")
+        except Exception as error:
+            last: Any = error.__traceback__
+            while last.tb_next is not None:
+                last = last.tb_next
+            place = Path(last.tb_frame.f_code.co_filename).resolve()
+            ours = place.is_relative_to(PACKAGE) or place.is_relative_to(HOOKS)
+            meant = isinstance(error, ValueError | TypeError | LookupError | ImportError)
+            raised = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+            on_purpose = ours and meant and raised
+            kind = "refused" if on_purpose else "depths"
+            message = f"{type(error).__name__}: {error} ({place.name}:{last.tb_lineno})"
+            return Outcome(name, argument, shown, kind, message.replace("\n", " ")[:600])
+    return Outcome(name, argument, shown, "accepted")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=inspect.getdoc(inspect.getmodule(main)))
+    parser.add_argument("--n", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=40, help="calls that end below, to print")
+    options = parser.parse_args()
+    world = World()
+    with tempfile.TemporaryDirectory():
+        outcomes = [outcome_of(*case) for case in wrong_calls(world, options.n, options.seed)]
+    frame = pd.DataFrame(outcomes)
+    counts = frame.groupby(["call", "kind"]).size().unstack(fill_value=0)
+    print(counts.to_string())
+    print(frame["kind"].value_counts().to_string())
+    refused = frame[frame["kind"] != "accepted"]
+    print(f"of {len(refused)} that were not accepted, {(refused['kind'] != 'refused').mean():.1%} end below the door")
+    for _, row in frame[frame["kind"].isin(["depths", "hang"])].head(options.show).iterrows():
+        print(f"  {row['call']}({row['argument']}={row['value']}): {row['kind']} {row['message']}")
+
+
+if __name__ == "__main__":
+    main()
