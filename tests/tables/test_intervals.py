@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.special import expit, logit
 from scipy.stats import binomtest
 from scipy.stats import t as student
 
@@ -75,8 +77,9 @@ def test_the_interval_of_a_proportion_is_hall_s_in_log_odds(prompts, seed):
     p, error, freedom, skew = by_leaving_out(values[0], weights[0])
     spread = error / (p * (1 - p))
     for end, tail in ((low, 0.975), (high, 0.025)):
-        odds = (math.log(p / (1 - p)) - math.log(end / (1 - end))) / spread
-        assert of_hall(skew - (1 - 2 * p) * spread, odds) == pytest.approx(student.ppf(tail, freedom), rel=1e-4)
+        excess, quantile = skew - (1 - 2 * p) * spread, student.ppf(tail, freedom)
+        moved = brentq(lambda x, a=excess, q=quantile: of_hall(a, x) - q, -1e6, 1e6)
+        assert end == pytest.approx(expit(logit(p) - spread * moved), abs=1e-6)
 
 
 def test_without_skew_and_with_equal_weights_it_is_student_s_interval():
