@@ -207,5 +207,5 @@ def test_the_experiment_compares_names_with_true_roles(tmp_path):
     assert set(recall["value"][recall["at"] == 0]) == {0}
     checks = GROUND_TRUTH.check(table)
     assert all(check.control_fails for check in checks)
-    assert not checks[-1].holds, "two models say little about a share"
+    assert not checks[-1].met, "two models say little about a share"
     assert set(GROUND_TRUTH.draw(table)) == {"strength", "p-values"}
