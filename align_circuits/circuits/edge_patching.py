@@ -130,8 +130,8 @@ def patch_paths(
     pair = pair.prepared(model, options)
     graph, targets = Graph.of(model.cfg), pair.target_metrics
     heads = [sender.name for sender in graph.senders if sender.head is not None]
-    reads = torch.tensor([graph.receiver(name) for name in receivers])
-    writes = torch.tensor([graph.sender(name) for name in (heads if senders is None else senders)])
+    reads = torch.tensor([graph.receiver(name) for name in receivers], dtype=torch.long)
+    writes = torch.tensor([graph.sender(name) for name in (heads if senders is None else senders)], dtype=torch.long)
     selected = torch.zeros_like(graph.edges)
     selected[reads[:, None], writes] = graph.edges[reads[:, None], writes]
     if not selected.any():

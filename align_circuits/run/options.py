@@ -34,5 +34,5 @@ class RunOptions:
             raise ValueError(f"engine={self.engine!r}: choose 'auto', 'fast' or 'reference'")
         if self.progress not in (True, False, "auto"):
             raise ValueError(f"progress={self.progress!r}: choose True, False or 'auto'")
-        if self.batch_size != "auto" and self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size}: give a positive number of prompts, or 'auto'")
+        if self.batch_size != "auto" and (isinstance(self.batch_size, str) or self.batch_size < 1):
+            raise ValueError(f"batch_size={self.batch_size!r}: give a positive number of prompts, or 'auto'")

