@@ -184,9 +184,8 @@ def _skewed_t(
     error = np.linalg.norm(errors, axis=1)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
     skew = (relative**3).sum(1)
-    scale = np.ones(len(mean))
+    scale, within = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9)
     if odds:
-        within = np.clip(mean, 1e-9, 1 - 1e-9)
         scale = 1 / (within * (1 - within))
         skew = skew - (1 - 2 * within) * scale * error
     skew = np.where(np.abs(skew) < 1e-6, 1e-6, skew)  # Hall's cubic is T itself at 0, where its inverse is 0/0

@@ -132,7 +132,7 @@ def test_empty_prompts_and_other_rows_do_not_change_the_interval():
     padded = [np.append(each, np.zeros((4, 3)), 1) for each in (values, weights)]
     for interval in (stats.mean_interval, stats.proportion):
         whole = np.array(interval(values, weights))
-        assert np.allclose(whole, interval(*padded))
+        assert np.allclose(whole, interval(padded[0], padded[1]))
         assert np.allclose(whole[:, 2], np.ravel(interval(values[2:3], weights[2:3])))
 
 
