@@ -18,6 +18,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.metrics import hit_rate
+from align_circuits.heads.renaming_test import redraws_tokens, renamed_p_values, share_at_least_first
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -75,12 +76,16 @@ def p_values(
         raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     tests: dict[str, _Test] = {}
-    for name in relations:
+    renamed = [name for name in relations if redraws_tokens(prompts, name)]
+    for name in (name for name in relations if name not in renamed):
         relation = prompts.relations[name]
         test = _Positions if in_one_place(relation, prompts) else _OtherPrompts
         test = _Ranks if relation.exchangeable else test
         test = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else test
         tests[name] = test(relation, prompts, *shape)
+    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
+    if not tests:
+        return by_renaming
     places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
     rows, row_of = places.unique(dim=0, return_inverse=True)
     rows_of_test = dict(zip(tests, row_of.split([len(test.prompt) for test in tests.values()]), strict=True))
@@ -94,7 +99,8 @@ def p_values(
     forward(
         model, prompts, prompt=rows[:, 0].contiguous(), query=rows[:, 1].contiguous(), on_pattern=add, options=options
     )
-    return {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()}
+    redrawn = {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()} | by_renaming
+    return {name: redrawn[name] for name in relations}
 
 
 class _Test:
@@ -147,7 +153,7 @@ class _Alignments(_Test):
             orders = np.concatenate([np.arange(self.places)[None], drawn])
         redrawn = orders[:, self.aligned[phrases]]
         scores = confusion[..., np.arange(len(phrases)), redrawn].mean(-1)  # [layer head order]
-        return _share_at_least_first(scores)
+        return share_at_least_first(scores)
 
 
 class _Distances(_Test):
@@ -164,7 +170,7 @@ class _Distances(_Test):
         self.attention[layer, rows] = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
-        return _share_at_least_first(self.attention.mean(1).numpy())
+        return share_at_least_first(self.attention.mean(1).numpy())
 
 
 class _OtherPrompts(_Test):
@@ -217,7 +223,7 @@ class _OtherPrompts(_Test):
         attention = self.attention.flatten(0, 1).double().numpy()
         at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
         scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
-        return _share_at_least_first(scores.reshape(*self.shape, -1))
+        return share_at_least_first(scores.reshape(*self.shape, -1))
 
 
 class _Ranks(_Test):
@@ -247,7 +253,7 @@ class _Ranks(_Test):
             mean = attention.mean(1)
             orders = [np.arange(ranks), *(generator.permutation(ranks) for _ in range(REDRAWS))]
             keys = self.keys[0].numpy()[np.stack(orders)]
-            return _share_at_least_first(mean @ keys.T.astype(float))
+            return share_at_least_first(mean @ keys.T.astype(float))
         scores = np.zeros((*self.shape, REDRAWS + 1))
         # Rows of one prompt stay together, since they are no independent observations.
         prompts = len(self.prompt.unique())
@@ -258,7 +264,7 @@ class _Ranks(_Test):
         for start in range(0, len(orders), 1000):
             redrawn = by_rank[orders[start : start + 1000]].reshape(-1, by_rank.size)
             scores[..., start : start + 1000] = attention @ redrawn.T / len(self.keys)
-        return _share_at_least_first(scores)
+        return share_at_least_first(scores)
 
 
 class _Positions(_Test):
@@ -285,14 +291,7 @@ class _Positions(_Test):
             # One redraw holds for all prompts, since all share their keys: drawn apart, positions would average out.
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
-        return _share_at_least_first(scores)
-
-
-def _share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
-    """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
-    true = scores[..., :1]
-    # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
-    return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
+        return share_at_least_first(scores)
 
 
 def in_one_place(relation: Relation, prompts: Prompts) -> bool:
