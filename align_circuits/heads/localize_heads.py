@@ -19,6 +19,7 @@ from align_circuits.heads.head_sets import HeadSets, Verdict
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, p_values
+from align_circuits.heads.renaming_test import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head, describe
@@ -306,7 +307,8 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
     """What cannot be established on this task, in sentences."""
     notes = []
     others = [role for role in roles if role not in (*ALIGNERS, "previous")]
-    if fixed := [role for role in others if in_one_place(prompts.relations[role], prompts)]:
+    by_position = [role for role in others if not redraws_tokens(prompts, role)]
+    if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
         notes.append(
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."

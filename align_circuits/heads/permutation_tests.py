@@ -43,8 +43,9 @@ def p_values(
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
       smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - Relations with the same keys in all prompts, as the subjects of recall and the induction of `RepeatedTokensTask`
-      (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
+    - `induction` and `duplicate`, where two prompts mostly have their keys at the same positions, as in
+      `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
+    - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
       positions; a single key of a single target needs some 30 tokens to be established. This null keeps no positional
       bias: a head that attends to these positions whatever they hold passes as well.
     - Relations whose candidates are named (`Relation.exchangeable`): the score is the attention to keys, redrawn among

@@ -231,6 +231,7 @@ class TestMeaning:
         """Where all prompts have it there, the null is other places: who knows the places may know the tokens."""
         prompts = ac.RepeatedTokensTask(length=8).sample(6, char_tokenizer, seed=0)
         relation, length = prompts.relations["induction"], prompts.mask.shape[1]
+        prompts = prompts.with_relations(own=relation)
         assert nulls.in_one_place(relation, prompts)
 
         def attention(_: int, query: int) -> Tensor:
@@ -238,7 +239,7 @@ class TestMeaning:
             everywhere = spread(length, list(range(query + 1)))
             return torch.stack([knows, 0.3 * knows + 0.7 * everywhere, everywhere, spread(length, [query - 3])])
 
-        found = p_values(attending(attention), prompts, ["induction"])["induction"][0]
+        found = p_values(attending(attention), prompts, ["own"])["own"][0]
         assert found[:2].tolist() == [1 / (REDRAWS + 1)] * 2
         assert found[2] == 1 and found[3] > 0.2
 
@@ -280,8 +281,9 @@ class TestRefusals:
     @pytest.mark.parametrize("lengths", [(6, 8), (6, 7, 8)])
     def test_layouts_that_differ(self, model, lengths):
         padded = Prompts.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2][:length] for length in lengths])
+        padded = padded.with_relations(own=padded.relations["induction"])
         with pytest.raises(ValueError, match="targets at different positions: test prompts of one layout"):
-            p_values(model, padded, ["induction"])
+            p_values(model, padded, ["own"])
         assert p_values(model, padded, ["previous"])["previous"].shape == (2, 4)
 
 
