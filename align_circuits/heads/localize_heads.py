@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,9 @@ class Localization:
     verdicts: tuple[Verdict, ...] = ()
     """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
     such; then the same for the smallest sets that were found on the prompts that chose the candidates."""
+    diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
+    of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
     heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
@@ -114,14 +117,25 @@ class Localization:
     @property
     def summary(self) -> str:
         """The result in a few sentences."""
+        diffuse = self._diffuse_sentences()
         if not self.named_heads:
-            return " ".join(["No head passes every test.", *self.notes])
+            return " ".join(["No head passes every test.", *diffuse, *self.notes])
         kind = "first" if "first" in set(self.group_ablations.frame["kind"]) else "all"
         intact: Any = self.group_ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         names = "; ".join(f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads)
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
         verdicts = [verdict.sentence for verdict in self.verdicts]
-        return " ".join([f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *self.notes])
+        return " ".join(
+            [f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *diffuse, *self.notes]
+        )
+
+    def _diffuse_sentences(self) -> list[str]:
+        return [
+            f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
+            f"{self.thresholds.attention:g} of their attention on the aligned symbol."
+            for role, heads in self.diffuse_aligners.items()
+            if heads
+        ]
 
 
 @checked
@@ -189,19 +203,22 @@ def localize(
         raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
     metrics = [*names, *(f"{role}_attention" for role in names)]
     pair = Pair(*task.pairs(tested, seed))
-    candidates = _candidates(score_heads(model, discovery, metrics, options=options), names, thresholds)
+    discovered = score_heads(model, discovery, metrics, options=options)
+    candidates = _candidates(discovered, names, thresholds)
+    diffuse = _diffuse_candidates(discovered, names, thresholds, candidates)
 
     scores = score_heads(model, tested, metrics, options=options)
     other = task.control()
     control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), names, options=options)
     p = p_values(model, tested, names, seed=seed, options=options)
-    heads = sorted({head for head, _ in candidates})
+    heads = sorted({head for head, _ in [*candidates, *diffuse]})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
-    table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, names, provenance)
+    table = _evidence(scores, control, p, [candidates, diffuse], ablation_effects, patching_effects, names, provenance)
     heads_by_role = _named(table, candidates, names, thresholds, tested)
+    diffuse_aligners = _diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
     sets = HeadSets(model, discovery, tested, {role: scores.grid(role) for role in names}, thresholds, options)
     controls = sets.controls(named, draws, seed)
@@ -226,6 +243,7 @@ def localize(
         task.target_name,
         _notes(task, tested, names),
         verdicts,
+        diffuse_aligners,
         _interchanges(model, pair, heads, heads_by_role, named, controls, options),
     )
 
@@ -241,18 +259,36 @@ def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list
     ]
 
 
+def _diffuse_candidates(
+    scores: Table, roles: Sequence[str], needed: Thresholds, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """The heads that attend most to the aligned symbol among the symbols, and to other tokens far more."""
+    aligners = [role for role in roles if role in ALIGNERS]
+    if not aligners:
+        return []
+    wide = _candidates(scores, aligners, replace(needed, attention=0.0))
+    return [candidate for candidate in wide if candidate not in candidates]
+
+
 def _evidence(
     scores: Table,
     control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
-    candidates: Sequence[Candidate],
+    families: Sequence[Sequence[Candidate]],
     ablation_effects: Table,
     patching_effects: Table,
     roles: Sequence[str],
     provenance: Provenance,
 ) -> Table:
-    """All evidence for each head in each role, as one table."""
-    q = dict(zip(candidates, benjamini_hochberg(np.array([p[role][head] for head, role in candidates])), strict=True))
+    """All evidence for each head in each role, as one table; p-values are corrected in each family of candidates."""
+    q = {
+        candidate: value
+        for family in families
+        for candidate, value in zip(
+            family, benjamini_hochberg(np.array([p[role][head] for head, role in family])), strict=True
+        )
+    }
+    candidates = [candidate for family in families for candidate in family]
     no_interval = {"low": np.nan, "high": np.nan}
     frames = []
     for role in roles:
@@ -282,9 +318,10 @@ def _named(
 ) -> dict[str, tuple[Head, ...]]:
     """The candidates that pass every test on prompts that had no part in choosing them."""
     evidence: Any = table.frame.set_index(["layer", "head", "role", "metric"]).sort_index()
-    best: Any = table.frame[table.frame["metric"] == "attention"].groupby(["layer", "head"])["value"].max()
+    of_roles = (table.frame["metric"] == "attention") & table.frame["role"].isin(roles)
+    best: Any = table.frame[of_roles].groupby(["layer", "head"])["value"].max()
     named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
-    for head, role in candidates:
+    for head, role in (candidate for candidate in candidates if candidate[1] in roles):
         rows = evidence.loc[(*head, role)]
         value, causes = rows["value"], rows.loc[["ablation", "denoising"]]
         if (
@@ -296,6 +333,19 @@ def _named(
         ):
             named[role].append((value["score"], head))
     return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
+
+
+def _diffuse_aligners(
+    table: Table,
+    candidates: Sequence[Candidate],
+    heads_by_role: Mapping[str, Sequence[Head]],
+    needed: Thresholds,
+    prompts: Prompts,
+) -> dict[str, tuple[Head, ...]]:
+    """The aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
+    roles = [role for role in heads_by_role if role in ALIGNERS]
+    found = _named(table, candidates, roles, replace(needed, attention=0.0), prompts)
+    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}
 
 
 def _confounded(prompts: Prompts, role: str) -> bool:

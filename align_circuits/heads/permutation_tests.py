@@ -8,7 +8,7 @@ these included.
 
 from collections.abc import Sequence
 from itertools import permutations
-from math import factorial
+from math import comb, factorial, prod
 
 import numpy as np
 import torch
@@ -18,7 +18,12 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.metrics import hit_rate
-from align_circuits.heads.renaming_test import redraws_tokens, renamed_p_values, share_at_least_first
+from align_circuits.heads.renaming_test import (
+    redraws_tokens,
+    renamed_p_values,
+    share_at_least_first,
+    smallest_by_renaming,
+)
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -45,9 +50,10 @@ def p_values(
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
     - `induction` and `duplicate`, where two prompts mostly have their keys at the same positions, as in
       `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
-    - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
-      positions; a single key of a single target needs some 30 tokens to be established. This null keeps no positional
-      bias: a head that attends to these positions whatever they hold passes as well.
+    - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
+      attention to keys, redrawn at each target among 9,999 sets of as many positions; a single key of a single target
+      needs some 30 tokens to be established. This null keeps no positional bias: a head that attends to these positions
+      whatever they hold passes as well.
     - Relations whose candidates are named (`Relation.exchangeable`): the score is the attention to keys, redrawn among
       prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
@@ -76,14 +82,8 @@ def p_values(
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
     shape = (model.cfg.n_layers, model.cfg.n_heads)
-    tests: dict[str, _Test] = {}
     renamed = [name for name in relations if redraws_tokens(prompts, name)]
-    for name in (name for name in relations if name not in renamed):
-        relation = prompts.relations[name]
-        test = _Positions if in_one_place(relation, prompts) else _OtherPrompts
-        test = _Ranks if relation.exchangeable else test
-        test = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else test
-        tests[name] = test(relation, prompts, *shape)
+    tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
     by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
     if not tests:
         return by_renaming
@@ -104,6 +104,35 @@ def p_values(
     return {name: redrawn[name] for name in relations}
 
 
+def smallest_p_values(prompts: Prompts, relations: Sequence[str]) -> dict[str, float]:
+    """Returns the smallest p-value that the prompts allow for each relation, known before any model is run.
+
+    A head is named only if its p-value, corrected over all candidates, is at most `Thresholds.fdr`. With 1/120, as of
+    five input symbols, a single head among more than six candidates is never named.
+
+    Raises:
+        KeyError: A relation that the prompts do not have.
+        ValueError: As `p_values`.
+    """
+    return {
+        name: smallest_by_renaming(prompts)
+        if redraws_tokens(prompts, name)
+        else max(1 / (REDRAWS + 1), _test_of(name, prompts, 0, 0).smallest)
+        for name in relations
+    }
+
+
+def _test_of(name: str, prompts: Prompts, layers: int, heads: int) -> "_Test":
+    relation = prompts.relations[name]
+    if name in _ALIGNMENTS:
+        return _Alignments(relation, prompts, layers, heads)
+    if name == "previous":
+        return _Distances(relation, prompts, layers, heads)
+    if relation.exchangeable:
+        return _Ranks(relation, prompts, layers, heads)
+    return (_Positions if in_one_place(relation, prompts) else _OtherPrompts)(relation, prompts, layers, heads)
+
+
 class _Test:
     """The score of every head with the true keys and with redrawn ones."""
 
@@ -116,6 +145,11 @@ class _Test:
         raise NotImplementedError
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        raise NotImplementedError
+
+    @property
+    def smallest(self) -> float:
+        """The smallest p-value, if all redraws were listed."""
         raise NotImplementedError
 
 
@@ -135,6 +169,10 @@ class _Alignments(_Test):
         self.aligned = key_value.numpy()
         # which place each row attends to most, ties shared
         self.hits = torch.zeros(layers, len(relation), heads, self.places)
+
+    @property
+    def smallest(self) -> float:
+        return 1 / factorial(self.places)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
@@ -165,6 +203,10 @@ class _Distances(_Test):
         start = prompts.mask.int().argmax(1)[relation.prompt]
         self.furthest = int((relation.query - start).min())
         self.attention = torch.zeros(layers, len(relation), heads, self.furthest)
+
+    @property
+    def smallest(self) -> float:
+        return 1 / max(1, self.furthest)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         back = self.relation.query[rows, None] - torch.arange(1, self.furthest + 1)
@@ -206,6 +248,10 @@ class _OtherPrompts(_Test):
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
 
+    @property
+    def smallest(self) -> float:
+        return 1 / prod(factorial(int((self.length == length).sum())) for length in np.unique(self.length))
+
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
         rows, pattern = rows[new], pattern[new].float()
@@ -239,6 +285,12 @@ class _Ranks(_Test):
                 f"relation {relation.name!r}: give each prompt equally many rows, side by side, so that prompts compare"
             )
         self.attention = torch.zeros(layers, len(relation), heads, self.keys.shape[1])
+
+    @property
+    def smallest(self) -> float:
+        if fixed_rank(self.relation):
+            return 1 / comb(self.keys.shape[1], int(self.keys[0].sum()))
+        return 1 / factorial(len(self.prompt.unique()))
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
@@ -278,6 +330,11 @@ class _Positions(_Test):
         self.keys, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
         self.attention = torch.zeros(layers, self.targets, heads, keys.shape[1])  # summed over prompts
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
+
+    @property
+    def smallest(self) -> float:
+        sets = zip(self.keys, self.candidates, strict=True)
+        return 1 / prod(comb(int(candidates.sum()), int(keys[candidates].sum())) for keys, candidates in sets)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]

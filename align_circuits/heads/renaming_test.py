@@ -9,6 +9,7 @@ null keeps a head's positional bias and its preference for some tokens.
 
 from collections.abc import Sequence
 from itertools import permutations
+from math import factorial
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ def redraws_tokens(prompts: Prompts, name: str) -> bool:
         share = keys[relation.query == query].double().mean(0)  # of the prompts that have a key there
         both, total = both + float((share**2).sum()), total + float(share.sum())
     return both > _MOSTLY_FIXED * total
+
+
+def smallest_by_renaming(prompts: Prompts) -> float:
+    """Returns the smallest p-value of `renamed_p_values`."""
+    return 1 / factorial(min(_NAMES, len(_names(prompts))))
 
 
 def renamed_p_values(
@@ -120,7 +126,7 @@ class _Queries:
         common = sorted(set.intersection(*places))
         drawn = [common[at] for at in sorted(generator.permutation(len(common))[:_QUERIES])]
         length = max(int(prompts.mask[prompt, : query + 1].sum()) for prompt, query in drawn)
-        known = prompts.inputs[prompts.mask & ~torch.isin(prompts.roles, torch.tensor(_STRUCTURE))].unique()
+        known = _names(prompts)
         self.names = min(_NAMES, len(known))
         self.keys = [torch.zeros(len(drawn), length, dtype=torch.bool) for _ in relations]
         self.kept = torch.zeros(len(drawn), length, dtype=torch.bool)
@@ -145,6 +151,11 @@ class _Queries:
         others = generator.permutation(known[known != tokens[-1]].numpy())
         uses = (torch.from_numpy(others)[:, None] == at_keys).sum(1)
         return torch.cat([tokens[-1:], torch.from_numpy(others)[uses.argsort(stable=True)][: self.names - 1]])
+
+
+def _names(prompts: Prompts) -> Int[Tensor, " token"]:
+    """The tokens that can stand for each other."""
+    return prompts.inputs[prompts.mask & ~torch.isin(prompts.roles, torch.tensor(_STRUCTURE))].unique()
 
 
 def _renamed(tokens: Int[Tensor, " pos"], chosen: Int[Tensor, " token"]) -> Int[Tensor, "token token pos"]:
