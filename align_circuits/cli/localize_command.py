@@ -5,7 +5,9 @@ from pathlib import Path
 
 from align_circuits.cli.verb import PromptVerb, as_json, head_value
 from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.report.localize_report import save_localization
+from align_circuits.tasks.own_prompts import as_task, first_half
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,14 @@ class Localize(PromptVerb):
     def __call__(self, folder: Path) -> None:
         """Runs the verb."""
         model, prompts, corrupted = self.prepare()
+        tested = prompts[first_half(prompts) :]
+        task = as_task(prompts, corrupted) if self.prompts is not None else self.task
+        limits = smallest_p_values(tested, [role for role in task.roles if len(tested.relations.get(role, ()))])
+        print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them")
+        print(
+            "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
+            flush=True,
+        )
         if self.prompts is None:
             result = localize(model, self.task, self.count, self.seed, draws=self.draws, options=self.options)
         else:
@@ -28,7 +38,7 @@ class Localize(PromptVerb):
                 model, prompts, seed=self.seed, corrupted=corrupted, draws=self.draws, options=self.options
             )
         roles = getattr(model, "roles", None)
-        print(f"{self.model}: {len(prompts)} prompts, half to choose candidates, half to test them\n")
+        print()
         for role, heads in result.heads_by_role.items():
             scores = result.table.where(role=role, metric="score")
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]

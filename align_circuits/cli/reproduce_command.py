@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from align_circuits.cli.verb import Verb, write_results
-from align_circuits.papers.claims import Scale, checks_html
+from align_circuits.papers.claims import Scale, checks_html, verdicts
 
 MAX_ROWS = 15_000
 """The longest table that a report contains; longer ones are left to `table.csv`."""
@@ -68,7 +68,7 @@ class Reproduce(Verb):
             folder,
             replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
             title=f"{experiment.name}: {experiment.title}",
-            summary=f"{sum(check.holds for check in checks)} of {len(checks)} claims hold. {experiment.published}",
+            summary=f"{verdicts(checks)} {experiment.published}",
             sections=[
                 ("Claims", f"Thresholds were fixed before the run; {experiment.source}.", checks_html(checks)),
                 *[(name, "", figure) for name, figure in experiment.draw(table).items()],

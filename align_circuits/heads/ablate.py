@@ -50,7 +50,7 @@ def ablate_heads(
     Returns:
         A table keyed by level, layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`,
         the change of the mean log-probability of the target's token in nats, and `"accuracy"`, the change of accuracy.
-        The 95% bootstrap intervals are over prompts, paired.
+        The 95% intervals are over prompts, paired.
 
     Raises:
         ValueError: A head that the model does not have, prompts without targets, or baseline prompts that do not fit.

@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,20 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.ablate import ablate_heads, ablation_baseline
+from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
+from align_circuits.heads.head_sets import HeadSets, Verdict
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, p_values
+from align_circuits.heads.renaming_test import redraws_tokens
 from align_circuits.heads.score import score_heads
-from align_circuits.hooks.edits import Ablate
-from align_circuits.hooks.heads import Head, describe, heads_of
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.heads import Head, describe
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.own_prompts import OwnPrompts, as_task, first_half
@@ -36,34 +37,6 @@ ALIGNERS = ("align_query", "align_key")
 
 Candidate = tuple[Head, str]
 """A head and a role."""
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What a head must reach, on prompts that had no part in choosing it, to be named for a role."""
-
-    score: float = 0.5
-    """The least standard score (`score.STANDARD`): a hit rate for aligners, a share of attention for others."""
-    attention: float = 0.1
-    """The least attention to keys, out of all the head's attention: a high share of very little means nothing."""
-    share: float = 0.9
-    """The least share of the attention that the head's best role explains: a lookup head also attends to some induction
-    keys, which does not make it an induction head."""
-    fdr: float = 0.05
-    """The highest false discovery rate (Benjamini and Hochberg) over all candidates, heads times roles."""
-    effect: float = 0.01
-    """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
-    must lie above 0."""
-
-    def attends(self, score: Any, attention: Any, best: Any) -> Any:
-        """Returns whether heads attend as a role requires, for numbers or arrays of them.
-
-        Args:
-            score: The standard score of the role.
-            attention: The attention to the role's keys.
-            best: The attention to the keys of the head's best role.
-        """
-        return (score >= self.score) & (attention >= self.attention) & (attention >= self.share * best)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +55,9 @@ class Localization:
     """The effect of ablating each candidate: `ablate_heads`."""
     group_ablations: Table
     """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, `"named"` (all
-    named heads), `"random"` (as many others, one `draw` each) or `"rest"` (all heads but those named)."""
+    named heads), `"random"` (as many others of the same layers, one `draw` each), `"matched"` (as many others of
+    similar scores), `"rest"` (all heads but those named), or all heads but the random ones (`"rest of random"`) or the
+    matched ones (`"rest of matched"`)."""
     prompts: Prompts
     """The prompts that the candidates were tested on."""
     example_attention: Mapping[Head, Float[Tensor, "row pos"]]
@@ -97,6 +72,12 @@ class Localization:
     """What the first target of a phrase is called, as in `Task`."""
     notes: tuple[str, ...] = ()
     """What cannot be established on this task."""
+    verdicts: tuple[Verdict, ...] = ()
+    """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
+    such; then the same for the smallest sets that were found on the prompts that chose the candidates."""
+    diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
+    of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
     heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
@@ -136,23 +117,25 @@ class Localization:
     @property
     def summary(self) -> str:
         """The result in a few sentences."""
+        diffuse = self._diffuse_sentences()
         if not self.named_heads:
-            return " ".join(["No head passes every test.", *self.notes])
+            return " ".join(["No head passes every test.", *diffuse, *self.notes])
         kind = "first" if "first" in set(self.group_ablations.frame["kind"]) else "all"
-        accuracy: Any = self.group_ablations.where(kind=kind).frame.set_index("ablated")
-        intact, ablated = (
-            "{value:.2f} [{low:.2f}, {high:.2f}]".format(**accuracy.loc[name]) for name in ("nothing", "named")
-        )
+        intact: Any = self.group_ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         names = "; ".join(f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads)
-        heads = "this head" if len(self.named_heads) == 1 else f"these {len(self.named_heads)} heads"
-        sentence = f"{self.target_name} is correct in {intact} of cases; with {heads} ablated in {ablated}"
-        if "random" in accuracy.index:
-            draws = accuracy.loc[["random"], "value"]
-            sentence += (
-                f", with as many random heads ablated in {draws.mean():.2f} ({draws.min():.2f} to {draws.max():.2f} "
-                f"over {len(draws)} draws)"
-            )
-        return " ".join([f"{names}. {sentence}.", *self.notes])
+        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
+        verdicts = [verdict.sentence for verdict in self.verdicts]
+        return " ".join(
+            [f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *diffuse, *self.notes]
+        )
+
+    def _diffuse_sentences(self) -> list[str]:
+        return [
+            f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
+            f"{self.thresholds.attention:g} of their attention on the aligned symbol."
+            for role, heads in self.diffuse_aligners.items()
+            if heads
+        ]
 
 
 @checked
@@ -220,20 +203,27 @@ def localize(
         raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
     metrics = [*names, *(f"{role}_attention" for role in names)]
     pair = Pair(*task.pairs(tested, seed))
-    candidates = _candidates(score_heads(model, discovery, metrics, options=options), names, thresholds)
+    discovered = score_heads(model, discovery, metrics, options=options)
+    candidates = _candidates(discovered, names, thresholds)
+    diffuse = _diffuse_candidates(discovered, names, thresholds, candidates)
 
     scores = score_heads(model, tested, metrics, options=options)
     other = task.control()
     control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), names, options=options)
     p = p_values(model, tested, names, seed=seed, options=options)
-    heads = sorted({head for head, _ in candidates})
+    heads = sorted({head for head, _ in [*candidates, *diffuse]})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
     provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
-    table = _evidence(scores, control, p, candidates, ablation_effects, patching_effects, names, provenance)
+    table = _evidence(scores, control, p, [candidates, diffuse], ablation_effects, patching_effects, names, provenance)
     heads_by_role = _named(table, candidates, names, thresholds, tested)
+    diffuse_aligners = _diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
+    sets = HeadSets(model, discovery, tested, {role: scores.grid(role) for role in names}, thresholds, options)
+    controls = sets.controls(named, draws, seed)
+    group_ablations = sets.ablate(named, controls, heads_by_role)
+    verdicts = sets.verdicts(named, group_ablations, draws, seed)
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
     # The token before it predicts its first one; before a text there may be padding.
@@ -244,7 +234,7 @@ def localize(
         heads_by_role,
         patching_effects,
         ablation_effects,
-        _group_ablations(model, tested, heads_by_role, named, draws, seed, options),
+        group_ablations,
         tested,
         attention_from(model, first, named, positions, options),
         positions.tolist(),
@@ -252,7 +242,9 @@ def localize(
         {role: task.roles[role] for role in names},
         task.target_name,
         _notes(task, tested, names),
-        _interchanges(model, pair, heads, heads_by_role, named, draws, seed, options),
+        verdicts,
+        diffuse_aligners,
+        _interchanges(model, pair, heads, heads_by_role, named, controls, options),
     )
 
 
@@ -267,18 +259,36 @@ def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list
     ]
 
 
+def _diffuse_candidates(
+    scores: Table, roles: Sequence[str], needed: Thresholds, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """The heads that attend most to the aligned symbol among the symbols, and to other tokens far more."""
+    aligners = [role for role in roles if role in ALIGNERS]
+    if not aligners:
+        return []
+    wide = _candidates(scores, aligners, replace(needed, attention=0.0))
+    return [candidate for candidate in wide if candidate not in candidates]
+
+
 def _evidence(
     scores: Table,
     control: Table | None,
     p: Mapping[str, Float[ndarray, "layer head"]],
-    candidates: Sequence[Candidate],
+    families: Sequence[Sequence[Candidate]],
     ablation_effects: Table,
     patching_effects: Table,
     roles: Sequence[str],
     provenance: Provenance,
 ) -> Table:
-    """All evidence for each head in each role, as one table."""
-    q = dict(zip(candidates, benjamini_hochberg(np.array([p[role][head] for head, role in candidates])), strict=True))
+    """All evidence for each head in each role, as one table; p-values are corrected in each family of candidates."""
+    q = {
+        candidate: value
+        for family in families
+        for candidate, value in zip(
+            family, benjamini_hochberg(np.array([p[role][head] for head, role in family])), strict=True
+        )
+    }
+    candidates = [candidate for family in families for candidate in family]
     no_interval = {"low": np.nan, "high": np.nan}
     frames = []
     for role in roles:
@@ -308,9 +318,10 @@ def _named(
 ) -> dict[str, tuple[Head, ...]]:
     """The candidates that pass every test on prompts that had no part in choosing them."""
     evidence: Any = table.frame.set_index(["layer", "head", "role", "metric"]).sort_index()
-    best: Any = table.frame[table.frame["metric"] == "attention"].groupby(["layer", "head"])["value"].max()
+    of_roles = (table.frame["metric"] == "attention") & table.frame["role"].isin(roles)
+    best: Any = table.frame[of_roles].groupby(["layer", "head"])["value"].max()
     named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
-    for head, role in candidates:
+    for head, role in (candidate for candidate in candidates if candidate[1] in roles):
         rows = evidence.loc[(*head, role)]
         value, causes = rows["value"], rows.loc[["ablation", "denoising"]]
         if (
@@ -324,6 +335,19 @@ def _named(
     return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
 
 
+def _diffuse_aligners(
+    table: Table,
+    candidates: Sequence[Candidate],
+    heads_by_role: Mapping[str, Sequence[Head]],
+    needed: Thresholds,
+    prompts: Prompts,
+) -> dict[str, tuple[Head, ...]]:
+    """The aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
+    roles = [role for role in heads_by_role if role in ALIGNERS]
+    found = _named(table, candidates, roles, replace(needed, attention=0.0), prompts)
+    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}
+
+
 def _confounded(prompts: Prompts, role: str) -> bool:
     """Whether a fixed distance would do as well as the alignment."""
     return role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5
@@ -333,7 +357,8 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
     """What cannot be established on this task, in sentences."""
     notes = []
     others = [role for role in roles if role not in (*ALIGNERS, "previous")]
-    if fixed := [role for role in others if in_one_place(prompts.relations[role], prompts)]:
+    by_position = [role for role in others if not redraws_tokens(prompts, role)]
+    if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
         notes.append(
             f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
             "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
@@ -353,45 +378,13 @@ def _notes(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...
     return tuple(notes)
 
 
-def _group_ablations(
-    model: HookedModel,
-    prompts: Prompts,
-    heads_by_role: Mapping[str, Sequence[Head]],
-    named: Sequence[Head],
-    draws: int,
-    seed: int,
-    options: RunOptions,
-) -> Table:
-    """Accuracy with the named heads ablated, with as many others, and with all but them."""
-    sets: list[tuple[str, int | None, Sequence[Head]]] = [("nothing", None, ())]
-    if named:
-        others = [head for head in heads_of(model.cfg) if head not in named]
-        sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-        sets.append(("named", None, named))
-        generator = np.random.default_rng(seed)
-        sets += [("random", draw, _as_many(named, others, generator)) for draw in range(draws) if others]
-        sets += [("rest", None, others)] if others else []
-    # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another by
-    # its heads alone.
-    baseline = ablation_baseline(model, prompts, "mean", options=options)
-    edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for _, _, heads in sets]
-    targets = TargetMetrics.of(prompts, ("accuracy",))
-    values, engine = targets.measure_edited(model, edit_sets, options=options)
-    kinds = by_kind(prompts)
-    keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"]).astype({"draw": "Int64"})
-    keys = keys.merge(pd.DataFrame({"kind": list(kinds), "metric": "accuracy"}), how="cross")
-    means, weights = means_by_prompt(prompts, targets.prompt.numpy(), values[0], list(kinds.values()))
-    return Table.from_prompts(keys, means, weights, provenance_of("localize", model, prompts, engine))
-
-
 def _interchanges(
     model: HookedModel,
     pair: Pair,
     candidates: Sequence[Head],
     heads_by_role: Mapping[str, Sequence[Head]],
     named: Sequence[Head],
-    draws: int,
-    seed: int,
+    controls: Mapping[str, Sequence[Sequence[Head]]],
     options: RunOptions,
 ) -> Table | None:
     """How often candidates, named heads and random ones bring the other prompt's answer along."""
@@ -399,19 +392,5 @@ def _interchanges(
         return None
     groups: dict[str, Sequence[Head]] = {role: heads for role, heads in heads_by_role.items() if heads}
     if named:
-        others = [head for head in heads_of(model.cfg) if head not in named]
-        generator = np.random.default_rng(seed)
-        groups["named"] = named
-        groups |= {f"random {draw}": _as_many(named, others, generator) for draw in range(draws) if others}
+        groups |= {"named": named} | {f"random {draw}": heads for draw, heads in enumerate(controls["layers"])}
     return interchange(model, pair, heads=candidates, groups=groups, options=options)
-
-
-def _as_many(named: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:
-    """As many other heads of each layer as were named in it; if a layer has too few, the rest from anywhere."""
-    drawn: list[Head] = []
-    for layer in sorted({layer for layer, _ in named}):
-        in_layer = [head for head in others if head[0] == layer]
-        count = sum(head[0] == layer for head in named)
-        drawn += [in_layer[i] for i in generator.permutation(len(in_layer))[:count]]
-    left = [head for head in others if head not in drawn]
-    return drawn + [left[i] for i in generator.permutation(len(left))[: len(named) - len(drawn)]]

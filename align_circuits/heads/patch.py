@@ -64,7 +64,7 @@ def patch_heads(
         A table keyed by `site`, level, layer, head, `positions`, `direction` (the pair's), `kind` (`"all"`, `"first"`,
         `"later"` targets) and `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in
         nats, and `"accuracy"`.
-        The 95% bootstrap intervals are over prompts, paired.
+        The 95% intervals are over prompts, paired.
 
     Raises:
         KeyError: A named position that the prompts do not have.

@@ -8,7 +8,7 @@ these included.
 
 from collections.abc import Sequence
 from itertools import permutations
-from math import factorial
+from math import comb, factorial, prod
 
 import numpy as np
 import torch
@@ -18,6 +18,12 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.metrics import hit_rate
+from align_circuits.heads.renaming_test import (
+    redraws_tokens,
+    renamed_p_values,
+    share_at_least_first,
+    smallest_by_renaming,
+)
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -42,10 +48,12 @@ def p_values(
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
       smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - Relations with the same keys in all prompts, as the subjects of recall and the induction of `RepeatedTokensTask`
-      (`in_one_place`): the score is the attention to keys, redrawn at each target among 9,999 sets of as many
-      positions; a single key of a single target needs some 30 tokens to be established. This null keeps no positional
-      bias: a head that attends to these positions whatever they hold passes as well.
+    - `induction` and `duplicate`, where two prompts mostly have their keys at the same positions, as in
+      `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
+    - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
+      attention to keys, redrawn at each target among 9,999 sets of as many positions; a single key of a single target
+      needs some 30 tokens to be established. This null keeps no positional bias: a head that attends to these positions
+      whatever they hold passes as well.
     - Relations whose candidates are named (`Relation.exchangeable`): the score is the attention to keys, redrawn among
       prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
@@ -74,13 +82,11 @@ def p_values(
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
     shape = (model.cfg.n_layers, model.cfg.n_heads)
-    tests: dict[str, _Test] = {}
-    for name in relations:
-        relation = prompts.relations[name]
-        test = _Positions if in_one_place(relation, prompts) else _OtherPrompts
-        test = _Ranks if relation.exchangeable else test
-        test = _Alignments if name in _ALIGNMENTS else _Distances if name == "previous" else test
-        tests[name] = test(relation, prompts, *shape)
+    renamed = [name for name in relations if redraws_tokens(prompts, name)]
+    tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
+    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
+    if not tests:
+        return by_renaming
     places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
     rows, row_of = places.unique(dim=0, return_inverse=True)
     rows_of_test = dict(zip(tests, row_of.split([len(test.prompt) for test in tests.values()]), strict=True))
@@ -94,7 +100,37 @@ def p_values(
     forward(
         model, prompts, prompt=rows[:, 0].contiguous(), query=rows[:, 1].contiguous(), on_pattern=add, options=options
     )
-    return {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()}
+    redrawn = {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()} | by_renaming
+    return {name: redrawn[name] for name in relations}
+
+
+def smallest_p_values(prompts: Prompts, relations: Sequence[str]) -> dict[str, float]:
+    """Returns the smallest p-value that the prompts allow for each relation, known before any model is run.
+
+    A head is named only if its p-value, corrected over all candidates, is at most `Thresholds.fdr`. With 1/120, as of
+    five input symbols, a single head among more than six candidates is never named.
+
+    Raises:
+        KeyError: A relation that the prompts do not have.
+        ValueError: As `p_values`.
+    """
+    return {
+        name: smallest_by_renaming(prompts)
+        if redraws_tokens(prompts, name)
+        else max(1 / (REDRAWS + 1), _test_of(name, prompts, 0, 0).smallest)
+        for name in relations
+    }
+
+
+def _test_of(name: str, prompts: Prompts, layers: int, heads: int) -> "_Test":
+    relation = prompts.relations[name]
+    if name in _ALIGNMENTS:
+        return _Alignments(relation, prompts, layers, heads)
+    if name == "previous":
+        return _Distances(relation, prompts, layers, heads)
+    if relation.exchangeable:
+        return _Ranks(relation, prompts, layers, heads)
+    return (_Positions if in_one_place(relation, prompts) else _OtherPrompts)(relation, prompts, layers, heads)
 
 
 class _Test:
@@ -109,6 +145,11 @@ class _Test:
         raise NotImplementedError
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:
+        raise NotImplementedError
+
+    @property
+    def smallest(self) -> float:
+        """The smallest p-value, if all redraws were listed."""
         raise NotImplementedError
 
 
@@ -129,6 +170,10 @@ class _Alignments(_Test):
         # which place each row attends to most, ties shared
         self.hits = torch.zeros(layers, len(relation), heads, self.places)
 
+    @property
+    def smallest(self) -> float:
+        return 1 / factorial(self.places)
+
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
         labels = self.relation.key_label[self.relation.prompt[rows]]
@@ -147,7 +192,7 @@ class _Alignments(_Test):
             orders = np.concatenate([np.arange(self.places)[None], drawn])
         redrawn = orders[:, self.aligned[phrases]]
         scores = confusion[..., np.arange(len(phrases)), redrawn].mean(-1)  # [layer head order]
-        return _share_at_least_first(scores)
+        return share_at_least_first(scores)
 
 
 class _Distances(_Test):
@@ -159,12 +204,16 @@ class _Distances(_Test):
         self.furthest = int((relation.query - start).min())
         self.attention = torch.zeros(layers, len(relation), heads, self.furthest)
 
+    @property
+    def smallest(self) -> float:
+        return 1 / max(1, self.furthest)
+
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         back = self.relation.query[rows, None] - torch.arange(1, self.furthest + 1)
         self.attention[layer, rows] = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
-        return _share_at_least_first(self.attention.mean(1).numpy())
+        return share_at_least_first(self.attention.mean(1).numpy())
 
 
 class _OtherPrompts(_Test):
@@ -199,6 +248,10 @@ class _OtherPrompts(_Test):
         self.attention = torch.zeros(layers, heads, self.n, self.n)
         self.seen = torch.zeros(layers, len(self.prompt), dtype=torch.bool)
 
+    @property
+    def smallest(self) -> float:
+        return 1 / prod(factorial(int((self.length == length).sum())) for length in np.unique(self.length))
+
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
         rows, pattern = rows[new], pattern[new].float()
@@ -217,7 +270,7 @@ class _OtherPrompts(_Test):
         attention = self.attention.flatten(0, 1).double().numpy()
         at = np.arange(self.n) * self.n + orders  # [order prompt], in the flattened matrix
         scores = np.stack([matrix.ravel()[at].mean(1) for matrix in attention])
-        return _share_at_least_first(scores.reshape(*self.shape, -1))
+        return share_at_least_first(scores.reshape(*self.shape, -1))
 
 
 class _Ranks(_Test):
@@ -233,6 +286,12 @@ class _Ranks(_Test):
             )
         self.attention = torch.zeros(layers, len(relation), heads, self.keys.shape[1])
 
+    @property
+    def smallest(self) -> float:
+        if fixed_rank(self.relation):
+            return 1 / comb(self.keys.shape[1], int(self.keys[0].sum()))
+        return 1 / factorial(len(self.prompt.unique()))
+
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         _, candidates = self.relation.expand(rows)
         columns = candidates.nonzero()[:, 1].view(len(rows), -1)
@@ -247,7 +306,7 @@ class _Ranks(_Test):
             mean = attention.mean(1)
             orders = [np.arange(ranks), *(generator.permutation(ranks) for _ in range(REDRAWS))]
             keys = self.keys[0].numpy()[np.stack(orders)]
-            return _share_at_least_first(mean @ keys.T.astype(float))
+            return share_at_least_first(mean @ keys.T.astype(float))
         scores = np.zeros((*self.shape, REDRAWS + 1))
         # Rows of one prompt stay together, since they are no independent observations.
         prompts = len(self.prompt.unique())
@@ -258,7 +317,7 @@ class _Ranks(_Test):
         for start in range(0, len(orders), 1000):
             redrawn = by_rank[orders[start : start + 1000]].reshape(-1, by_rank.size)
             scores[..., start : start + 1000] = attention @ redrawn.T / len(self.keys)
-        return _share_at_least_first(scores)
+        return share_at_least_first(scores)
 
 
 class _Positions(_Test):
@@ -271,6 +330,11 @@ class _Positions(_Test):
         self.keys, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
         self.attention = torch.zeros(layers, self.targets, heads, keys.shape[1])  # summed over prompts
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
+
+    @property
+    def smallest(self) -> float:
+        sets = zip(self.keys, self.candidates, strict=True)
+        return 1 / prod(comb(int(candidates.sum()), int(keys[candidates].sum())) for keys, candidates in sets)
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
@@ -285,14 +349,7 @@ class _Positions(_Test):
             # One redraw holds for all prompts, since all share their keys: drawn apart, positions would average out.
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
-        return _share_at_least_first(scores)
-
-
-def _share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
-    """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
-    true = scores[..., :1]
-    # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
-    return (scores >= true - 1e-6 * np.abs(true)).mean(-1)
+        return share_at_least_first(scores)
 
 
 def in_one_place(relation: Relation, prompts: Prompts) -> bool:

@@ -73,7 +73,7 @@ def score_heads(
         options: Engine and batch size.
 
     Returns:
-        A table keyed by level, layer, head and metric, with 95% bootstrap intervals over prompts. Rows of the level
+        A table keyed by level, layer, head and metric, with 95% intervals over prompts. Rows of the level
         `"layer"` measure the attention averaged over a layer's heads, as paper 1 does, and have no head. `n` counts the
         targets that have a value; a metric without any, such as the induction of prompts without a repeated token, or a
         head that pays no candidate any attention, has n = 0 and the value NaN.

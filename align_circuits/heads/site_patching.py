@@ -64,7 +64,7 @@ def patch_sites(
     Returns:
         A table keyed by `site`, level, layer, `position` (the column of the tokens in `pair.clean.tokens`, counted with
         the padding, or the name), `kind` and `metric`, as `patch_heads` has them. A hook point outside the layers has
-        no layer. The 95% bootstrap intervals are over prompts, paired.
+        no layer. The 95% intervals are over prompts, paired.
 
     Raises:
         KeyError: A named position that the prompts do not have.

@@ -105,7 +105,7 @@ def steer(
 
     Returns:
         A table keyed by `beta`, `answer` and `metric`: `"rank"`, the number of tokens with a higher logit, from 0, ties
-        counting one half; `"log_prob"`, in nats. 95% bootstrap intervals over prompts.
+        counting one half; `"log_prob"`, in nats. 95% intervals over prompts.
 
     Raises:
         ValueError: No prompts, no answers, or `UNSTEERED` among the betas.

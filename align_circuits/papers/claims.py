@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from align_circuits.tables.intervals import binomial_interval, bootstrap
+from align_circuits.tables.intervals import binomial_interval, t_interval, weighted_mean
 from align_circuits.tables.tables import Provenance, Table
 
 Scale = Literal["smoke", "cpu", "paper"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting."""
+
+Verdict = Literal["holds", "fails", "undecided"]
 
 SCALES: tuple[Scale, ...] = ("smoke", "cpu", "paper")
 
@@ -38,8 +40,14 @@ class Measured:
 class Check:
     """One claim of a paper beside what was measured.
 
-    The claim holds if the measured value is at least (`">="`) or at most (`"<="`) the threshold. The same statistic
-    measured on a negative control must miss the threshold: a check that its control passes proves nothing.
+    The claim holds if the whole 95% interval is at least (`">="`) or at most (`"<="`) the threshold, fails if all of it
+    misses the threshold, and is undecided if the threshold lies within, or if there is no interval: one seed, or seeds
+    that all gave the same number, do not tell what another one would give. A claim that something is so in every case
+    (threshold 1 for a share) can fail, but no number of cases shows it: at best it is undecided, with a low end that
+    tells how many exceptions there may be.
+
+    The same statistic measured on a negative control must miss the threshold: a check that its control passes proves
+    nothing.
     """
 
     claim: str
@@ -56,13 +64,21 @@ class Check:
     """The paper's own number, where it gives one."""
 
     @property
-    def holds(self) -> bool:
-        """Whether the measured value meets the threshold."""
+    def verdict(self) -> Verdict:
+        """Whether the claim holds, by the interval of the measured value."""
+        low, high = self.measured.low, self.measured.high
+        if np.isnan([low, high]).any() or self._meets(low) != self._meets(high):
+            return "undecided"
+        return "holds" if self._meets(low) else "fails"
+
+    @property
+    def met(self) -> bool:
+        """Whether the measured value by itself meets the threshold."""
         return self._meets(self.measured.value)
 
     @property
     def control_fails(self) -> bool:
-        """Whether the control misses the threshold, as it should."""
+        """Whether the control's value misses the threshold, as it should."""
         return not self._meets(self.control.value)
 
     def _meets(self, value: float) -> bool:
@@ -74,7 +90,7 @@ class Check:
             "claim": self.claim,
             "measured": str(self.measured),
             "needed": f"{self.relation} {self.threshold:g}",
-            "holds": "yes" if self.holds else "no",
+            "verdict": self.verdict,
             "control": f"{self.control_is}: {self.control}",
             "control fails": "yes" if self.control_fails else "no",
             "published": self.published,
@@ -87,7 +103,8 @@ class Claim:
 
         Claim("No head aligns (highest align_query)", "0.1").at_most(0.5, highest, of_planted, "a planted circuit")
 
-    Where values of seeds are given, their mean is meant (`over_seeds`).
+    Where values of seeds are given, their mean is meant (`over_seeds`); where a yes or no of each seed is given, as
+    booleans, the share of seeds (`share_of`).
     """
 
     text: str
@@ -106,8 +123,14 @@ class Claim:
     def _check(
         self, relation: Literal[">=", "<="], threshold: float, measured: "Statistic", control: "Statistic", is_: str
     ) -> Check:
-        value, other = (each if isinstance(each, Measured) else over_seeds(each) for each in (measured, control))
+        value, other = (_over_seeds(each) for each in (measured, control))
         return Check(self.text, value, relation, threshold, other, is_, self.published)
+
+
+def verdicts(checks: Sequence[Check]) -> str:
+    """Returns how many claims hold, fail and are undecided, as a sentence."""
+    held, failed, undecided = (sum(check.verdict == verdict for check in checks) for verdict in get_args(Verdict))
+    return f"{held} hold, {failed} fail, {undecided} undecided of {len(checks)} claims."
 
 
 def checks_html(checks: Sequence[Check]) -> str:
@@ -115,8 +138,8 @@ def checks_html(checks: Sequence[Check]) -> str:
     return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)
 
 
-Statistic = Measured | Float[ndarray, " seed"]
-"""A number with its interval, or one number for each seed."""
+Statistic = Measured | Float[ndarray, " seed"] | Bool[ndarray, " seed"]
+"""A number with its interval, or one number or one yes or no for each seed."""
 
 Part = TypeVar("Part")
 
@@ -158,18 +181,28 @@ def share_of(true: Bool[ndarray, " seed"]) -> Measured:
 
 
 def over_seeds(values: Float[ndarray, " seed"]) -> Measured:
-    """Returns the mean over seeds with a 95% bootstrap interval; a seed without a value (NaN) is left out."""
-    weights = (~np.isnan(values)).astype(float)[None]
-    if not weights.any():
+    """Returns the mean over seeds with its 95% t interval; a seed without a value (NaN) is left out.
+
+    One seed has no interval, nor have seeds that all gave the same value (`t_interval`).
+    """
+    if np.isnan(values).all():
         return Measured(float("nan"), float("nan"), float("nan"))
-    low, high = bootstrap(values[None], weights)
+    low, high = t_interval(values[None])
     return Measured(float(np.nanmean(values)), float(low[0]), float(high[0]))
+
+
+def seed_rows(keys: pd.DataFrame, values: Float[ndarray, "row seed"]) -> pd.DataFrame:
+    """Returns the mean of each row over seeds as `over_seeds` does, with `keys` and `VALUES`."""
+    low, high = t_interval(values)
+    known = ~np.isnan(values)
+    mean = weighted_mean(values, known.astype(float))
+    return keys.reset_index(drop=True).assign(value=mean, low=low, high=high, n=known.sum(1))
 
 
 def mean_rows(
     keys: pd.DataFrame, values: Float[ndarray, "row seed"], *, bounded: Bool[ndarray, " row"] | bool = True
 ) -> pd.DataFrame:
-    """Returns the mean of each row over prompts or seeds, with `keys` and `VALUES`; a missing value (NaN) is left out.
+    """Returns the mean of each row over prompts or other draws, with `keys` and `VALUES`; missing values do not count.
 
     Args:
         keys: The key columns, one row for each row of `values`.
@@ -183,6 +216,12 @@ def mean_rows(
 def both(statistic: Callable[[Part], Measured], part: Part, control: Part) -> tuple[Measured, Measured]:
     """Returns a statistic of one part of a table, and the same of the control."""
     return statistic(part), statistic(control)
+
+
+def _over_seeds(statistic: Statistic) -> Measured:
+    if isinstance(statistic, Measured):
+        return statistic
+    return share_of(statistic) if statistic.dtype == bool else over_seeds(statistic)
 
 
 def _row(table: Table, place: int) -> Measured:

@@ -1,6 +1,6 @@
 """The report of `localize`: the heads that it named, with all evidence, as tables and as one HTML page."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.files import writable_folder
+from align_circuits.heads.head_sets import CONTROLS, Verdict
 from align_circuits.heads.localize_heads import Localization
 from align_circuits.hooks.heads import describe
 from align_circuits.prompts.prompts import KINDS
@@ -38,6 +39,9 @@ THRESHOLDS = {
     "fdr": "false discovery rate over all candidates (heads times roles), at most",
     "effect": "effect of ablation or patching on the targets' log-probability in nats, with a 95% interval above 0, "
     "at least",
+    "loss": "accuracy that a necessary set of heads costs, at least",
+    "kept": "share of the accuracy that a sufficient set of heads keeps, at least",
+    "alpha": "p-value of a set of heads beside each kind of control, at most",
 }
 """Descriptions of the thresholds."""
 
@@ -79,11 +83,22 @@ def _sections(localization: Localization) -> Iterator[Section]:
     )
     yield (
         "Accuracy without them",
-        "Ablated heads output their mean over tokens of the same role. Each small dot is one draw of as many random "
-        "heads of the same layers; bars are 95% intervals over prompts. If the named heads matter, accuracy falls "
-        "below every draw; if they suffice, it stays high with all other heads ablated. Grey: the heads of one role.",
+        "Ablated heads output their mean over tokens of the same role. Each small dot is one draw of as many other "
+        "heads, of the same layers or of similar scores; bars are 95% intervals over prompts. If the named heads "
+        "matter, accuracy falls below every draw; if they suffice, it stays high with all other heads ablated. Grey: "
+        "the heads of one role.",
         drawn["ablation"],
     )
+    if localization.verdicts:
+        yield (
+            "Are they necessary, and do they suffice?",
+            f"Necessary: ablating the set costs at least {localization.thresholds.loss:g} of accuracy. Sufficient: "
+            f"with all other heads ablated at least {localization.thresholds.kept:.0%} of it is kept. Both only if as "
+            "many heads, drawn at random from the same layers and from those of similar scores, do worse "
+            f"(p at most {localization.thresholds.alpha:g}). The smallest sets were looked for on the prompts that "
+            "chose the candidates.",
+            verdicts_table(localization.verdicts),
+        )
     yield (
         "Scores of all heads",
         "One map per role, with the named heads circled. Hover for a number and its interval. A score describes where "
@@ -168,6 +183,7 @@ def named_heads(localization: Localization) -> Html:
             column: _formatted(numbers.get((*head, role, metric), (np.nan,) * 3), metric)
             for metric, column in EVIDENCE.items()
         }
+        | {"named by": " and ".join(_named_by(localization, (*head, role), numbers))}
         for role, heads in localization.heads_by_role.items()
         for head in heads
     ]
@@ -177,6 +193,36 @@ def named_heads(localization: Localization) -> Html:
         f"<b>{role}</b> {localization.roles[role]}" for role, heads in localization.heads_by_role.items() if heads
     )
     return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
+
+
+def _named_by(
+    localization: Localization, key: tuple[int, int, str], numbers: Mapping[tuple, tuple[float, ...]]
+) -> Iterator[str]:
+    """Which causal tests a head passed: one is enough."""
+    for metric, name in (("ablation", "ablation"), ("denoising", "patching")):
+        value, low, _ = numbers.get((*key, metric), (np.nan,) * 3)
+        if value >= localization.thresholds.effect and low > 0:
+            yield name
+
+
+def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
+    """Returns the verdicts as an HTML table, those that do not hold as well."""
+    rows = [
+        {
+            "set": f"{'smallest found: ' if verdict.smallest else 'named: '}{describe(verdict.heads)}",
+            "heads": f"{len(verdict.heads)} of {verdict.total}",
+            "claim": verdict.claim,
+            "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
+            "intact": f"{verdict.intact:.2f}",
+        }
+        | {
+            CONTROLS[name]: f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}), p = {verdict.p[name]:.2g}"
+            for name, draws in verdict.controls.items()
+        }
+        | {"holds": "yes" if verdict.holds else "not shown"}
+        for verdict in verdicts
+    ]
+    return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0, na_rep="–")}</div>')
 
 
 def _formatted(numbers: Sequence[float], metric: str) -> str:

@@ -46,7 +46,7 @@ def evaluate(
         - `offset`: the target's place in its phrase, with kind `"all"`; missing for every place
       (`table.where(offset=None)`).
 
-        Intervals are 95% bootstrap intervals over prompts.
+        Intervals are 95% intervals over prompts.
 
         An accuracy shows alignment only where it is above `history`, not above `chance` (paper 1, §3; the two
         ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed automata the

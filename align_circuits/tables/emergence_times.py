@@ -1,6 +1,7 @@
 """When something emerged, as a number: from the course of a metric over the steps of a training."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.checks import checked
+from align_circuits.tables.intervals import binomial_interval, t_interval
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
 MIN_RISE = 0.3
@@ -84,7 +86,8 @@ def emergence(
     Returns:
         A table keyed by the remaining keys and `measure`: `"step"`, the mean over the runs in which the metric emerged
         (`emergence_step`), NaN if it did so in none, with n the number of those runs; and `"emerged"`, the share of
-        runs, n all of them. Intervals are 95% bootstrap intervals over runs; NaN for a single run.
+        runs, n all of them. Intervals are over runs, by Student's t for the step
+        (none where all runs have the same) and exact binomial for the share; NaN for a single run.
 
     Raises:
         KeyError: A metric or key that the tables do not have.
@@ -127,9 +130,12 @@ def emergence(
         Provenance("emergence", settings=settings | keys),
         bounded=np.repeat([False, True], len(rows)),
     )
+    low, high = t_interval(values)
+    shares = np.array([binomial_interval(int(row.sum()), len(row)) for row in emerged]).T
     if len(tables) == 1:
-        table.frame[["low", "high"]] = np.nan
-    return table
+        shares[:] = np.nan
+    frame = table.frame.assign(low=np.concatenate([low, shares[0]]), high=np.concatenate([high, shares[1]]))
+    return replace(table, frame=frame)
 
 
 def best_head(frame: Any, last: int) -> Any:

@@ -1,18 +1,16 @@
-"""Intervals: most resample prompts, the unit that is drawn independently."""
+"""Intervals: over prompts or seeds, the units that are drawn independently."""
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.stats import binomtest, false_discovery_control
+from scipy.special import expit, logit
+from scipy.stats import binomtest, false_discovery_control, t
 
 COVERAGE = 0.95
 """The coverage of every interval in the package."""
 
 TAILS = ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
 """The quantiles at the ends of such an interval."""
-
-RESAMPLES = 2000
-_NUMBERS_AT_ONCE = 2**21
 
 
 def weighted_mean(
@@ -26,72 +24,73 @@ def weighted_mean(
     return np.divide(_weighted(values, weights).sum(1), total, out=np.full(len(values), np.nan), where=total > 0)
 
 
-def bootstrap(
+def mean_interval(
     values: Float[ndarray, "row prompt"],
     weights: Float[ndarray, "row prompt"],
     minus: tuple[Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]] | None = None,
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Returns the percentile-bootstrap interval of each row's weighted mean over prompts.
+    """Returns the interval of each row's weighted mean over prompts: Student's t, corrected for skew (Hall, 1992).
 
-    Prompts are resampled whole, since the targets of one prompt share its examples (a cluster bootstrap). All rows
-    share the resamples, so two rows may be compared; with `minus`, the interval is that of the difference
-    "row minus the same row of `minus`", paired by prompt.
+    Prompts are the unit, since the targets of one prompt share its examples. The spread is that of the means without
+    one prompt each (the jackknife); a row has as many degrees of freedom as prompts of equal weight would have, less
+    one (Kish, 1965: their number is (Σw)²/Σw²). With `minus`, the interval is that of the difference "row minus the
+    same row of `minus`", paired by prompt.
 
-    A mean on the edge of its range, such as an accuracy of 1.0 in every prompt, has no spread to resample, and the
-    interval has length zero: for a proportion use `proportion`, which then falls back on an exact bound.
-    The interval is too short for few prompts (Efron and Tibshirani, 1993, ch. 13): below about 20, read it as rough.
+    Where all prompts agree there is no spread to judge by, and the interval has length zero: that is no certainty. For
+    a proportion use `proportion`, which then has an exact bound. `benchmarks/coverage.py` shows how often it covers.
 
     Args:
         values: A mean for each row and prompt; anything, NaN included, where the weight is 0.
         weights: How many targets each mean rests on; 0 where there is none.
         minus: Values and weights of the other side of a paired difference.
-        resamples: How many times the prompts are redrawn.
-        seed: Of the resamples.
 
     Returns:
         Lower and upper ends; NaN for a row with weight in fewer than two prompts.
+
+    Raises:
+        ValueError: No prompts.
     """
-    generator = np.random.default_rng(seed)
-    n_prompts = values.shape[1]
-    if n_prompts == 0:
-        raise ValueError("no prompts to resample: give at least one")
-    # A resample matters only by how often it holds each prompt. So it is a column of counts, and one matrix product
-    # gives the weighted sums of all rows in all resamples.
-    draws = generator.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts), size=resamples).T.astype(float)
-    low, high = np.full(len(values), np.nan), np.full(len(values), np.nan)
-    step = max(1, _NUMBERS_AT_ONCE // resamples)
-    for start in range(0, len(values), step):
-        rows = slice(start, start + step)
-        means = _resampled(values[rows], weights[rows], draws)
-        if minus is not None:
-            means = means - _resampled(minus[0][rows], minus[1][rows], draws)
-        missing = np.isnan(means)
-        # numpy sorts whole rows together, but rows with gaps one by one
-        for known, quantile in ((~missing.any(1), np.quantile), (missing.any(1) & ~missing.all(1), np.nanquantile)):
-            if known.any():
-                low[rows][known], high[rows][known] = quantile(means[known], TAILS, axis=1)
-    alone = (weights > 0).sum(1) < 2  # one prompt has no spread
-    low[alone], high[alone] = np.nan, np.nan
-    return low, high
+    if values.shape[1] == 0:
+        raise ValueError("no prompts, so no interval: give at least one")
+    mean, errors, prompts = weighted_mean(values, weights), *_jackknife(values, weights)
+    if minus is not None:
+        others, fewer = _jackknife(*minus)
+        mean, errors, prompts = mean - weighted_mean(*minus), errors - others, np.fmin(prompts, fewer)
+    return _skewed_t(mean, errors, prompts)
 
 
 def proportion(
     values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Returns `bootstrap`'s interval for means in [0, 1], not of length zero at either end.
+    """Returns `mean_interval`'s interval for means in [0, 1], made on the scale of log odds, so that it stays inside.
 
-    Where every prompt is all right or all wrong the bootstrap sees no spread. There the bound is the exact binomial
-    one (Clopper and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - `COVERAGE`.
+    Where every prompt is all right or all wrong there is no spread. There the bound is the exact binomial one (Clopper
+    and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - `COVERAGE`. In prompts that all
+    have the same share between 0 and 1 the interval has length zero.
     """
-    low, high = bootstrap(values, weights)
+    if values.shape[1] == 0:
+        raise ValueError("no prompts, so no interval: give at least one")
+    mean, (errors, prompts) = weighted_mean(values, weights), _jackknife(values, weights)
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
-    mean = weighted_mean(values, weights)
+    low, high = _skewed_t(mean, errors, prompts, odds=True)
     low, high = np.where(mean == 0, 0.0, low), np.where(mean == 1, 1.0, high)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
+
+
+def t_interval(values: Float[ndarray, "row seed"]) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Returns Student's interval of each row's mean over seeds, mean ± t s/√n; a value of NaN does not count.
+
+    Few seeds tell too little of a distribution to correct for its skew. NaN for a row with fewer than two values, and
+    where all are equal: they do not tell how far another seed would fall from them.
+    """
+    known = ~np.isnan(values)
+    n = known.sum(1)
+    mean = weighted_mean(values, known.astype(float))
+    square = (np.where(known, values - mean[:, None], 0) ** 2).sum(1) / np.maximum(n - 1, 1)
+    equal = np.sqrt(square) <= 1e-12 * np.abs(mean)  # but for rounding
+    half = np.where((n < 2) | equal, np.nan, t.ppf(TAILS[1], np.maximum(n - 1, 1)) * np.sqrt(square / np.maximum(n, 1)))
+    return mean - half, mean + half
 
 
 def binomial_interval(successes: int, trials: int, *, coverage: float = COVERAGE) -> tuple[float, float]:
@@ -119,10 +118,10 @@ def binomial_interval(successes: int, trials: int, *, coverage: float = COVERAGE
 def ratio(
     above: Float[ndarray, "row prompt"], below: Float[ndarray, " prompt"], weights: Float[ndarray, " prompt"]
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Returns each row's ratio of weighted means over prompts, with its percentile-bootstrap interval.
+    """Returns each row's ratio of weighted means over prompts, with an interval as by `mean_interval`.
 
-    Prompts are resampled whole, above and below the line together. Where the mean below is near 0 the interval is wide
-    or wild, as it should be.
+    Each prompt is left out above and below the line together. Where the mean below is near 0 the interval is wide or
+    wild, as it should be.
 
     Args:
         above: A mean for each row and prompt.
@@ -132,14 +131,14 @@ def ratio(
     Returns:
         The ratios, and the lower and upper ends.
     """
-    rows = np.concatenate([above, below[None]])
-    wide = np.broadcast_to(weights, rows.shape)
+    rows, wide = np.concatenate([above, below[None]]), np.broadcast_to(weights, (len(above) + 1, len(weights)))
     means = weighted_mean(rows, wide)
-    draws = np.random.default_rng(0).multinomial(len(weights), np.full(len(weights), 1 / len(weights)), RESAMPLES)
-    resampled = _resampled(rows, wide, draws.T.astype(float))
+    parts = _weighted(rows, wide)
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanquantile(resampled[:-1] / resampled[-1], TAILS, axis=1)
-    return means[:-1] / means[-1], low, high
+        ratios = means[:-1] / means[-1]
+        without = (parts[:-1].sum(1, keepdims=True) - parts[:-1]) / (parts[-1].sum() - parts[-1])
+    errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
+    return ratios, *_skewed_t(ratios, errors, _jackknife(rows, wide)[1][:-1])
 
 
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
@@ -147,11 +146,57 @@ def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
     return false_discovery_control(p) if len(p) else p
 
 
-def _resampled(
-    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"], draws: Float[ndarray, "prompt draw"]
-) -> Float[ndarray, "row draw"]:
-    total = weights @ draws
-    return np.divide(_weighted(values, weights) @ draws, total, out=np.full(total.shape, np.nan), where=total > 0)
+def _jackknife(
+    values: Float[ndarray, "row prompt"], weights: Float[ndarray, "row prompt"]
+) -> tuple[Float[ndarray, "row prompt"], Float[ndarray, " row"]]:
+    """How far the mean lies from that without each prompt, and the number of prompts of equal weight (NaN without any).
+
+    The former are scaled so that their squares sum to the variance of the mean; they are 0 without weight.
+    """
+    total, squares = weights.sum(1), (weights**2).sum(1)
+    equal = np.divide(total**2, squares, out=np.full(len(values), np.nan), where=squares > 0)
+    mean = np.nan_to_num(weighted_mean(values, weights))[:, None]
+    rest = total[:, None] - weights
+    moved = np.divide(_weighted(values, weights) - mean * weights, rest, out=np.zeros(values.shape), where=rest > 0)
+    return moved * _share_of_variance(weights)[:, None], equal
+
+
+def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
+    """√((n - 1)/n) for n prompts with weight, by which the jackknife scales how far each of them moves a mean."""
+    n = np.maximum((weights > 0).sum(1), 1)
+    return np.sqrt((n - 1) / n)
+
+
+def _skewed_t(
+    mean: Float[ndarray, " row"],
+    errors: Float[ndarray, "row prompt"],
+    prompts: Float[ndarray, " row"],
+    *,
+    odds: bool = False,
+) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
+    """Student's interval of means from how far each prompt moves them, corrected for skew.
+
+    T = (mean - truth)/se is skewed where the values are, by A = their skewness/√n. Hall's cubic
+    g(T) = T + A (T²/3 + 1/6) + A² T³/27 is not, and grows with T, so its inverse turns quantiles of Student's t into
+    those of T. On the scale of log odds the skew that a binomial has by itself, (1 - 2p)/√(p (1 - p) n), is gone, and
+    only what exceeds it is corrected.
+    """
+    error = np.linalg.norm(errors, axis=1)
+    relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
+    skew = (relative**3).sum(1)
+    scale, within = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9)
+    if odds:
+        scale = 1 / (within * (1 - within))
+        skew = skew - (1 - 2 * within) * scale * error
+    skew = np.where(np.abs(skew) < 1e-6, 1e-6, skew)  # Hall's cubic is T itself at 0, where its inverse is 0/0
+    quantile = t.ppf(TAILS[1], np.maximum(prompts - 1, 1))
+    ends = []
+    for x in (quantile, -quantile):
+        moved = -error * scale * 3 / skew * (np.cbrt(1 + skew * (x - skew / 6)) - 1)
+        ends.append(expit(logit(within) + moved) if odds else mean + moved)
+    low, high = np.fmin(ends[0], mean), np.fmax(ends[1], mean)  # rounding where there is no spread
+    alone = ~(prompts > 1 + 1e-9)  # one prompt has no spread
+    return np.where(alone, np.nan, low), np.where(alone, np.nan, high)
 
 
 def _weighted(

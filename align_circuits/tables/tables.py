@@ -73,6 +73,9 @@ class Table:
     """Measurements in long form: key columns, then value, low, high and n.
 
     `low` and `high` are the ends of a 95% interval over prompts; `n` is the number of targets that the value rests on.
+    An interval of length zero says that all prompts gave the same value, such as a head that does nothing: these
+    prompts show no spread, which does not exclude others. A share of exactly 0 or 1 has an exact bound instead. NaN:
+    fewer than two prompts, or nothing to tell.
     """
 
     frame: pd.DataFrame
@@ -100,7 +103,7 @@ class Table:
         counts: Float[ndarray, "row prompt"] | None = None,
         bounded: Bool[ndarray, " row"] | bool = True,
     ) -> "Table":
-        """Makes a table of means over prompts with bootstrap intervals.
+        """Makes a table of means over prompts with 95% intervals.
 
         Args:
             keys: The key columns, one row for each row of `values`.
@@ -108,12 +111,11 @@ class Table:
             weights: How much it weighs: the number of its targets, or the denominator of a ratio of sums.
             provenance: Where the values came from.
             counts: The number of targets where that is not the weight.
-            bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.bootstrap`'s.
+            bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.mean_interval`'s.
         """
         low, high = np.full((2, len(values)), np.nan)
-        # A share that is 1 in every prompt has a bootstrap interval of length 0; other metrics have no bound to fall
-        # back on.
-        for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.bootstrap)):
+        # A share that is 1 in every prompt has no spread, but an exact bound; other metrics have no bound.
+        for rows, interval in ((bounded, stats.proportion), (np.logical_not(bounded), stats.mean_interval)):
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
         frame = keys.reset_index(drop=True).assign(
@@ -255,7 +257,7 @@ class Table:
         same = _same_data(self, other)
         low = high = np.full(len(self), np.nan)
         if same and self.values is not None and right.values is not None:
-            low, high = stats.bootstrap(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
+            low, high = stats.mean_interval(self.values, self.weights, minus=(right.values, right.weights))  # pyright: ignore[reportArgumentType]
         frame = self.frame.assign(
             value=self.frame["value"].to_numpy() - right.frame["value"].to_numpy(),
             low=low,

@@ -231,6 +231,7 @@ class TestMeaning:
         """Where all prompts have it there, the null is other places: who knows the places may know the tokens."""
         prompts = ac.RepeatedTokensTask(length=8).sample(6, char_tokenizer, seed=0)
         relation, length = prompts.relations["induction"], prompts.mask.shape[1]
+        prompts = prompts.with_relations(own=relation)
         assert nulls.in_one_place(relation, prompts)
 
         def attention(_: int, query: int) -> Tensor:
@@ -238,7 +239,7 @@ class TestMeaning:
             everywhere = spread(length, list(range(query + 1)))
             return torch.stack([knows, 0.3 * knows + 0.7 * everywhere, everywhere, spread(length, [query - 3])])
 
-        found = p_values(attending(attention), prompts, ["induction"])["induction"][0]
+        found = p_values(attending(attention), prompts, ["own"])["own"][0]
         assert found[:2].tolist() == [1 / (REDRAWS + 1)] * 2
         assert found[2] == 1 and found[3] > 0.2
 
@@ -263,6 +264,28 @@ class TestMeaning:
         assert (found >= 1 / 6 - 1e-12).all()
 
 
+class TestSmallest:
+    """What prompts allow is known before a model runs."""
+
+    def test_by_hand(self, prompts, char_tokenizer):
+        found = nulls.smallest_p_values(prompts, NAMES)
+        assert found["align_query"] == found["align_key"] == 1 / 6
+        assert found["lookup"] == 1 / 120, "orders of five prompts"
+        assert found["previous"] == 1 / int(prompts.relations["previous"].query.min())
+        five = replace(TASK, x_len=5).sample(16, char_tokenizer, seed=0)
+        assert nulls.smallest_p_values(five, ["align_key"]) == {"align_key": pytest.approx(1 / 120)}
+        assert nulls.smallest_p_values(five, ["lookup"]) == {"lookup": 1 / (REDRAWS + 1)}
+        repeated = ac.RepeatedTokensTask(length=6).sample(3, char_tokenizer, seed=0)
+        assert nulls.smallest_p_values(repeated, ["induction"]) == {"induction": pytest.approx(1 / 5040)}
+        one = repeated[:2].with_relations(own=repeated[:2].relations["induction"])
+        per_target = [int(query) + 1 for query in one.relations["own"].query[: len(one.relations["own"]) // 2]]
+        assert nulls.smallest_p_values(one, ["own"])["own"] == max(1e-4, 1 / np.prod(per_target))
+
+    def test_no_p_value_is_smaller(self, model, prompts):
+        found, least = p_values(model, prompts, NAMES), nulls.smallest_p_values(prompts, NAMES)
+        assert all((found[name] >= least[name] - 1e-4).all() for name in NAMES)  # redraws may hit the truth seldom
+
+
 class TestRefusals:
     def test_what_is_asked(self, model, prompts):
         with pytest.raises(KeyError, match=r"no relation 'sink' in these prompts; they have .*lookup"):
@@ -280,8 +303,9 @@ class TestRefusals:
     @pytest.mark.parametrize("lengths", [(6, 8), (6, 7, 8)])
     def test_layouts_that_differ(self, model, lengths):
         padded = Prompts.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2][:length] for length in lengths])
+        padded = padded.with_relations(own=padded.relations["induction"])
         with pytest.raises(ValueError, match="targets at different positions: test prompts of one layout"):
-            p_values(model, padded, ["induction"])
+            p_values(model, padded, ["own"])
         assert p_values(model, padded, ["previous"])["previous"].shape == (2, 4)
 
 

@@ -19,8 +19,10 @@ from align_circuits.papers.claims import (
     extreme_of,
     mean_of,
     over_seeds,
+    seed_rows,
     share_of,
     value_of,
+    verdicts,
 )
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
@@ -65,7 +67,7 @@ def test_a_random_model_meets_no_criterion_that_needs_learning(folder, tmp_path)
     table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
     learned = [check for check in experiment.check(table) if check.relation == ">="]
     assert len(learned) == 3
-    assert not any(check.holds for check in learned)
+    assert not any(check.met for check in learned)
 
 
 def test_an_oracle_meets_them_and_its_alignment_breaks_the_gap(folder, tmp_path):
@@ -75,10 +77,8 @@ def test_an_oracle_meets_them_and_its_alignment_breaks_the_gap(folder, tmp_path)
     frame.loc[frame["predictor"] == "model", ["value", "low", "high"]] = 1.0
     frame.loc[frame["metric"] == "align_query", ["value", "low", "high"]] = 1.0
     checks = experiment.check(Table(frame, table.provenance))
-    assert all(check.holds for check in checks if check.relation == ">=")
-    assert not any(
-        check.holds for check in checks if "no better than" in check.claim or "no head aligns" in check.claim
-    )
+    assert all(check.met for check in checks if check.relation == ">=")
+    assert not any(check.met for check in checks if "no better than" in check.claim or "no head aligns" in check.claim)
 
 
 def table_of(values: list[float], reach: float = 0.1) -> Table:
@@ -108,12 +108,41 @@ def test_the_interval_of_a_difference_covers_as_often_as_it_says():
     assert 0.93 < np.mean(covered) < 0.97
 
 
-@pytest.mark.parametrize(("relation", "value", "holds"), [(">=", 0.5, True), (">=", 0.49, False), ("<=", 0.51, False)])
-def test_a_check_holds_at_its_threshold_and_not_beyond(relation: Any, value, holds):
+@pytest.mark.parametrize(
+    ("relation", "low", "high", "verdict"),
+    [
+        (">=", 0.5, 0.7, "holds"),
+        (">=", 0.49, 0.7, "undecided"),
+        (">=", 0.3, 0.49, "fails"),
+        ("<=", 0.3, 0.5, "holds"),
+        ("<=", 0.3, 0.51, "undecided"),
+        ("<=", 0.51, 0.7, "fails"),
+        (">=", np.nan, np.nan, "undecided"),
+    ],
+)
+def test_a_check_is_judged_by_its_interval(relation: Any, low, high, verdict):
     control = Measured(0.1, 0.0, 1.0)
-    check = Check("c", Measured(value, 0.0, 1.0), relation, 0.5, control=control, control_is="nothing")
-    assert check.holds is holds
+    check = Check("c", Measured(0.5, low, high), relation, 0.5, control=control, control_is="nothing")
+    assert check.verdict == check.row()["verdict"] == verdict
+    assert check.met, "by its value alone"
     assert check.control_fails is (relation == ">=")
+
+
+def test_verdicts_are_counted():
+    control = Measured(0.1, 0.0, 1.0)
+    ends = [(0.6, 0.8), (0.4, 0.8), (0.6, 0.6), (0.1, 0.2)]
+    checks = [Check("c", Measured(high, low, high), ">=", 0.5, control, "nothing") for low, high in ends]
+    assert verdicts(checks) == "2 hold, 1 fail, 1 undecided of 4 claims."
+
+
+def test_over_seeds_two_perfect_accuracies_are_no_proof_and_a_yes_of_each_is_binomial():
+    claim, control = Claim("c"), Measured(0.1, 0.0, 1.0)
+    agreeing = claim.at_least(0.5, np.array([1.0, 1.0]), control, "nothing")
+    assert agreeing.measured.value == 1 and np.isnan(agreeing.measured.low) and agreeing.verdict == "undecided"
+    assert str(claim.at_least(0.5, np.array([True, True]), control, "nothing").measured) == "1.00 [0.16, 1.00]"
+    assert str(over_seeds(np.array([0.4, 0.8, np.nan]))) == "0.60 [-1.94, 3.14]"  # 12.7 * 0.4 / 2
+    rows = seed_rows(pd.DataFrame({"x": [0, 1]}), np.array([[1.0, 1.0], [0.4, 0.8]]))
+    assert rows["n"].tolist() == [2, 2] and rows["low"].isna().tolist() == [True, False]
 
 
 def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
@@ -121,8 +150,8 @@ def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
     assert check == Check(
         "c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, Measured(0.1, 0.0, 1.0), "nothing", "about 1"
     )
-    assert check.holds and check.control_fails
-    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").holds
+    assert check.met and check.control_fails
+    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").met
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
-from align_circuits.heads.localize_heads import Thresholds
+from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import describe
 from align_circuits.report import page as report
 from align_circuits.report import save_localization

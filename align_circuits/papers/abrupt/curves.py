@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.report import plots
-from align_circuits.tables.intervals import bootstrap
+from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import Table
 
 
@@ -36,9 +36,9 @@ def at_end(table: Table, measure: str, **where: Any) -> Float[ndarray, " seed"]:
     return curves.iloc[-max(2, len(curves) // 10) :].mean().to_numpy()
 
 
-def stalled(table: Table, **where: Any) -> Float[ndarray, " seed"]:
-    """Returns 1 for each seed whose accuracy in context ends below one half, 0 for the others."""
-    return (at_end(table, "icl", **where) < 0.5).astype(float)
+def stalled(table: Table, **where: Any) -> Bool[ndarray, " seed"]:
+    """Returns for each seed whether its accuracy in context ends below one half."""
+    return at_end(table, "icl", **where) < 0.5
 
 
 def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
@@ -147,6 +147,6 @@ def single_curves(table: Table, measure: str, **where: Any) -> pd.DataFrame:
 
 def _means(name: str, curves: pd.DataFrame) -> pd.DataFrame:
     values = curves.to_numpy(float)
-    low, high = bootstrap(values, (~np.isnan(values)).astype(float))
+    low, high = t_interval(values)
     frame = pd.DataFrame({"step": curves.index, "measure": name, "low": low, "high": high})
     return frame.assign(value=np.nanmean(values, 1))

@@ -206,8 +206,8 @@ def check_alignment(table: Table, **where: Any) -> list[Check]:
 
 
 def _check_fig4(table: Table) -> list[Check]:
-    learned = (~np.isnan(transitions(table))).astype(float)
-    untrained = (at_start(table, "icl") >= 0.5).astype(float)
+    learned = ~np.isnan(transitions(table))
+    untrained = at_start(table, "icl") >= 0.5
     every = Claim("Every seed makes the transition (share of seeds)")
     return [every.at_least(1.0, learned, untrained, "before training"), *check_alignment(table)]
 

@@ -52,7 +52,7 @@ def hypotheses(table: Table) -> pd.DataFrame:
             {
                 "hypothesis": hypothesis,
                 "fixed": cause,
-                "seeds in which the head forms": str(over_seeds(formed.astype(float))),
+                "seeds in which the head forms": str(share_of(formed)),
                 "step": f"{steps[0]:.0f}",
                 "step, nothing fixed": f"{steps[1]:.0f}",
                 "excluded": "yes" if formed.all() else "no",

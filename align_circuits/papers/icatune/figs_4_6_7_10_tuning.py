@@ -81,9 +81,7 @@ def layers_apart(table: Table, part: str) -> Measured:
     The best are those that give the right keys the most attention: by their share alone, many tie at 1.
     """
     aligner, lookup = (best_heads(table, part, metric).frame.set_index("seed")["layer"] for metric in ATTENDED)
-    apart: Any = (lookup - aligner).astype(float)
-    mean, reach = float(apart.mean()), 1.96 * float(apart.std()) / len(apart) ** 0.5 if len(apart) > 1 else 0.0
-    return Measured(mean, mean - reach, mean + reach)
+    return over_seeds((lookup - aligner).to_numpy(float))
 
 
 def _at_the_end(course: Table) -> Table:

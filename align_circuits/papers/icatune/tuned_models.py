@@ -13,7 +13,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head
 from align_circuits.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.claims import mean_rows
+from align_circuits.papers.claims import seed_rows
 from align_circuits.papers.study import Inputs, Measurement, Rows, Study, training_folder
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence_times import emergence
@@ -193,14 +193,14 @@ def as_rows(parts: Iterable[pd.DataFrame], keys: Sequence[str] = KEYS) -> pd.Dat
 
 
 def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
-    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% bootstrap intervals over seeds.
+    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% t intervals over seeds.
 
-    A single seed keeps its interval over prompts.
+    A single seed keeps its interval over prompts; seeds that all gave the same value have none.
     """
     if frame["seed"].nunique() == 1:
         return frame[[*by, *VALUES]].reset_index(drop=True)
     wide = frame.pivot(index=list(by), columns="seed", values="value")
-    return mean_rows(wide.index.to_frame(index=False), wide.to_numpy(dtype=float))
+    return seed_rows(wide.index.to_frame(index=False), wide.to_numpy(dtype=float))
 
 
 def courses(frame: Any, every: int = 1) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from align_circuits.circuits.faithful import circuit_model_distance, circuit_per
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, mean_rows, value_of
+from align_circuits.papers.claims import Check, Claim, Measured, seed_rows, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -154,7 +154,7 @@ def _summarize(_: Exact, rows: Rows) -> pd.DataFrame:
         for frame, suffix in ((group, ""), (paired - eap.to_numpy(), " above eap")):
             keys = frame.index.to_frame(index=False)
             keys["metric"] += suffix
-            parts.append(mean_rows(keys, frame.to_numpy(dtype=float), bounded=False))
+            parts.append(seed_rows(keys, frame.to_numpy(dtype=float)))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -8,16 +8,22 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.localize_heads import localize
+from align_circuits.heads.localize_heads import ALIGNERS, localize
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.protocol import HookedModel
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.claims import Check, Claim, Measured, value_of
+from align_circuits.papers.recall.models.gpt2 import small_gpt2
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
-from align_circuits.tables.intervals import binomial_interval
+from align_circuits.tables.intervals import binomial_interval, t_interval
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tasks.task import Task
 from align_circuits.training.loop import TrainConfig
 from align_circuits.training.toy_llama import Recipe, untrained
 
@@ -26,6 +32,11 @@ TRUE = ("align_query", "align_key", "lookup", "previous")
 
 LEVELS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Where the distribution of p-values is read."""
+
+
+FAMILIES = ("standard", "marked", "pre-aligned", "repeated", "facts", "demonstrations")
+"""Prompts of in-context translation in three styles, random tokens repeated, and prompts of contextual recall before
+and after finetuning."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,15 @@ class GroundTruth:
     """Circuits at each lower strength."""
     strengths: tuple[float, ...] = (0.0, 0.2, 0.3, 0.4, 0.5, 0.7)
     random: int = 400
-    """Models of random weights."""
+    """Models of random weights for each family of prompts."""
+    families: tuple[str, ...] = FAMILIES
+    """What models of random weights read."""
     gains: tuple[float, ...] = (1.0, 4.0)
     """By what their query and key weights are multiplied, in turn: diffuse attention, and sharp."""
     n: int = 32
-    """Prompts for each model, half to find candidates."""
+    """Prompts for each planted circuit, half to find candidates."""
+    n_random: int = 24
+    """The same for models of random weights."""
     task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 5, "phrase_len": 2, "n_examples": 6})
 
 
@@ -51,7 +66,7 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
 
     Returns:
         For each role the number of heads that were built for it, that were named for it, and both; and the number of
-        those that a score alone would name, and of the right ones among them.
+        diffuse aligners and of those that a score alone would name, and of the right ones among them.
     """
     seq2seq = Seq2SeqTask(**task)
     model = planted_circuit(seq2seq, seed=seed, strength=strength)
@@ -61,28 +76,67 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
         true = {head for head, kind in model.kinds.items() if ("lookup" if kind == "backup" else kind) == role}
         grid = localization.table.where(role=role, metric="score").grid("score")
         scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= localization.thresholds.score)}
-        sets = {"true": true, "named": heads, "both": true & set(heads), "scored": scored, "scored true": true & scored}
+        diffuse = set(localization.diffuse_aligners.get(role, ()))
+        sets = {
+            "true": true,
+            "named": heads,
+            "both": true & set(heads),
+            "diffuse": diffuse,
+            "diffuse true": true & diffuse,
+            "scored": scored,
+            "scored true": true & scored,
+        }
         rows.append({"role": role, **{name: len(members) for name, members in sets.items()}})
     return rows
 
 
-def of_random(*, task: Mapping[str, Any], gain: float, n: int, seed: int) -> list[dict[str, Any]]:
-    """Localizes in one model of random weights; the function of a job.
+def of_random(*, family: str, gain: float, n: int, seed: int) -> list[dict[str, Any]]:
+    """Localizes in one model of random weights, on prompts whose shape the seed draws; the function of a job.
 
     Returns:
-        For each role the number of heads named for it, and for each head its p-value.
+        For each role the number of heads named for it, diffuse aligners included, and for each head its p-value.
     """
-    network: Any = untrained(_RANDOM, seed)
-    for layer in network.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.weight.data.mul_(gain**0.5)
-    model = load(network, tokenizer=char_tokenizer())
-    localization = localize(model, Seq2SeqTask(**task), n, seed=seed, draws=0)
+    localization = localize(_random_model(family, gain, seed), _task(family, seed), n, seed=seed, draws=0)
     return [
-        {"role": role, "named": len(heads), "p": float(p)}
+        {"role": role, "named": len(heads) + len(localization.diffuse_aligners.get(role, ())), "p": float(p)}
         for role, heads in localization.heads_by_role.items()
         for p in localization.table.where(role=role, metric="p").frame["value"]
     ]
+
+
+_WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
+
+
+def _task(family: str, seed: int) -> Task:
+    """Prompts of a family in a random shape."""
+    draw = np.random.default_rng(seed)
+    if family == "repeated":
+        return RepeatedTokensTask(length=int(draw.integers(10, 31)), repeats=int(draw.integers(2, 4)))
+    if family == "facts":
+        return FactsTask(_WORLD, int(draw.integers(2, 5)), int(draw.integers(3, 7)), p_grammar=0.0)
+    if family == "demonstrations":
+        return DemonstrationsTask(_WORLD, int(draw.integers(6, 17)))
+    shape = {"x_len": (4, 7), "phrase_len": (1, 4), "n_examples": (3, 6)}
+    return Seq2SeqTask(style=family, **{name: int(draw.integers(*ends)) for name, ends in shape.items()})  # pyright: ignore[reportArgumentType]
+
+
+def _random_model(family: str, gain: float, seed: int) -> HookedModel:
+    """A Llama with rotary positions for text, a GPT-2 with learned positions for recall."""
+    if family in ("facts", "demonstrations"):
+        gpt2: Any = small_gpt2(_WORLD.d_vocab, 128, seed=seed, d_model=64, n_layers=4, n_heads=4)
+        for name, weight in gpt2.named_parameters():
+            if "wte" in name or "wpe" in name:
+                weight.data.mul_(0.5 / 0.02)
+            elif weight.ndim == 2:  # to the standard deviation 1/√fan_in, [in, out]
+                weight.data.mul_(1 / (0.02 * weight.shape[0] ** 0.5))
+        for block in gpt2.transformer.h:
+            block.attn.c_attn.weight.data[:, :128] *= gain**0.5  # queries and keys
+        return load(gpt2)
+    llama: Any = untrained(_RANDOM, seed)
+    for layer in llama.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data.mul_(gain**0.5)
+    return load(llama, tokenizer=char_tokenizer())
 
 
 _RANDOM = Recipe(TrainConfig(steps=1), (), n_layers=4, n_heads=4, d_model=64, d_mlp=128, n_ctx=512)
@@ -97,7 +151,12 @@ def _jobs(config: GroundTruth, _: Inputs) -> list[Measurement]:
         for seed in range(count)
     ]
     gains = [(seed, config.gains[seed % len(config.gains)]) for seed in range(config.random)]
-    return [*planted, *(Measurement(of_random, {**common, "gain": gain}, seed) for seed, gain in gains)]
+    random = [
+        Measurement(of_random, {"family": family, "gain": gain, "n": config.n_random}, seed, {"family": family})
+        for family in config.families
+        for seed, gain in gains
+    ]
+    return [*planted, *random]
 
 
 def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
@@ -113,28 +172,32 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
         shares.append({"models": models, "role": role, "at": at, "metric": metric, **share})
 
     for (strength, role), group in known.groupby(["strength", "role"]):
-        sums = group[["true", "named", "both"]].sum()
+        sums = group[["true", "named", "both", "diffuse", "diffuse true"]].sum()
         if role in TRUE:
             add("planted", role, strength, "recall", sums["both"], sums["true"])
         add("planted", role, strength, "precision", sums["both"], sums["named"])
+        if role in ALIGNERS:
+            add("planted", role, strength, "diffuse precision", sums["diffuse true"], sums["diffuse"])
     sums = full[["named", "both", "scored", "scored true"]].sum()
     add("planted", "any", 1.0, "precision", sums["both"], sums["named"])
     add("planted", "any", 1.0, "precision by score", sums["scored true"], sums["scored"])
-    for models, frame in (("planted", full), ("random", random)):
+    for models, frame in (("planted", full), *((f"random, {name}", rows) for name, rows in random.groupby("family"))):
         named = frame.groupby("seed")["named"].sum() > 0
         add(models, "any", 1.0, "named", named.sum(), len(named))
-    for role, group in random.groupby("role"):
+    for (family, role), group in random.groupby(["family", "role"]):
+        seeds = group.groupby("seed")["p"]
         for level in LEVELS:
-            add("random", role, level, "p at most", (group["p"] <= level + 1e-12).sum(), len(group))
+            # Heads of one model are no independent observations.
+            at_most = seeds.apply(lambda p, level=level: (p <= level + 1e-12).mean()).to_numpy()
+            low, high = t_interval(at_most[None])
+            share = {"value": at_most.mean(), "low": low[0], "high": high[0], "n": len(at_most)}
+            shares.append({"models": f"random, {family}", "role": role, "at": level, "metric": "p at most", **share})
     return pd.DataFrame(shares)
 
 
 def _check(table: Table) -> list[Check]:
     def value(metric: str, role: str = "any", at: float = 1.0, models: str = "planted") -> Measured:
         return value_of(table, models=models, metric=metric, role=role, at=at)
-
-    def upper(measured: Measured) -> Measured:
-        return Measured(measured.high, measured.low, measured.high)
 
     return [
         *(
@@ -146,16 +209,24 @@ def _check(table: Table) -> list[Check]:
         Claim("Planted circuits: nobody else is named, whatever the role (precision)").at_least(
             1.0, value("precision"), value("precision by score"), "heads named by score alone"
         ),
-        Claim("Random weights: the upper 95% limit of the share of models in which any head is named").at_most(
-            0.05, upper(value("named", models="random")), upper(value("named")), "planted circuits"
+        *(
+            Claim(f"{name}: the share of models in which any head is named").at_most(
+                0.05, value("named", models=name), value("named"), "planted circuits"
+            )
+            for name in _random(table)
         ),
     ]
+
+
+def _random(table: Table) -> list[str]:
+    """What the kinds of models of random weights are called."""
+    return [name for name in table.frame["models"].unique() if name.startswith("random")]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     planted = table.where(models="planted", role=TRUE)
     panels = {metric: planted.where(metric=metric).frame for metric in ("recall", "precision")}
-    p = {"random weights": table.where(models="random", metric="p at most").frame}
+    p = {name: table.where(models=name, metric="p at most").frame for name in _random(table)}
     uniform = plots.curves(p, x="at", by="role", label="p", value="share of heads with a p-value up to p")
     uniform.add_scatter(x=[0, 1], y=[0, 1], mode="lines", name="uniform", line={"dash": "dot", "color": "#808080"})
     return {

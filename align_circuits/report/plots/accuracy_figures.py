@@ -20,8 +20,12 @@ _ABLATED = {
     "nothing": "nothing ablated",
     "named": "named heads ablated",
     "random": "as many random heads of the same layers ablated",
+    "matched": "as many other heads of similar scores ablated",
     "rest": "all other heads ablated",
+    "rest of random": "all but these random heads ablated",
+    "rest of matched": "all but these heads of similar scores ablated",
 }
+_DRAWN = ("random", "matched", "rest of random", "rest of matched")
 
 
 @checked
@@ -54,9 +58,9 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
 
 @checked
 def ablation(group_ablations: Table, title: str = "") -> go.Figure:
-    """Returns accuracy with nothing, the named heads, as many random heads, and all other heads ablated.
+    """Returns accuracy with nothing, the named heads, as many other heads, and all other heads ablated.
 
-    Each draw of random heads is a dot; the others have 95% intervals over prompts.
+    Each draw of control heads is a dot; the others have 95% intervals over prompts.
 
     Args:
         group_ablations: Of a `Localization`, with the key columns `ablated`, `draw`, `kind` and `metric`.
@@ -68,7 +72,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
     slot = 0.84 / len(sets)
     figure = go.Figure()
     for place, ablated in enumerate(sets):
-        rows, dots, main = frame[frame["ablated"] == ablated], ablated == "random", ablated in _ABLATED
+        rows, dots, main = frame[frame["ablated"] == ablated], ablated in _DRAWN, ablated in _ABLATED
         x = np.array([kinds.index(kind) for kind in rows["kind"]]) + (place - (len(sets) - 1) / 2) * slot
         if dots:
             draw = rows["draw"].to_numpy(dtype=float)
@@ -88,7 +92,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
                 "size": 6 if dots else 11,
                 "symbol": symbol,
                 "opacity": 0.75 if dots else 1,
-                "color": COLOURS[style] if main else GREY,
+                "color": COLOURS[style % len(COLOURS)] if main else GREY,
             },
         )
     figure.update_yaxes(title="accuracy", range=SHARES)

@@ -49,19 +49,19 @@ def table(*frames: pd.DataFrame) -> Table:
 def test_the_order_of_the_measures_is_seen_and_its_absence_too():
     born = {"icl": 200.0, "ila1": 202.0, "tila2": 205.0, "cla": 120.0, "tla2": 100.0}
     checks = FIG4.check(table(curves(born)))
-    assert [check.holds for check in checks] == [True] * 5
+    assert [check.met for check in checks] == [True] * 5
     assert all(check.control_fails for check in checks)
     late = check_alignment(table(curves(born | {"tla2": 210.0, "ila1": 320.0})))
-    assert [check.holds for check in late] == [False, True, True, False]
+    assert [check.met for check in late] == [False, True, True, False]
     never = FIG4.check(table(curves({"cla": 100.0})))
-    assert not any(check.holds for check in never)
+    assert not any(check.met for check in never)
 
 
 def test_stalled_seeds_are_counted():
     robust, stalls = curves({"icl": 100.0}, n_labels=8, n_pairs=4), curves({}, n_labels=4, n_pairs=4)
-    assert [check.holds for check in FIGA5.check(table(robust, stalls))] == [True, True]
+    assert [check.met for check in FIGA5.check(table(robust, stalls))] == [True, True]
     swapped = table(robust.assign(n_labels=4), stalls.assign(n_labels=8))
-    assert [check.holds for check in FIGA5.check(swapped)] == [False, False]
+    assert [check.met for check in FIGA5.check(swapped)] == [False, False]
 
 
 def overridden(**at: float) -> Table:
@@ -81,11 +81,11 @@ def overridden(**at: float) -> Table:
 
 def test_an_override_is_credited_only_if_the_transition_comes_sooner():
     sooner = CLAMPED.check(overridden(previous=100.0, previous_labels=100.0))
-    assert [check.holds and check.control_fails for check in sooner] == [True] * 4
+    assert [check.met and check.control_fails for check in sooner] == [True] * 4
     assert sooner[0].measured.value == pytest.approx(np.mean([100 / 200, 100 / 210, 100 / 220]))
-    assert [check.holds for check in CLAMPED.check(overridden())[:2]] == [False, False]
-    assert [check.holds and check.control_fails for check in WITHOUT.check(overridden())] == [True] * 4
-    assert not WITHOUT.check(overridden(no_write=200.0))[1].holds
+    assert [check.met for check in CLAMPED.check(overridden())[:2]] == [False, False]
+    assert [check.met and check.control_fails for check in WITHOUT.check(overridden())] == [True] * 4
+    assert not WITHOUT.check(overridden(no_write=200.0))[1].met
 
 
 def test_a_hypothesis_is_excluded_only_where_its_cause_was_fixed():
@@ -107,8 +107,8 @@ def test_a_head_counts_as_formed_only_with_transition_and_attention():
 
 def test_what_is_to_be_confirmed_can_fail():
     confirmed = CONFIRMED.check(overridden(CLA_fixed=1e9))
-    assert [check.holds and check.control_fails for check in confirmed] == [True] * 3
-    assert [check.holds for check in CONFIRMED.check(overridden(TLA2_fixed=1e9))] == [True, False, False]
+    assert [check.met and check.control_fails for check in confirmed] == [True] * 3
+    assert [check.met for check in CONFIRMED.check(overridden(TLA2_fixed=1e9))] == [True, False, False]
     assert not CONFIRMED.check(overridden(CLA_fixed=1e9, no_match=200.0))[0].control_fails
 
 
@@ -173,7 +173,7 @@ def test_dependences_on_the_data_are_read_from_the_right_conditions():
     assert values[4] == pytest.approx(0.3)
     assert values[7] == pytest.approx(0.4)
     assert not any(
-        check.holds for check in FIG2.check(dependence(lambda _: 0.1, lambda _: 0.1)) if check.relation == ">="
+        check.met for check in FIG2.check(dependence(lambda _: 0.1, lambda _: 0.1)) if check.relation == ">="
     )
 
 

@@ -120,9 +120,9 @@ def test_the_check_tells_a_forecast_from_chance():
     table = steps_table()
     assert errors(table, "tuned", "theory").tolist() == [5.0] * 3
     assert errors(table, "tuned", "others").tolist() == [100.0, 0.0, 100.0]
-    assert [check.holds and check.control_fails for check in ONSET.check(table)] == [True] * 3
-    assert not ONSET.check(steps_table(until=150.0))[0].holds
-    assert not ONSET.check(steps_table(emerged=0.0))[0].holds
+    assert [check.met and check.control_fails for check in ONSET.check(table)] == [True] * 3
+    assert not ONSET.check(steps_table(until=150.0))[0].met
+    assert not ONSET.check(steps_table(emerged=0.0))[0].met
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

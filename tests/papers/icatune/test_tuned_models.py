@@ -192,7 +192,7 @@ def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
         Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("test"))
     )
     assert faster.claim.startswith("λ = 16 is learned faster than λ = 1 ") and faster.measured.value == 0.5
-    assert learned.holds and learned.control_fails
+    assert learned.met and learned.control_fails
 
 
 def test_phrases_are_accepted_by_their_own_automata_alone(char_tokenizer):
@@ -227,7 +227,7 @@ def test_figure_4_tells_success_from_failure(folder, tmp_path):
     config = replace(experiment.scales["smoke"], arms=(ARM,), n=3)
     table = experiment.run(config, models=[folder], jobs=1, folder=tmp_path)
     assert list(table.frame.columns) == [*KEYS, *VALUES]
-    failed = {check.claim: check.holds for check in experiment.check(table)}
+    failed = {check.claim: check.met for check in experiment.check(table)}
     assert not any(holds for claim, holds in failed.items() if claim.startswith(("After", "A head", "The gain")))
     frame = table.frame.copy()
     good = (frame["part"] == "after") & (frame["condition"] != "labels corrupted")
@@ -238,7 +238,7 @@ def test_figure_4_tells_success_from_failure(folder, tmp_path):
     checks = {check.claim: check for check in experiment.check(Table(frame, table.provenance))}
     for claim, check in checks.items():
         if not claim.startswith("Lookup heads lie"):
-            assert check.holds and check.control_fails, claim
+            assert check.met and check.control_fails, claim
 
 
 def test_conjecture_prompts_hold_one_alignment_each():

@@ -127,7 +127,7 @@ def test_attention_that_carries_the_type_is_distinguished_from_attention_that_on
         for row in rows[-8:]:
             row.update(seed=seed, kind="icl", metric="accuracy")
     checks = CARRIER.check(table(rows))
-    assert [check.holds for check in checks] == [carries] * 4
+    assert [check.met for check in checks] == [carries] * 4
     assert all(check.control_fails for check in checks)
 
 
@@ -156,9 +156,9 @@ def test_suppressing_heads_are_distinguished_from_boosting_ones():
                     ]
         return table(rows)
 
-    assert [check.holds for check in STRATEGIES.check(of([True, True, True]))] == [True] * 3
+    assert [check.met for check in STRATEGIES.check(of([True, True, True]))] == [True] * 3
     some = STRATEGIES.check(of([True, False, True]))
-    assert [check.holds for check in some] == [True, False, False]
+    assert [check.met for check in some] == [True, False, False]
     assert some[1].measured.value == pytest.approx(2 / 3)
 
 
@@ -179,7 +179,7 @@ def test_one_stage_is_held_against_two(mixed, expected):
         for seed in range(3)
         for step in (0, 10)
     ]
-    assert [check.holds for check in MIXING.check(table(rows))] == expected
+    assert [check.met for check in MIXING.check(table(rows))] == expected
 
 
 def test_exchanges_are_credited_to_the_head_that_matters():
@@ -195,7 +195,7 @@ def test_exchanges_are_credited_to_the_head_that_matters():
                 rows.append({**common, "site": "pattern", "part": key, "value": 0.0})
                 rows.append({**common, "site": "v", "part": key, "value": has})
     checks = EXCHANGE.check(table(rows))
-    assert all(check.holds and check.control_fails for check in checks)
+    assert all(check.met and check.control_fails for check in checks)
     assert len(checks) == 5
 
 
@@ -271,5 +271,5 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
         ]
         return table(exact + looks)
 
-    assert all(check.holds and check.control_fails for check in BRIDGE.check(rows(0.8)))
-    assert [check.holds for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]
+    assert all(check.met and check.control_fails for check in BRIDGE.check(rows(0.8)))
+    assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]

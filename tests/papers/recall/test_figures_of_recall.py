@@ -44,8 +44,8 @@ def table(*frames: pd.DataFrame) -> Table:
 
 
 def holds(checks: list[Any]) -> list[bool]:
-    assert all(check.control_fails for check in checks if check.holds)
-    return [check.holds for check in checks]
+    assert all(check.control_fails for check in checks if check.met)
+    return [check.met for check in checks]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_order_of_learning_is_seen_and_its_reverse_too(at, expected):
 
 def test_a_model_that_recalls_without_finetuning_refutes_the_first_finding():
     found = table(curves(lambda _probe, _match: 50, ("pt", "icl"), stage="pt"))
-    assert [check.holds for check in FIG2.check(found)] == [True, False, False, False]
+    assert [check.met for check in FIG2.check(found)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("generalizes", [True, False])
@@ -86,7 +86,7 @@ def test_the_check_names_the_format_that_is_learned_first():
         )
 
     assert holds(FIG15.check(at("grm"))) == [True, True]
-    assert [check.holds for check in FIG15.check(at("icl"))] == [False, True]
+    assert [check.met for check in FIG15.check(at("icl"))] == [False, True]
 
 
 @pytest.mark.parametrize("matters", [True, False])
@@ -176,10 +176,10 @@ def test_clusters_that_grow_are_distinguished_from_constant_ones():
         [True] * 3,
     ]
     stay = clusters(lambda _div, _demos: 0.4, steers=False)
-    assert [check.holds for check in FIG8.check(stay)] == [False] * 4
-    assert [check.holds for check in FIG17.check(stay)] == [True]
+    assert [check.met for check in FIG8.check(stay)] == [False] * 4
+    assert [check.met for check in FIG17.check(stay)] == [True]
     assert not FIG17.check(stay)[0].control_fails  # together without demonstrations: nothing is shown
-    assert [check.holds for check in FIG18.check(stay)] == [False] * 3
+    assert [check.met for check in FIG18.check(stay)] == [False] * 3
     for figure in (FIG8, FIG16, FIG17, FIG18):
         assert all(drawn.data for drawn in figure.draw(grow).values())
 

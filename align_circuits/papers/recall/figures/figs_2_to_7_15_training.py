@@ -61,9 +61,9 @@ def _check_pretraining(table: Table) -> list[Check]:
         Claim(
             "The type is learned before the fact (share of seeds whose type match is learned at an earlier step)",
             "type, then fact",
-        ).at_least(0.9, (type_ < fact).astype(float), (fact < type_).astype(float), "the fact before the type"),
+        ).at_least(0.9, type_ < fact, fact < type_, "the fact before the type"),
         Claim("The type is learned before the subject (share of seeds)", "type first").at_least(
-            0.9, (type_ < subject).astype(float), (subject < type_).astype(float), "the subject before the type"
+            0.9, type_ < subject, subject < type_, "the subject before the type"
         ),
         Claim("Finding 1: pretraining does not suffice for ICL (exact match on ICL)", "near 0").at_most(
             0.2, at_end(table, **icl), at_end(table, **exact), "the same on PT"
@@ -109,7 +109,7 @@ def _check_formats(table: Table) -> list[Check]:
         Claim(
             "ICL+Grm is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm earlier)",
             "ICL+Grm first",
-        ).at_least(0.9, grm_first.astype(float), icl_first.astype(float), "ICL before ICL+Grm"),
+        ).at_least(0.9, grm_first, icl_first, "ICL before ICL+Grm"),
         learned(table, "ICL about held-out subjects follows (exact match)", 0.5, "before finetuning", **_HELD_OUT),
     ]
 

@@ -243,7 +243,7 @@ def _checks(table: Table, name: str) -> Iterator[Check]:
         yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
     for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
         where = {"metric": "heads named", "sequences": _STAGES[stage][0], "what": role}
-        after, before = ((per_seed(table, stage=at, **where) > 0).astype(float) for at in (stage, "untrained"))
+        after, before = (per_seed(table, stage=at, **where) > 0 for at in (stage, "untrained"))
         claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
         yield Claim(claim).at_least(1.0, after, before, "before training")
     recalled = {stage: per_seed(table, stage=stage, sequences="in context", metric="exact") for stage in _STAGES}

@@ -1,0 +1,277 @@
+"""Whether the model needs a set of heads, and whether the set suffices, beside as many other heads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from numpy import ndarray
+
+from align_circuits.heads.ablate import ablate_heads, ablation_baseline
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.edits import Ablate
+from align_circuits.hooks.heads import Head, describe, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.models.protocol import provenance_of
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
+from align_circuits.tables.tables import Table
+
+Claim = Literal["necessary", "sufficient"]
+
+CONTROLS = {"layers": "random heads of the same layers", "scores": "heads of similar scores"}
+"""The control sets, by what they share with the set that is tested."""
+
+_ROUNDING = 1e-9
+"""Accuracies that differ by less are equal."""
+
+CALIPER = 0.25
+"""How far a score may lie from that of the head for which a control is taken."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a set of heads is necessary, or sufficient: an accuracy beside those of control sets."""
+
+    claim: Claim
+    """Necessary: with the set ablated the answer is lost. Sufficient: with all other heads ablated it is kept."""
+    heads: tuple[Head, ...]
+    """The set."""
+    total: int
+    """How many heads the model has."""
+    intact: float
+    """The accuracy of the model."""
+    value: float
+    """The accuracy with the set ablated, or all other heads."""
+    low: float
+    """The lower end of its 95% interval over prompts."""
+    high: float
+    """The upper end."""
+    controls: Mapping[str, tuple[float, ...]]
+    """The same for control sets of as many heads, a number for each draw, by what they share with the set
+    (`CONTROLS`)."""
+    least: float
+    """The accuracy that a necessary set costs at least; the share of it that a sufficient one keeps at least."""
+    alpha: float
+    """The highest p-value."""
+    smallest: bool = False
+    """Whether this is the smallest set that was found, on other prompts, rather than all heads that were named."""
+
+    @property
+    def p(self) -> dict[str, float]:
+        """For each kind of control, the share of sets that do as well as this one, which counts as one of them.
+
+        A permutation p-value (Phipson and Smyth, 2010), exact if all sets were alike; with d draws at least 1/(1 + d).
+        """
+        sign = 1 if self.claim == "necessary" else -1
+        as_extreme = {
+            name: np.sum(sign * (np.array(draws) - self.value) <= _ROUNDING) for name, draws in self.controls.items()
+        }
+        return {name: float(1 + as_extreme[name]) / (1 + len(draws)) for name, draws in self.controls.items()}
+
+    @property
+    def holds(self) -> bool:
+        """Whether the effect is large enough, and larger than that of both kinds of control sets."""
+        necessary = self.intact - self.value >= self.least - _ROUNDING
+        sufficient = self.value >= self.least * self.intact - _ROUNDING and self.value > 0
+        large = necessary if self.claim == "necessary" else sufficient
+        return large and bool(self.controls) and max(self.p.values()) <= self.alpha
+
+    @property
+    def sentence(self) -> str:
+        """The verdict and its numbers."""
+        count = f"{len(self.heads)} of {self.total} heads"
+        which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else f"the named {count}"
+        ablated = f"{which} ablated" if self.claim == "necessary" else f"all but {which} ablated"
+        beside = [
+            f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}, p = {self.p[name]:.2g}) for {CONTROLS[name]}"
+            for name, draws in self.controls.items()
+        ]
+        controls = f", beside {' and '.join(beside)}" if beside else "; no control sets were drawn"
+        outcome = self.claim if self.holds else f"not shown to be {self.claim}"
+        return (
+            f"{outcome[0].upper()}{outcome[1:]}: with {ablated}, accuracy is {self.value:.2f} "
+            f"[{self.low:.2f}, {self.high:.2f}]{controls}."
+        )
+
+
+class HeadSets:
+    """Sets of heads of one model, ablated on one half of the prompts; smaller sets are looked for on the other.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        discovery: The prompts on which smaller sets are looked for.
+        tested: The prompts on which all sets are tested.
+        scores: For each role the scores of all heads.
+        thresholds: What a set must reach.
+        options: How the model is run.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        discovery: Prompts,
+        tested: Prompts,
+        scores: Mapping[str, Float[ndarray, "layer head"]],
+        thresholds: Thresholds,
+        options: RunOptions,
+    ):
+        self._model, self._discovery, self._tested = model, discovery, tested
+        self._scores, self._thresholds, self._options = scores, thresholds, options
+        self._heads = heads_of(model.cfg)
+        # The first token of a phrase shows best what alignment and lookup do.
+        self._kind = "first" if "first" in by_kind(tested) else "all"
+
+    def controls(self, heads: Sequence[Head], draws: int, seed: int) -> dict[str, list[list[Head]]]:
+        """Returns sets of as many other heads, several of each kind (`CONTROLS`); none if there are no other heads."""
+        others = self._without(heads)
+        by_layer, by_score = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+        return {
+            "layers": [layer_matched(heads, others, by_layer) for _ in range(draws) if others],
+            "scores": [score_matched(heads, others, self._scores, by_score) for _ in range(draws) if others],
+        }
+
+    def ablate(
+        self,
+        named: Sequence[Head],
+        controls: Mapping[str, Sequence[Sequence[Head]]],
+        heads_by_role: Mapping[str, Sequence[Head]],
+    ) -> Table:
+        """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
+        sets: list[tuple[str, int | None, Sequence[Head]]] = [("nothing", None, ())]
+        if named:
+            sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
+            sets.append(("named", None, named))
+            sets += [("rest", None, self._without(named))] if len(named) < len(self._heads) else []
+            for name, kind in (("random", "layers"), ("matched", "scores")):
+                sets += [(name, draw, heads) for draw, heads in enumerate(controls[kind])]
+                sets += [(f"rest of {name}", draw, self._without(heads)) for draw, heads in enumerate(controls[kind])]
+        targets, values, engine = self._accuracies(self._tested, [heads for _, _, heads in sets])
+        kinds = by_kind(self._tested)
+        keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"])
+        measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
+        keys = keys.astype({"draw": "Int64"}).merge(measured, how="cross")
+        means, weights = means_by_prompt(self._tested, targets.prompt.numpy(), values, list(kinds.values()))
+        provenance = provenance_of("localize", self._model, self._tested, engine)
+        return Table.from_prompts(keys, means, weights, provenance)
+
+    def verdicts(self, named: Sequence[Head], group_ablations: Table, draws: int, seed: int) -> tuple[Verdict, ...]:
+        """Returns whether the named heads are necessary and suffice, and whether the smallest sets found do."""
+        if not named:
+            return ()
+        claims: tuple[Claim, ...] = ("necessary", "sufficient")
+        verdicts = [self._verdict(claim, named, group_ablations) for claim in claims]
+        for claim, heads in self._smallest(named).items():
+            if set(heads) not in (set(named), set(self._heads)):
+                accuracies = self.ablate(heads, self.controls(heads, draws, seed), {})
+                verdicts.append(self._verdict(claim, heads, accuracies, smallest=True))
+        return tuple(verdicts)
+
+    def _smallest(self, named: Sequence[Head]) -> dict[Claim, list[Head]]:
+        """The smallest sets found on the prompts that do not test, each a beginning of one order of the heads.
+
+        Named heads come first, then all others, each by the loss of log-probability when it is ablated alone. The
+        necessary set costs nearly as much accuracy as all named heads; the sufficient one keeps nearly all.
+        """
+        losses = ablate_heads(self._model, self._discovery, metrics=("log_prob",), options=self._options)
+        loss = dict(zip(self._heads, losses.where(kind=self._kind).frame["value"], strict=True))
+        order = sorted(named, key=lambda head: loss[head]) + sorted(self._without(named), key=lambda head: loss[head])
+        necessary = [order[:size] for size in _sizes(len(named))]
+        sufficient = [order[:size] for size in _sizes(len(order))]
+        ablated = [*necessary, *map(self._without, sufficient)]
+        _, right, _ = self._accuracies(self._discovery, ablated)
+        accuracy = right[:, by_kind(self._discovery)[self._kind]].mean(1)
+        with_necessary_ablated, with_rest_ablated = np.split(accuracy, [len(necessary)])
+        intact, needed = with_rest_ablated[-1], self._thresholds  # the last set is all heads: nothing is ablated
+        lost = intact - with_necessary_ablated
+        costly = lost >= max(needed.loss, needed.kept * lost[-1])
+        kept = with_rest_ablated >= needed.kept * intact
+        found: dict[Claim, list[Head]] = {"sufficient": sufficient[int(kept.argmax())]}
+        return {"necessary": necessary[int(costly.argmax())], **found} if costly.any() else found
+
+    def _verdict(self, claim: Claim, heads: Sequence[Head], accuracies: Table, *, smallest: bool = False) -> Verdict:
+        """Reads a verdict from what `ablate` returned for a set."""
+        frame: Any = accuracies.where(kind=self._kind).frame
+        by_name: dict[str, Any] = dict(iter(frame.groupby("ablated")))
+        prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
+        tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
+        kinds = {"layers": by_name.get(f"{prefix}random"), "scores": by_name.get(f"{prefix}matched")}
+        return Verdict(
+            claim,
+            tuple(heads),
+            len(self._heads),
+            float(by_name["nothing"]["value"].iloc[0]),
+            float(tested["value"]),
+            float(tested["low"]),
+            float(tested["high"]),
+            {kind: tuple(map(float, rows["value"])) for kind, rows in kinds.items() if rows is not None},
+            self._thresholds.loss if claim == "necessary" else self._thresholds.kept,
+            self._thresholds.alpha,
+            smallest,
+        )
+
+    def _accuracies(
+        self, prompts: Prompts, sets: Sequence[Sequence[Head]]
+    ) -> tuple[TargetMetrics, Float[ndarray, "set target"], str]:
+        """Whether each target is right with each set of heads ablated to its mean, and the engine that ran."""
+        # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
+        # by its heads alone.
+        baseline = ablation_baseline(self._model, prompts, "mean", options=self._options)
+        edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for heads in sets]
+        targets = TargetMetrics.of(prompts, ("accuracy",))
+        values, engine = targets.measure_edited(self._model, edit_sets, options=self._options)
+        return targets, values[0], engine
+
+    def _without(self, heads: Sequence[Head]) -> list[Head]:
+        return [head for head in self._heads if head not in heads]
+
+
+def layer_matched(heads: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:
+    """Returns as many of `others` as there are heads, layer by layer; what a layer lacks comes from anywhere."""
+    drawn: list[Head] = []
+    for layer in sorted({layer for layer, _ in heads}):
+        in_layer = [head for head in others if head[0] == layer]
+        count = sum(head[0] == layer for head in heads)
+        drawn += [in_layer[i] for i in generator.permutation(len(in_layer))[:count]]
+    left = [head for head in others if head not in drawn]
+    return drawn + [left[i] for i in generator.permutation(len(left))[: len(heads) - len(drawn)]]
+
+
+def score_matched(
+    heads: Sequence[Head],
+    others: Sequence[Head],
+    scores: Mapping[str, Float[ndarray, "layer head"]],
+    generator: np.random.Generator,
+) -> list[Head]:
+    """Returns as many of `others` as there are heads, each like one of them in the role in which that scores best.
+
+    Where no other head scores within `CALIPER`, one of the same layer is taken, or any.
+
+    Args:
+        heads: The set that is tested.
+        others: The heads to draw from.
+        scores: For each role the scores of all heads.
+        generator: Which of the heads that are alike is taken, and whose turn is first.
+    """
+    drawn: list[Head] = []
+    for place in generator.permutation(len(heads)):
+        head, left = heads[place], [other for other in others if other not in drawn]
+        if not left:
+            break
+        of_role = max(scores.values(), key=lambda grid: np.nan_to_num(grid[head], nan=-np.inf))
+        alike = [other for other in left if abs(of_role[other] - of_role[head]) <= CALIPER]
+        in_layer = [other for other in left if other[0] == head[0]]
+        candidates = alike or in_layer or left
+        drawn.append(candidates[generator.integers(len(candidates))])
+    return drawn
+
+
+def _sizes(count: int) -> list[int]:
+    """The sizes of nested sets that are tried: all up to 8, then each about a quarter larger, and `count`."""
+    tried = [*range(1, min(count, 8) + 1)]
+    while tried[-1] < count:
+        tried.append(min(count, tried[-1] + tried[-1] // 4))
+    return tried

@@ -1,0 +1,173 @@
+"""A permutation test of token equality, for prompts that share one layout.
+
+In prompts of one layout the keys of `induction` and `duplicate` are at the same positions in every prompt, so keys
+cannot be redrawn among prompts; and where every query is the same token, as the marker of the marked style, a head
+that merely likes the tokens at these positions scores high in every prompt. Here tokens are redrawn instead: one token
+of the context is renamed throughout, and another one is put at the query. Positions and all other tokens stay, so the
+null keeps a head's positional bias and its preference for some tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import factorial
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.relations import Relation
+from align_circuits.run.forward_pass import forward
+from align_circuits.run.options import RunOptions
+
+EQUALITIES = ("induction", "duplicate")
+"""The relations whose keys depend on which tokens equal the query's."""
+
+_MOSTLY_FIXED = 0.5
+"""The share of keys that two prompts have in common from which on tokens are redrawn, not keys."""
+
+_NAMES = 7
+"""Tokens that stand for each other at a query, its own included: 7! orders."""
+
+_QUERIES = 8
+"""Queries that are tested; each takes 49 runs of one prompt."""
+
+_STRUCTURE = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
+"""Tokens that are never renamed."""
+
+
+def redraws_tokens(prompts: Prompts, name: str) -> bool:
+    """Returns whether this relation is tested by renaming: its keys are mostly where they are in any other prompt."""
+    relation = prompts.relations[name]
+    if name not in EQUALITIES or relation.exchangeable or prompts.inputs.is_floating_point():
+        return False
+    keys, _ = relation.expand()
+    both = total = 0.0
+    for query in relation.query.unique():
+        share = keys[relation.query == query].double().mean(0)  # of the prompts that have a key there
+        both, total = both + float((share**2).sum()), total + float(share.sum())
+    return both > _MOSTLY_FIXED * total
+
+
+def smallest_by_renaming(prompts: Prompts) -> float:
+    """Returns the smallest p-value of `renamed_p_values`."""
+    return 1 / factorial(min(_NAMES, len(_names(prompts))))
+
+
+def renamed_p_values(
+    model: HookedModel, prompts: Prompts, names: Sequence[str], *, seed: int, options: RunOptions
+) -> dict[str, Float[ndarray, "layer head"]]:
+    """Returns the p-value of every head for `induction`, `duplicate` or both, by redrawing tokens.
+
+    At each of 8 queries, the token there and six others of the prompts stand for each other: in context i the query's
+    token and token i are exchanged throughout, then token j is put at the query. With A[i, j] the mean attention to
+    the keys, the score is the mean of A[i, i]. If equality does not matter, any order of the columns is as likely: the
+    p-value is the share of all orders that score at least as high. The smallest value is 1/5,040; with fewer than
+    seven tokens to rename, one over the factorial of their number.
+
+    For `induction`, the attention to other tokens than the seven counts, and its share on the keys. Else a head that
+    avoids copies of its own token would pass, since what it takes from them goes to the keys as well. So a head that
+    sees nothing but the tokens themselves, as in the first layer, has p = 1.
+
+    Misleads where heads know one token alone, such as a marker: they do not pass.
+    """
+    generator = np.random.default_rng(seed)
+    chosen = _Queries(prompts, [prompts.relations[name] for name in names], generator)
+    attention = {
+        name: torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts), dtype=torch.float64)
+        for name in names
+    }
+
+    def add(rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+        pattern, query = pattern.cpu().double(), rows // chosen.names**2
+        kept = chosen.kept[query].double()
+        for name, keys in zip(names, chosen.keys, strict=True):
+            if name == "induction":
+                on_keys, all_kept = (
+                    torch.einsum("rhk,rk->hr", pattern, columns) for columns in (keys[query] * kept, kept)
+                )
+                attention[name][layer][:, rows] = torch.where(all_kept > 0, on_keys / all_kept, 0.0)
+            else:
+                attention[name][layer][:, rows] = torch.einsum("rhk,rk->hr", pattern, keys[query].double())
+
+    forward(
+        model,
+        chosen.prompts,
+        prompt=torch.arange(len(chosen.prompts)),
+        query=torch.full((len(chosen.prompts),), chosen.prompts.mask.shape[1] - 1),
+        on_pattern=add,
+        options=options,
+    )
+    orders = np.array(list(permutations(range(chosen.names))))  # the first is the identity
+    p = {}
+    for name in names:
+        by_token = attention[name].unflatten(-1, (-1, chosen.names, chosen.names)).mean(2).numpy()
+        p[name] = share_at_least_first(by_token[..., np.arange(chosen.names), orders].mean(-1))
+    return p
+
+
+class _Queries:
+    """Prompts that end in a query, with every pair of a renamed context and a token at the query."""
+
+    prompts: Prompts
+    """By query, context and token."""
+    keys: list[Bool[Tensor, "query pos"]]
+    """Of each relation, at each query."""
+    kept: Bool[Tensor, "query pos"]
+    """Where neither padding nor one of the tokens that stand for each other is."""
+    names: int
+    """How many tokens stand for each other."""
+
+    def __init__(self, prompts: Prompts, relations: Sequence[Relation], generator: np.random.Generator):
+        places = [set(zip(rel.prompt.tolist(), rel.query.tolist(), strict=True)) for rel in relations]
+        common = sorted(set.intersection(*places))
+        drawn = [common[at] for at in sorted(generator.permutation(len(common))[:_QUERIES])]
+        length = max(int(prompts.mask[prompt, : query + 1].sum()) for prompt, query in drawn)
+        known = _names(prompts)
+        self.names = min(_NAMES, len(known))
+        self.keys = [torch.zeros(len(drawn), length, dtype=torch.bool) for _ in relations]
+        self.kept = torch.zeros(len(drawn), length, dtype=torch.bool)
+        texts = []
+        for row, (prompt, query) in enumerate(drawn):
+            columns = slice(query + 1 - int(prompts.mask[prompt, : query + 1].sum()), query + 1)
+            tokens = prompts.inputs[prompt, columns]
+            at_keys = torch.zeros(len(tokens), dtype=torch.bool)
+            for of_relation, rel in zip(self.keys, relations, strict=True):
+                own = ((rel.prompt == prompt) & (rel.query == query)).nonzero()[:1, 0]
+                of_relation[row, -len(tokens) :] = rel.expand(own)[0][0, columns]
+                at_keys |= of_relation[row, -len(tokens) :]
+            chosen = self._chosen(tokens, tokens[at_keys], known, generator)
+            self.kept[row, -len(tokens) :] = ~torch.isin(tokens, chosen)
+            texts += _renamed(tokens, chosen).flatten(0, 1).tolist()
+        self.prompts = Prompts.from_tokens(texts)
+
+    def _chosen(
+        self, tokens: Tensor, at_keys: Tensor, known: Tensor, generator: np.random.Generator
+    ) -> Int[Tensor, " token"]:
+        """The token at a query, and others: those that are no keys first, so that keys are left to attend to."""
+        others = generator.permutation(known[known != tokens[-1]].numpy())
+        uses = (torch.from_numpy(others)[:, None] == at_keys).sum(1)
+        return torch.cat([tokens[-1:], torch.from_numpy(others)[uses.argsort(stable=True)][: self.names - 1]])
+
+
+def _names(prompts: Prompts) -> Int[Tensor, " token"]:
+    """The tokens that can stand for each other."""
+    return prompts.inputs[prompts.mask & ~torch.isin(prompts.roles, torch.tensor(_STRUCTURE))].unique()
+
+
+def _renamed(tokens: Int[Tensor, " pos"], chosen: Int[Tensor, " token"]) -> Int[Tensor, "token token pos"]:
+    """Exchanges the first of the chosen tokens with each of them, and puts each of them at the end."""
+    contexts = [torch.where(tokens == chosen[0], new, torch.where(tokens == new, chosen[0], tokens)) for new in chosen]
+    renamed = torch.stack(contexts)[:, None].repeat(1, len(chosen), 1)
+    renamed[:, :, -1] = chosen
+    return renamed
+
+
+def share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:
+    """The share of redraws that score at least as high as the first, the true keys; equal up to rounding is equal."""
+    true = scores[..., :1]
+    # Sums in another order differ in their last bits; a tie that counts as lower would make p too small.
+    return (scores >= true - 1e-6 * np.abs(true)).mean(-1)

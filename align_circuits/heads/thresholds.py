@@ -1,0 +1,38 @@
+"""What a head, and a set of heads, must reach."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a head must reach, on prompts that had no part in choosing it, to be named for a role."""
+
+    score: float = 0.5
+    """The least standard score (`score.STANDARD`): a hit rate for aligners, a share of attention for others."""
+    attention: float = 0.1
+    """The least attention to keys, out of all the head's attention: a high share of very little means nothing."""
+    share: float = 0.9
+    """The least share of the attention that the head's best role explains: a lookup head also attends to some induction
+    keys, which does not make it an induction head."""
+    fdr: float = 0.05
+    """The highest false discovery rate (Benjamini and Hochberg) over all candidates, heads times roles."""
+    effect: float = 0.01
+    """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
+    must lie above 0."""
+    loss: float = 0.1
+    """The accuracy that ablating a set of heads must cost at least, for the set to be necessary."""
+    kept: float = 0.9
+    """The share of the accuracy that must be kept at least when all other heads are ablated, for a set to suffice."""
+    alpha: float = 0.05
+    """The highest p-value of a set beside random heads of the same layers, and beside heads of similar scores."""
+
+    def attends(self, score: Any, attention: Any, best: Any) -> Any:
+        """Returns whether heads attend as a role requires, for numbers or arrays of them.
+
+        Args:
+            score: The standard score of the role.
+            attention: The attention to the role's keys.
+            best: The attention to the keys of the head's best role.
+        """
+        return (score >= self.score) & (attention >= self.attention) & (attention >= self.share * best)
