@@ -194,7 +194,8 @@ def test_transitions_and_leads_are_read_off_planted_curves():
     np.testing.assert_array_equal(at_end(table, "icl"), [1, 1, 1, 0])
     step = over_seeds(transitions(table))
     assert step.value == pytest.approx(60)
-    assert 40 <= step.low < 60 < step.high <= 80
+    half = 4.302653 * 20 / 3**0.5  # Student's t of three seeds
+    assert (step.low, step.high) == (pytest.approx(60 - half), pytest.approx(60 + half))
     curves = aligned_curves(table, {"icl": "IC", "tla2": "T"})
     middle = curves[(curves["measure"] == "IC") & (curves["step"] == 0)]["value"].item()
     assert middle == pytest.approx(0.5)
