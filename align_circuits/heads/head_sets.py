@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
@@ -27,6 +27,12 @@ CONTROLS = {"layers": "random heads of the same layers", "scores": "heads of sim
 
 _ROUNDING = 1e-9
 """Accuracies that differ by less are equal."""
+
+_AT_ONCE = 5
+"""Draws of each kind of control set that are measured together."""
+
+_Set = tuple[str, int | None, Sequence[Head]]
+"""What `Localization.group_ablations` calls a set, its draw, and the heads that are ablated."""
 
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""
@@ -66,9 +72,8 @@ class Verdict:
 
         A permutation p-value (Phipson and Smyth, 2010), exact if all sets were alike; with d draws at least 1/(1 + d).
         """
-        sign = 1 if self.claim == "necessary" else -1
         as_extreme = {
-            name: np.sum(sign * (np.array(draws) - self.value) <= _ROUNDING) for name, draws in self.controls.items()
+            name: np.sum(_as_extreme(self.claim, np.array(draws), self.value)) for name, draws in self.controls.items()
         }
         return {name: float(1 + as_extreme[name]) / (1 + len(draws)) for name, draws in self.controls.items()}
 
@@ -98,6 +103,11 @@ class Verdict:
         )
 
 
+def _as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
+    """Which control sets cost as much accuracy as the tested set, or keep as much."""
+    return (1 if claim == "necessary" else -1) * (controls - value) <= _ROUNDING
+
+
 class HeadSets:
     """Sets of heads of one model, ablated on one half of the prompts; smaller sets are looked for on the other.
 
@@ -122,6 +132,7 @@ class HeadSets:
         self._model, self._discovery, self._tested = model, discovery, tested
         self._scores, self._thresholds, self._options = scores, thresholds, options
         self._heads = heads_of(model.cfg)
+        self._baselines: dict[Prompts, Any] = {}
         # The first token of a phrase shows best what alignment and lookup do.
         self._kind = "first" if "first" in by_kind(tested) else "all"
 
@@ -141,14 +152,51 @@ class HeadSets:
         heads_by_role: Mapping[str, Sequence[Head]],
     ) -> Table:
         """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
-        sets: list[tuple[str, int | None, Sequence[Head]]] = [("nothing", None, ())]
-        if named:
-            sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-            sets.append(("named", None, named))
-            sets += [("rest", None, self._without(named))] if len(named) < len(self._heads) else []
-            for name, kind in (("random", "layers"), ("matched", "scores")):
-                sets += [(name, draw, heads) for draw, heads in enumerate(controls[kind])]
-                sets += [(f"rest of {name}", draw, self._without(heads)) for draw, heads in enumerate(controls[kind])]
+        sets: list[_Set] = [("nothing", None, ())]
+        if not named:
+            return self._table(sets)
+        sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
+        return self._with_controls(sets, named, controls, ("necessary", "sufficient"), all_of="necessary")
+
+    def _with_controls(
+        self,
+        sets: Sequence[_Set],
+        tested: Sequence[Head],
+        controls: Mapping[str, Sequence[Sequence[Head]]],
+        claims: Sequence[Claim],
+        all_of: Claim | None = None,
+    ) -> Table:
+        """Accuracy with some sets ablated, then with one set and its control sets, or with all heads but these.
+
+        Control sets are measured a few at a time. Once one of them does as well as the set, no p-value can fall below
+        `alpha` any more (20 draws, .05), so the rest are left out, except those of the claim `all_of`.
+        """
+        rest = self._without(tested)
+        first = [*sets]
+        first += [("named", None, tested)] if "necessary" in claims else []
+        first += [("rest", None, rest)] if "sufficient" in claims and rest else []
+        tables = [self._table(first)]
+        draws = max(map(len, controls.values()))
+        for claim in claims if draws else ():
+            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))
+            step = draws if claim == all_of else _AT_ONCE
+            for start in range(0, draws, step):
+                drawn = self._table(
+                    [
+                        (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
+                        for name, kind in (("random", "layers"), ("matched", "scores"))
+                        for draw, heads in list(enumerate(controls[kind]))[start : start + step]
+                    ]
+                )
+                tables.append(drawn)
+                if _as_extreme(claim, self._accuracy(drawn), own).any():
+                    break
+        return Table.concat(tables)
+
+    def _accuracy(self, table: Table) -> Float[ndarray, " set"]:
+        return table.where(kind=self._kind).frame["value"].to_numpy(float)
+
+    def _table(self, sets: Sequence[_Set]) -> Table:
         targets, values, engine = self._accuracies(self._tested, [heads for _, _, heads in sets])
         kinds = by_kind(self._tested)
         keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"])
@@ -166,7 +214,8 @@ class HeadSets:
         verdicts = [self._verdict(claim, named, group_ablations) for claim in claims]
         for claim, heads in self._smallest(named).items():
             if set(heads) not in (set(named), set(self._heads)):
-                accuracies = self.ablate(heads, self.controls(heads, draws, seed), {})
+                controls = self.controls(heads, draws, seed)
+                accuracies = self._with_controls([("nothing", None, ())], heads, controls, (claim,))
                 verdicts.append(self._verdict(claim, heads, accuracies, smallest=True))
         return tuple(verdicts)
 
@@ -219,7 +268,9 @@ class HeadSets:
         """Whether each target is right with each set of heads ablated to its mean, and the engine that ran."""
         # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
         # by its heads alone.
-        baseline = ablation_baseline(self._model, prompts, "mean", options=self._options)
+        if prompts not in self._baselines:  # by identity
+            self._baselines[prompts] = ablation_baseline(self._model, prompts, "mean", options=self._options)
+        baseline = self._baselines[prompts]
         edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for heads in sets]
         targets = TargetMetrics.of(prompts, ("accuracy",))
         values, engine = targets.measure_edited(self._model, edit_sets, options=self._options)
