@@ -23,7 +23,7 @@ demos docs test test-real: export OMP_NUM_THREADS := 1
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
-	$(BIN)/align-circuits localize --model toy-llama-ica --overwrite --out runs/demo/toy-llama-ica
+	$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal

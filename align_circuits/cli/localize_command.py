@@ -18,7 +18,9 @@ class Localize(PromptVerb):
     """A folder, a GGUF file, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), "smollm2" (a
     pretrained Llama, if its package is installed), or "planted": a circuit built by hand for the task."""
     draws: int = 20
-    """How many sets of random heads are ablated, to compare with the named heads."""
+    """How many control sets are ablated at most, to compare with the named heads."""
+    smallest: bool = False
+    """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
 
     def __call__(self, folder: Path) -> None:
         """Runs the verb."""
@@ -32,10 +34,18 @@ class Localize(PromptVerb):
             flush=True,
         )
         if self.prompts is None:
-            result = localize(model, self.task, self.count, self.seed, draws=self.draws, options=self.options)
+            result = localize(
+                model, self.task, self.count, self.seed, draws=self.draws, smallest=self.smallest, options=self.options
+            )
         else:
             result = localize(
-                model, prompts, seed=self.seed, corrupted=corrupted, draws=self.draws, options=self.options
+                model,
+                prompts,
+                seed=self.seed,
+                corrupted=corrupted,
+                draws=self.draws,
+                smallest=self.smallest,
+                options=self.options,
             )
         roles = getattr(model, "roles", None)
         print()

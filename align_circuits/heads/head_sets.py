@@ -1,6 +1,6 @@
 """Whether the model needs a set of heads, and whether the set suffices, beside as many other heads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,9 +80,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the effect is large enough, and larger than that of both kinds of control sets."""
-        necessary = self.intact - self.value >= self.least - _ROUNDING
-        sufficient = self.value >= self.least * self.intact - _ROUNDING and self.value > 0
-        large = necessary if self.claim == "necessary" else sufficient
+        large = _large(self.claim, self.intact, self.value, self.least)
         return large and bool(self.controls) and max(self.p.values()) <= self.alpha
 
     @property
@@ -101,6 +99,13 @@ class Verdict:
             f"{outcome[0].upper()}{outcome[1:]}: with {ablated}, accuracy is {self.value:.2f} "
             f"[{self.low:.2f}, {self.high:.2f}]{controls}."
         )
+
+
+def _large(claim: Claim, intact: float, value: float, least: float) -> bool:
+    """Whether a necessary set costs enough accuracy, or a sufficient one keeps enough."""
+    if claim == "necessary":
+        return bool(intact - value >= least - _ROUNDING)
+    return bool(value >= least * intact - _ROUNDING and value > 0)
 
 
 def _as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
@@ -156,7 +161,7 @@ class HeadSets:
         if not named:
             return self._table(sets)
         sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-        return self._with_controls(sets, named, controls, ("necessary", "sufficient"), all_of="necessary")
+        return self._with_controls(sets, named, controls, ("necessary", "sufficient"))
 
     def _with_controls(
         self,
@@ -164,12 +169,11 @@ class HeadSets:
         tested: Sequence[Head],
         controls: Mapping[str, Sequence[Sequence[Head]]],
         claims: Sequence[Claim],
-        all_of: Claim | None = None,
     ) -> Table:
         """Accuracy with some sets ablated, then with one set and its control sets, or with all heads but these.
 
-        Control sets are measured a few at a time. Once one of them does as well as the set, no p-value can fall below
-        `alpha` any more (20 draws, .05), so the rest are left out, except those of the claim `all_of`.
+        Control sets are measured a few at a time. The rest are left out once a claim is lost: the effect is too small,
+        or a control set does as well, so that no p-value of 20 draws can reach .05 any more.
         """
         rest = self._without(tested)
         first = [*sets]
@@ -177,21 +181,25 @@ class HeadSets:
         first += [("rest", None, rest)] if "sufficient" in claims and rest else []
         tables = [self._table(first)]
         draws = max(map(len, controls.values()))
+        intact = self._accuracy(tables[0].where(ablated="nothing"))[0]
         for claim in claims if draws else ():
-            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))
-            step = draws if claim == all_of else _AT_ONCE
-            for start in range(0, draws, step):
+            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))[0]
+            for start in range(0, draws, _AT_ONCE):
                 drawn = self._table(
                     [
                         (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
                         for name, kind in (("random", "layers"), ("matched", "scores"))
-                        for draw, heads in list(enumerate(controls[kind]))[start : start + step]
+                        for draw, heads in list(enumerate(controls[kind]))[start : start + _AT_ONCE]
                     ]
                 )
                 tables.append(drawn)
-                if _as_extreme(claim, self._accuracy(drawn), own).any():
+                large = _large(claim, intact, own, self._least(claim))
+                if not large or _as_extreme(claim, self._accuracy(drawn), own).any():
                     break
         return Table.concat(tables)
+
+    def _least(self, claim: Claim) -> float:
+        return self._thresholds.loss if claim == "necessary" else self._thresholds.kept
 
     def _accuracy(self, table: Table) -> Float[ndarray, " set"]:
         return table.where(kind=self._kind).frame["value"].to_numpy(float)
@@ -206,13 +214,15 @@ class HeadSets:
         provenance = provenance_of("localize", self._model, self._tested, engine)
         return Table.from_prompts(keys, means, weights, provenance)
 
-    def verdicts(self, named: Sequence[Head], group_ablations: Table, draws: int, seed: int) -> tuple[Verdict, ...]:
-        """Returns whether the named heads are necessary and suffice, and whether the smallest sets found do."""
-        if not named:
-            return ()
-        claims: tuple[Claim, ...] = ("necessary", "sufficient")
-        verdicts = [self._verdict(claim, named, group_ablations) for claim in claims]
-        for claim, heads in self._smallest(named).items():
+    def verdicts(self, named: Sequence[Head], group_ablations: Table) -> tuple[Verdict, ...]:
+        """Returns whether the named heads are necessary and whether they suffice, from what `ablate` returned."""
+        claims: tuple[Claim, ...] = ("necessary", "sufficient") if named else ()
+        return tuple(self._verdict(claim, named, group_ablations) for claim in claims)
+
+    def verdicts_of_smallest(self, named: Sequence[Head], draws: int, seed: int) -> tuple[Verdict, ...]:
+        """Returns whether the smallest sets that are found on the other prompts are necessary, or suffice, on these."""
+        verdicts = []
+        for claim, heads in (self._smallest(named) if named else {}).items():
             if set(heads) not in (set(named), set(self._heads)):
                 controls = self.controls(heads, draws, seed)
                 accuracies = self._with_controls([("nothing", None, ())], heads, controls, (claim,))
@@ -228,18 +238,20 @@ class HeadSets:
         losses = ablate_heads(self._model, self._discovery, metrics=("log_prob",), options=self._options)
         loss = dict(zip(self._heads, losses.where(kind=self._kind).frame["value"], strict=True))
         order = sorted(named, key=lambda head: loss[head]) + sorted(self._without(named), key=lambda head: loss[head])
-        necessary = [order[:size] for size in _sizes(len(named))]
-        sufficient = [order[:size] for size in _sizes(len(order))]
-        ablated = [*necessary, *map(self._without, sufficient)]
-        _, right, _ = self._accuracies(self._discovery, ablated)
-        accuracy = right[:, by_kind(self._discovery)[self._kind]].mean(1)
-        with_necessary_ablated, with_rest_ablated = np.split(accuracy, [len(necessary)])
-        intact, needed = with_rest_ablated[-1], self._thresholds  # the last set is all heads: nothing is ablated
-        lost = intact - with_necessary_ablated
-        costly = lost >= max(needed.loss, needed.kept * lost[-1])
-        kept = with_rest_ablated >= needed.kept * intact
-        found: dict[Claim, list[Head]] = {"sufficient": sufficient[int(kept.argmax())]}
-        return {"necessary": necessary[int(costly.argmax())], **found} if costly.any() else found
+        intact, all_named = self._right(((), named))
+        lost, needed = intact - all_named, self._thresholds
+        sufficient = _first(len(order), lambda size: self._right([order[size:]])[0] >= needed.kept * intact)
+        found: dict[Claim, list[Head]] = {"sufficient": order[:sufficient]}
+        if lost < needed.loss:
+            return found
+        least = intact - max(needed.loss, needed.kept * lost)
+        necessary = _first(len(named), lambda size: self._right([order[:size]])[0] <= least)
+        return {"necessary": order[:necessary], **found}
+
+    def _right(self, sets: Sequence[Sequence[Head]]) -> list[float]:
+        """The accuracy with each set ablated, on the prompts that do not test."""
+        _, right, _ = self._accuracies(self._discovery, sets)
+        return right[:, by_kind(self._discovery)[self._kind]].mean(1).tolist()
 
     def _verdict(self, claim: Claim, heads: Sequence[Head], accuracies: Table, *, smallest: bool = False) -> Verdict:
         """Reads a verdict from what `ablate` returned for a set."""
@@ -257,7 +269,7 @@ class HeadSets:
             float(tested["low"]),
             float(tested["high"]),
             {kind: tuple(map(float, rows["value"])) for kind, rows in kinds.items() if rows is not None},
-            self._thresholds.loss if claim == "necessary" else self._thresholds.kept,
+            self._least(claim),
             self._thresholds.alpha,
             smallest,
         )
@@ -320,9 +332,10 @@ def score_matched(
     return drawn
 
 
-def _sizes(count: int) -> list[int]:
-    """The sizes of nested sets that are tried: all up to 8, then each about a quarter larger, and `count`."""
-    tried = [*range(1, min(count, 8) + 1)]
-    while tried[-1] < count:
-        tried.append(min(count, tried[-1] + tried[-1] // 4))
-    return tried
+def _first(most: int, enough: Callable[[int], bool]) -> int:
+    """The smallest size from 1 to `most` that is enough, by bisection: as if every larger one were, and `most` is."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return low

@@ -74,7 +74,7 @@ class Localization:
     """What cannot be established on this task."""
     verdicts: tuple[Verdict, ...] = ()
     """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
-    such; then the same for the smallest sets that were found on the prompts that chose the candidates."""
+    such; then the same for the smallest sets that were found on the prompts that chose the candidates, if asked for."""
     diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
     """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
     of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
@@ -149,6 +149,7 @@ def localize(
     roles: Mapping[str, str] | Sequence[str] | None = None,
     thresholds: Thresholds = Thresholds(),
     draws: int = 20,
+    smallest: bool = False,
     options: RunOptions = RunOptions(),
 ) -> Localization:
     """Finds the heads that have a role in a task, and tests whether the model needs them.
@@ -179,7 +180,9 @@ def localize(
         roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
             default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
-        draws: How many sets of random heads are ablated.
+        draws: How many control sets of either kind are ablated at most; fewer once a verdict is lost.
+        smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
+            tested on the second; takes several times as long.
         options: How the model is run.
 
     Raises:
@@ -214,7 +217,7 @@ def localize(
     heads = sorted({head for head, _ in [*candidates, *diffuse]})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
-    settings = {"n": n, "seed": seed, "draws": draws, "thresholds": asdict(thresholds)}
+    settings = {"n": n, "seed": seed, "draws": draws, "smallest": smallest, "thresholds": asdict(thresholds)}
     provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
     table = _evidence(scores, control, p, [candidates, diffuse], ablation_effects, patching_effects, names, provenance)
     heads_by_role = _named(table, candidates, names, thresholds, tested)
@@ -223,7 +226,9 @@ def localize(
     sets = HeadSets(model, discovery, tested, {role: scores.grid(role) for role in names}, thresholds, options)
     controls = sets.controls(named, draws, seed)
     group_ablations = sets.ablate(named, controls, heads_by_role)
-    verdicts = sets.verdicts(named, group_ablations, draws, seed)
+    verdicts = sets.verdicts(named, group_ablations)
+    if smallest:
+        verdicts += sets.verdicts_of_smallest(named, draws, seed)
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
     # The token before it predicts its first one; before a text there may be padding.
