@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from align_circuits.hooks.heads import describe
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.plots.style import SEQUENTIAL, panel_places, plain, plain_list, rings, styled
+from align_circuits.report.plots.style import SEQUENTIAL, panel_places, plain_list, rings, styled
 
 
 def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:
