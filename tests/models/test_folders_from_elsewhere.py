@@ -122,7 +122,9 @@ def test_what_the_package_keeps_is_never_unpickled(tmp_path, mark):
     frame = pd.DataFrame({"metric": ["a"], "value": [0.5], "low": [0.4], "high": [0.6], "n": [1]})
     Table(frame, Provenance("t")).save(tmp_path / "kept")
     prompts = tmp_path / "prompts.safetensors"
-    for file in (tmp_path / "kept" / "values.safetensors", tmp_path / NAME, prompts, tmp_path / "cut.gguf"):
+    checkpoint = tmp_path / "training" / NAME
+    checkpoint.parent.mkdir()
+    for file in (tmp_path / "kept" / "values.safetensors", checkpoint, prompts, tmp_path / "cut.gguf"):
         torch.save(Malicious(mark), file)
     with pytest.raises(ValueError, match=r"values\.safetensors"):
         Table.load(tmp_path / "kept")
@@ -133,7 +135,7 @@ def test_what_the_package_keeps_is_never_unpickled(tmp_path, mark):
             ac.TuneConfig(steps=1, batch=1, probe_prompts=2, layers=1),
             out=tmp_path,
         )
-    with pytest.raises(ValueError, match="prompts"):
+    with pytest.raises(ValueError, match="holds no prompts"):
         ac.Prompts.load(prompts)
     with pytest.raises(ValueError, match="cannot be read as a GGUF file"):
         read_gguf(tmp_path / "cut.gguf")
@@ -157,6 +159,11 @@ def test_a_spiteful_adapter_is_refused_in_time(adapter, settings, message, monke
     with pytest.raises(ValueError, match=message.replace("5 s", "0.5 s")):
         ac.load(adapter)
     assert time.monotonic() - started < 5
+
+
+def test_nobody_trusts_the_code_of_a_folder():
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(ac.__file__).parent.rglob("*.py")}
+    assert len(texts) > 100 and not [path for path, text in texts.items() if "trust_remote_code=True" in text]
 
 
 def test_an_adapter_may_name_its_modules_by_a_sane_expression(adapter):
