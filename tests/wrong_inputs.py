@@ -49,9 +49,9 @@ class Outcome:
 
 
 class World:
-    """A small model with shared key heads, prompts, and a valid call of every public function."""
+    """A small model with shared key heads, in memory and in a folder, prompts, and a valid call of every function."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path) -> None:
         tokenizer = char_tokenizer()
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -76,8 +76,7 @@ class World:
         self.table = ac.score_heads(self.model, self.clean, ["lookup"])
         self.edges = ac.attribute_edges(self.model, self.noise, method="eap")
         self.log = pd.DataFrame({"step": [0, 1, 2], "value": [0.1, 0.5, 0.9]})
-        self._folders = tempfile.TemporaryDirectory()  # removed with the world
-        self.folder, self.adapter = (Path(self._folders.name) / name for name in ("model", "adapter"))
+        self.folder, self.adapter = place / "model", place / "adapter"
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")
             self.network.save_pretrained(self.folder)
@@ -280,8 +279,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=40, help="calls that end below, to print")
     options = parser.parse_args()
-    world = World()
-    with tempfile.TemporaryDirectory():
+    with tempfile.TemporaryDirectory() as place:
+        world = World(Path(place))
         outcomes = [outcome_of(*case) for case in wrong_calls(world, options.n, options.seed)]
     frame = pd.DataFrame(outcomes)
     counts = frame.groupby(["call", "kind"]).size().unstack(fill_value=0)

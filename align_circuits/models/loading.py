@@ -68,8 +68,8 @@ def load(
 
     Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
     `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
-    reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder runs. The network is used only for a name
-    on the hub that is not a local folder.
+    reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder
+    runs. The network is used only for a name on the hub that is not a local folder.
 
     A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
     to a folder once, with `save_pretrained` of what `read_gguf` and `gguf_tokenizer` in `models/gguf_files.py` return.
