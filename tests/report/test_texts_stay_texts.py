@@ -92,11 +92,11 @@ def texts_in(part: Any) -> Iterator[str]:
         yield from (text for value in part for text in texts_in(value))
 
 
-def measured(columns: dict[str, Any], **provenance: Any) -> Table:
+def measured(columns: dict[str, Any]) -> Table:
     """A table with these key columns."""
     frame = pd.DataFrame(columns)
     values = np.linspace(0.1, 0.9, len(frame))
-    return Table(frame.assign(value=values, low=values - 0.1, high=values + 0.1, n=1), Provenance("t", **provenance))
+    return Table(frame.assign(value=values, low=values - 0.1, high=values + 0.1, n=1), Provenance("t"))
 
 
 def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
