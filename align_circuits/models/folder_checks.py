@@ -130,12 +130,12 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
                 f"the adapter in {str(folder)!r} says rank {rank:,}, but its weights have at most {largest} rows or "
                 "columns: download the folder again, or correct adapter_config.json"
             )
-    given = {name: settings.get(name) or () for name in _PATTERNS}
+    given = {name: found for name in _PATTERNS if isinstance(found := settings.get(name), str | list | dict)}
     patterns = {
-        form.format(pattern): (name, pattern)
-        for name, form in _PATTERNS.items()
+        _PATTERNS[name].format(pattern): (name, pattern)
+        for name in given
         for pattern in ([given[name]] if isinstance(given[name], str) else given[name])
-        if not re.fullmatch(r"[\w.-]*", str(pattern))  # a plain name
+        if isinstance(pattern, str) and not re.fullmatch(r"[\w.-]*", pattern)  # a plain name matches at once
     }
     if not patterns:
         return

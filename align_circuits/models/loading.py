@@ -200,7 +200,7 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
-    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind) if isinstance(kind, str) else kind)
+    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
     check_safetensors(folder)
     layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
     check_layers(folder, layers, len(list(shapes_in(folder))))
@@ -262,14 +262,14 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
     settings = settings_in(folder, "adapter_config.json")
     base_name = settings.get("base_model_name_or_path")
-    if not base_name:
+    if not isinstance(base_name, str) or not base_name:
         raise ValueError(
             f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
         )
     if base_name in BUNDLED:
         base = BUNDLED[base_name]()
     else:
-        base = folder / base_name if (folder / base_name).is_dir() else base_name
+        base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
     plain_model = _read(_place(base), dtype)
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     with warnings.catch_warnings():
