@@ -144,7 +144,7 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
     command = [sys.executable, "-I", "-c", _MATCH]
     try:
         done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        reason = done.stderr.strip().splitlines()[-1] if done.returncode else None
+        reason = (done.stderr.strip().rpartition("\n")[2] or "it ended at once") if done.returncode else None
     except subprocess.TimeoutExpired:
         reason = f"matching them takes more than {PATIENCE_S} s"
     if reason is not None:
