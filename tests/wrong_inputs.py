@@ -81,7 +81,7 @@ class World:
             warnings.simplefilter("ignore")
             self.network.save_pretrained(self.folder)
             lora = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
-            get_peft_model(LlamaForCausalLM(config), lora).save_pretrained(self.adapter)
+            get_peft_model(LlamaForCausalLM(config), lora).save_pretrained(str(self.adapter))
         self.settings = {
             folder: json.loads((folder / name).read_text()) | changes
             for folder, name, changes in (
