@@ -19,14 +19,16 @@ export HF_HUB_OFFLINE := 1
 # Waiting for each other, threads make small models slower.
 demos docs test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons check lint types demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons check lint types audit demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
 	$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
 
+# In an order drawn anew each time; the first lines name its seed, and `make test SEED=...` repeats it. Nothing is seeded:
+# a test that draws without a seed of its own is to fail.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED))
 
 test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
@@ -43,7 +45,7 @@ test-pythons: $(READY)
 	sh tests/other_pythons.sh 3.12 3.13
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it.
-check: lint types test test-tl3 test-four-bit test-real test-pythons docs wheel
+check: lint types audit test test-tl3 test-four-bit test-real test-pythons docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -52,6 +54,12 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/basedpyright
+
+# The licences of all that is installed, by the lists in pyproject.toml; then known vulnerabilities of the versions in
+# constraints.txt, where the network reaches those who list them.
+audit: $(READY)
+	$(BIN)/pip-licenses --python $(BIN)/python
+	sh tests/known_vulnerabilities.sh $(BIN)
 
 # Every demo is executed from top to bottom, as a reader would.
 demos: $(READY)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -156,7 +157,7 @@ def main() -> None:
     if arguments.only:
         times, memory, weights = (ours if arguments.only == "ours" else theirs)(arguments.vocab, arguments.steps)
         seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
-        torch.save({name: value.detach() for name, value in weights.items()}, arguments.weights)
+        save_file({name: value.detach().contiguous() for name, value in weights.items()}, arguments.weights)
         print(json.dumps({"seconds": seconds, "memory": memory}))
         return
     found: dict[str, list[dict[str, float]]] = {"theirs": [], "ours": []}
@@ -168,7 +169,7 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(done.stderr)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
-        one, other = (torch.load(Path(folder) / name) for name in found)
+        one, other = (load_file(Path(folder) / name) for name in found)
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=1e-2, atol=1e-5)  # or the comparison means nothing

@@ -1,5 +1,6 @@
 """Opens pages in headless Chromium, without a network, for tests that look at what a reader sees."""
 
+import html
 import json
 import os
 import re
@@ -7,11 +8,12 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-# Looks at the page when it has settled, and writes down what it saw.
-PROBE = """<script>setTimeout(() => {
+# What a reader sees of a page that has settled.
+LOOK = """() => {
   const blue = canvas => {
     const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     let seen = 0;
@@ -20,13 +22,19 @@ PROBE = """<script>setTimeout(() => {
   };
   const figures = [...document.querySelectorAll(".plotly-graph-div")];
   const marks = ".main-svg .heatmaplayer image, .main-svg .scatterlayer .point";
-  const seen = document.createElement("pre");
-  seen.id = "seen";
-  seen.textContent = JSON.stringify({
+  return {
     figures: figures.length, drawn: figures.filter(figure => figure.querySelector(marks)).length,
     canvases: [...document.querySelectorAll(".attention canvas")].map(blue),
     overflows: document.documentElement.scrollWidth > innerWidth,
-  });
+  };
+}"""
+
+# Writes down what a function returns.
+PROBE = """<script>setTimeout(async () => {
+  const returned = JSON.stringify(await (FUNCTION)());
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = returned;
   document.body.append(seen);
 }, 3000)</script></body>"""
 
@@ -55,9 +63,16 @@ def chromium() -> str:
 
 
 def opened(page: Path, folder: Path) -> Seen:
-    """Opens a copy of a page with the probe in it."""
+    """What a reader sees of a page."""
+    seen, console = ran(page, folder, LOOK)
+    return Seen(**seen, console=console)
+
+
+def ran(page: Path, folder: Path, function: str, budget_ms: int = 10_000) -> tuple[Any, list[str]]:
+    """Opens a copy of a page; returns what a JavaScript function returns there, and the lines on the console."""
     copy = folder / f"probed-{page.name}"
-    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", PROBE), encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("</body>", PROBE.replace("FUNCTION", function))
+    copy.write_text(text, encoding="utf-8")
     command = [
         chromium(),
         "--headless",
@@ -69,12 +84,11 @@ def opened(page: Path, folder: Path) -> Seen:
         "--disable-background-networking",
         f"--user-data-dir={folder / 'profile'}",
         "--enable-logging=stderr",
-        "--virtual-time-budget=10000",
+        f"--virtual-time-budget={budget_ms}",
         "--dump-dom",
         copy.as_uri(),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    seen = re.search(r'<pre id="seen">(.*?)</pre>', ran.stdout)
-    assert seen, f"the page did not run to its end: {ran.stderr[-2000:]}"
-    console = [line for line in ran.stderr.splitlines() if ":CONSOLE" in line]
-    return Seen(**json.loads(seen[1]), console=console)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert seen, f"the page did not run to its end: {done.stderr[-2000:]}"
+    return json.loads(html.unescape(seen[1])), [line for line in done.stderr.splitlines() if ":CONSOLE" in line]

@@ -14,8 +14,8 @@ from align_circuits.checks import described
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return World()
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -6,6 +6,7 @@ python tests/wrong_inputs.py --n 3000 --seed 0
 import argparse
 import dis
 import inspect
+import json
 import math
 import random
 import signal
@@ -14,12 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
@@ -28,6 +31,8 @@ from align_circuits.models.tokenizer import char_tokenizer
 PACKAGE = Path(ac.__file__).parent.resolve()
 HOOKS = (PACKAGE / "hooks").resolve()
 TIME_LIMIT_S = 10
+FOREVER = "(([a-z_.0-9]+)+)+!"
+"""Matched as a regular expression, it takes longer than the universe is old."""
 SHORT: Any = {"steps": 1, "batch": 1, "probe_prompts": 2, "layers": 1}
 
 
@@ -44,9 +49,9 @@ class Outcome:
 
 
 class World:
-    """A small model with shared key heads, prompts, and a valid call of every public function."""
+    """A small model with shared key heads, in memory and in a folder, prompts, and a valid call of every function."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path) -> None:
         tokenizer = char_tokenizer()
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -71,6 +76,32 @@ class World:
         self.table = ac.score_heads(self.model, self.clean, ["lookup"])
         self.edges = ac.attribute_edges(self.model, self.noise, method="eap")
         self.log = pd.DataFrame({"step": [0, 1, 2], "value": [0.1, 0.5, 0.9]})
+        self.folder, self.adapter = place / "model", place / "adapter"
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            self.network.save_pretrained(self.folder)
+            lora = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+            get_peft_model(LlamaForCausalLM(config), lora).save_pretrained(str(self.adapter))
+        self.settings = {
+            folder: json.loads((folder / name).read_text()) | changes
+            for folder, name, changes in (
+                (self.folder, "config.json", {}),
+                (self.adapter, "adapter_config.json", {"base_model_name_or_path": str(self.folder)}),
+            )
+        }
+
+    def load(self, folder: Path, **settings: Any) -> Any:
+        """Loads a model or an adapter after its configuration was changed."""
+        for place, written in self.settings.items():
+            name = "config.json" if place == self.folder else "adapter_config.json"
+            given = {name: value for name, value in settings.items() if name in written or value is not None}
+            changed = written | given if place == folder else written
+            (place / name).write_text(json.dumps(changed, default=str))
+        return ac.load(folder)
+
+    def varied(self, folder: Path, *names: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The call that loads a folder, and those of its settings that are varied."""
+        return partial(self.load, folder), {name: self.settings[folder].get(name) for name in names}
 
     def calls(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         """A valid call by name: the function and all arguments that are varied."""
@@ -105,6 +136,17 @@ class World:
             ),
             "Relation.from_pairs": (ac.Relation.from_pairs, {"pairs": [(0, 5, [2])], "prompts": clean, "name": "own"}),
             "load": (ac.load, {"source": self.network, "device": "cpu", "tokenizer": self.tokenizer}),
+            "load of a folder": self.varied(
+                self.folder,
+                *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+                *("num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "hidden_act"),
+                *("model_type", "architectures", "dtype", "auto_map", "pad_token_id", "quantization_config"),
+            ),
+            "load of an adapter": self.varied(
+                self.adapter,
+                *("r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "layers_to_transform"),
+                *("layers_pattern", "modules_to_save", "peft_type", "base_model_name_or_path", "auto_mapping"),
+            ),
             "planted_circuit": (ac.planted_circuit, {"task": self.task, "seed": 0, "strength": 1.0}),
             "score_heads": (
                 ac.score_heads,
@@ -163,7 +205,7 @@ class World:
         """Values of wrong types, out of range, and of other models; some of them fit some arguments."""
         other = ac.RepeatedTokensTask(length=3).sample(2, 9)
         scalars = [None, True, -1, 0, 10**6, 10**9, 2.5, -0.5, math.nan, math.inf, "", "nonsense", b"bytes", 1j]
-        names = ["L9H9", "L0H9", "L0KV7.k", "[]", "induction", "a" * 300, "../x", "\x00"]
+        names = ["L9H9", "L0H9", "L0KV7.k", "[]", "induction", "a" * 300, "../x", "\x00", FOREVER]
         heads = [[(9, 9)], [(0, -1)], ["L0KV9"], [(0,)], [0], ["L0H0", 3], [[]], [("L1H0", "L0H1.q")], [("a", "b")]]
         things = [[], (), {}, {"a": 1}, {1: 2}, [None], ["nonsense"], [1.5], [[1], "a"], object(), int, len]
         arrays = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.bool), torch.full((3,), math.nan), np.zeros((2, 2))]
@@ -237,8 +279,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=40, help="calls that end below, to print")
     options = parser.parse_args()
-    world = World()
-    with tempfile.TemporaryDirectory():
+    with tempfile.TemporaryDirectory() as place:
+        world = World(Path(place))
         outcomes = [outcome_of(*case) for case in wrong_calls(world, options.n, options.seed)]
     frame = pd.DataFrame(outcomes)
     counts = frame.groupby(["call", "kind"]).size().unstack(fill_value=0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks import compat
+from align_circuits.models.folder_checks import check_layers, check_memory, memory_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -77,11 +78,13 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
             f"{str(path)!r} scales its rotary frequencies ({scaling}), which would be left out: give the model's "
             "folder in the Hugging Face format"
         )
-    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
         for name, key in LEFT_OUT.get(architecture, {}).items():
             setattr(config, name, metadata.get(key, getattr(config, name)))
+        check_layers(path, config.num_hidden_layers, len(names))
+        check_memory(path, memory_of(config, dtype or torch.float32), path.stat().st_size)
         factors = _rope_factors(path) if "rope_freqs.weight" in names else None
         if factors is not None:
             scaled = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}

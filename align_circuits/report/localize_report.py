@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -190,7 +191,9 @@ def named_heads(localization: Localization) -> Html:
     if not rows:
         return Html("<p>No head reached all thresholds.</p>")
     meaning = "; ".join(
-        f"<b>{role}</b> {localization.roles[role]}" for role, heads in localization.heads_by_role.items() if heads
+        f"<b>{escape(role)}</b> {escape(localization.roles[role])}"
+        for role, heads in localization.heads_by_role.items()
+        if heads
     )
     return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0)}</div><p>{meaning}.</p>')
 
@@ -242,7 +245,7 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
-            yield Html(f"<h3>{describe(heads[:1])}, {role}: {localization.roles[role]}</h3>")
+            yield Html(f"<h3>{describe(heads[:1])}, {escape(role)}: {escape(localization.roles[role])}</h3>")
             yield attention.drawing(heads[0], role)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 from numpy import ndarray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
@@ -392,7 +393,13 @@ class Table:
             raise ValueError(f"{str(path)!r} is no table ({error})") from error
         if not (folder / PER_PROMPT).is_file():
             return table
-        values, weights = (load_file(folder / PER_PROMPT)[name].astype(np.float64) for name in ("values", "weights"))
+        try:
+            kept = load_file(folder / PER_PROMPT)
+            values, weights = (kept[name].astype(np.float64) for name in ("values", "weights"))
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"{str(folder / PER_PROMPT)!r} holds no per-prompt values ({error}): delete it to read the table alone"
+            ) from error
         if len(values) != len(table):
             raise ValueError(
                 f"the rows differ: {len(table)} in {path.name}, {len(values)} in {PER_PROMPT}; if the table was edited "

@@ -255,6 +255,10 @@ def test_unreachable_name_is_one_line_at_once(source):
         ),
         ({"num_key_value_heads": 4}, "cannot be read"),
         ({"num_hidden_layers": 10**9}, r"says 1,000,000,000 layers, but the weights are \d+ tensors"),
+        ({"vocab_size": 10**9}, r"takes 256\.0 GB of memory, but its weights' files have 0?\.?\d+\.?\d* MB and"),
+        ({"intermediate_size": 10**8}, r"takes 76\.8 GB of memory, but"),
+        ({"vocab_size": -5}, r"config\.json in .* cannot be used \(.*: correct it"),
+        ({"hidden_act": "nonesuch"}, r"config\.json in .* cannot be used \(.*: correct it"),
     ],
 )
 def test_weights_of_another_configuration_are_refused(folders, tmp_path, change, message):

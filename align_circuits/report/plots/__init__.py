@@ -1,7 +1,7 @@
 """Figures of tables: plotly figures for notebooks and reports, legible on light and on dark pages.
 
 Tables, or frames made of them, come in; plotly figures go out, which `save` writes as pictures. `attention` returns a
-widget.
+widget. Titles, captions, labels and names are drawn letter for letter, without plotly's markup; a line break stays one.
 """
 
 from align_circuits.report.attention_view import EARLIER, AttentionView, attention

@@ -10,7 +10,18 @@ from plotly.subplots import make_subplots
 
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import REFERENCES
-from align_circuits.report.plots.style import COLOURS, GREY, SEQUENTIAL, SHARES, SYMBOLS, error_bars, marker, styled
+from align_circuits.report.plots.style import (
+    COLOURS,
+    GREY,
+    SEQUENTIAL,
+    SHARES,
+    SYMBOLS,
+    error_bars,
+    marker,
+    plain,
+    plain_list,
+    styled,
+)
 from align_circuits.tables.tables import Table
 
 MAX_NUMBERS = 100
@@ -43,7 +54,7 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         if rows.empty:
             continue
         figure.add_scatter(
-            x=rows["kind"],
+            x=plain_list(rows["kind"]),
             y=rows["value"],
             error_y=error_bars(rows),
             mode="markers",
@@ -77,7 +88,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
         if dots:
             draw = rows["draw"].to_numpy(dtype=float)
             x += 0.8 * slot * (draw / max(1, draw.max()) - 0.5)
-        name = _ABLATED[ablated] if main else f"only {ablated} heads ablated"
+        name = _ABLATED[ablated] if main else plain(f"only {ablated} heads ablated")
         style = list(_ABLATED).index(ablated) if main else place
         symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
         figure.add_scatter(
@@ -99,7 +110,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
     figure.update_xaxes(
         title="target tokens",
         tickvals=list(range(len(kinds))),
-        ticktext=kinds,
+        ticktext=plain_list(kinds),
         range=[-0.5, len(kinds) - 0.5],
         showgrid=False,
     )
@@ -121,23 +132,27 @@ def accuracy_grids(
         title: Above the panels.
         value: The title of the scale.
     """
-    figure = make_subplots(1, len(panels), subplot_titles=list(panels), horizontal_spacing=0.06)
+    figure = make_subplots(1, len(panels), subplot_titles=plain_list(panels), horizontal_spacing=0.06)
     for place, frame in enumerate(panels.values(), start=1):
         heat = go.Heatmap(
             z=frame.to_numpy(),
-            x=list(frame.columns),
-            y=list(frame.index),
+            x=plain_list(frame.columns),
+            y=plain_list(frame.index),
             coloraxis="coloraxis",
             xgap=1,
             ygap=1,
             texttemplate="%{z:.2f}" if frame.size <= MAX_NUMBERS else None,
-            hovertemplate=f"{x} %{{x}}, {y} %{{y}}: %{{z:.3f}}<extra></extra>",
+            hovertemplate=f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}<extra></extra>",
         )
         figure.add_trace(heat, row=1, col=place)
-    figure.update_xaxes(type="category", title=x, dtick=1, showgrid=False)  # "6" and "20" are labels, not numbers
+    figure.update_xaxes(
+        type="category", title=plain(x), dtick=1, showgrid=False
+    )  # "6" and "20" are labels, not numbers
     figure.update_yaxes(type="category", dtick=1, showgrid=False)
-    figure.update_yaxes(title=y, col=1)
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": value}})
+    figure.update_yaxes(title=plain(y), col=1)
+    figure.update_layout(
+        coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": plain(value)}}
+    )
     if len({tuple(frame.index) for frame in panels.values()}) == 1:
         for place in range(2, len(panels) + 1):
             figure.update_yaxes(showticklabels=False, col=place)

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from align_circuits.hooks.heads import describe
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.plots.style import SEQUENTIAL, panel_places, rings, styled
+from align_circuits.report.plots.style import SEQUENTIAL, panel_places, plain_list, rings, styled
 
 
 def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:
@@ -28,7 +28,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
         horizontal_spacing=0.07,
         vertical_spacing=0.2 / lines,
     )
-    size, tokens = len(attention.tokens), np.array(attention.tokens, dtype=object)
+    size, tokens = len(attention.tokens), np.array(plain_list(attention.tokens), dtype=object)
     text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
     for pattern, place in zip(attention.pattern.numpy(), places, strict=True):
         future = np.triu(np.ones((size, size), dtype=bool), 1)
@@ -44,7 +44,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
             figure.add_trace(rings(key, query, 8, 2), **place)
     small = {"size": max(6, min(11, 280 // size))}
     ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
-    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, tokens)) == 1 else 90)
+    figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, attention.tokens)) == 1 else 90)
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
     colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
@@ -74,8 +74,8 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
         return [
             go.Heatmap(
                 z=grid.to_numpy().round(3),
-                x=list(grid.columns),
-                y=[str(query) for query in grid.index],
+                x=plain_list(grid.columns),
+                y=plain_list(map(str, grid.index)),
                 coloraxis="coloraxis",
                 hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
             )
@@ -83,7 +83,12 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
         ]
 
     figure = make_subplots(
-        len(maps), 1, row_heights=heights, subplot_titles=list(maps), shared_xaxes=True, vertical_spacing=50 / height
+        len(maps),
+        1,
+        row_heights=heights,
+        subplot_titles=plain_list(maps),
+        shared_xaxes=True,
+        vertical_spacing=50 / height,
     )
     for row, heat in enumerate(drawn(steps[0][0]), start=1):
         figure.add_trace(heat, row=row, col=1)

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.checks import checked
-from align_circuits.report.plots.style import DIVERGING, GREY, RING, error_bars, marker, styled
+from align_circuits.report.plots.style import DIVERGING, GREY, RING, error_bars, marker, plain, plain_list, styled
 from align_circuits.tables.tables import Table
 
 
@@ -34,8 +34,8 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     bound = float(np.nanmax(np.abs(grid.to_numpy(dtype=float)))) or 1.0
     heat = go.Heatmap(
         z=grid.to_numpy(dtype=float),
-        x=order["sender"],
-        y=order["receiver"],
+        x=plain_list(order["sender"]),
+        y=plain_list(order["receiver"]),
         coloraxis="coloraxis",
         xgap=1,
         ygap=1,
@@ -45,7 +45,7 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
     figure.update_layout(
-        coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": {"title": unit}}
+        coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": {"title": plain(unit)}}
     )
     return styled(figure, title, height=140 + 18 * min(len(grid), 40))
 
@@ -67,7 +67,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
             y=rows["value"],
             error_y=error_bars(rows),
             mode="lines+markers",
-            name=name,
+            name=plain(name),
             marker=marker(place, 8),
         )
     sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
@@ -78,7 +78,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
             y=sets["value"],
             error_y=error_bars(sets),
             mode="markers+text",
-            text=sets["circuit"],
+            text=plain_list(sets["circuit"]),
             textposition="top center",
             cliponaxis=False,
             name="all edges among heads",

@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from align_circuits.report.plots.style import SHARES, error_bars, marker, styled
+from align_circuits.report.plots.style import SHARES, error_bars, marker, plain, plain_list, styled
 
 
 def curves(
@@ -23,7 +23,9 @@ def curves(
         title: Above the panels.
         value: The title of the y axis, with the unit.
     """
-    figure = make_subplots(1, len(panels), subplot_titles=list(panels), shared_yaxes=True, horizontal_spacing=0.05)
+    figure = make_subplots(
+        1, len(panels), subplot_titles=plain_list(panels), shared_yaxes=True, horizontal_spacing=0.05
+    )
     places: dict[str, int] = {}
     for panel, frame in enumerate(panels.values(), start=1):
         for name, rows in frame.groupby(by, sort=False):
@@ -33,8 +35,8 @@ def curves(
                 y=rows["value"],
                 error_y=error_bars(rows),
                 mode="lines+markers",
-                name=str(name),
-                legendgroup=str(name),
+                name=plain(str(name)),
+                legendgroup=plain(str(name)),
                 showlegend=new,
                 marker=marker(place),
             )
@@ -43,9 +45,9 @@ def curves(
         np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
     )
     counts = (along == along.round()).all() and np.ptp(along) <= 16
-    figure.update_xaxes(title=label, dtick=1 if counts else None)
+    figure.update_xaxes(title=plain(label), dtick=1 if counts else None)
     figure.update_yaxes(range=SHARES if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
-    figure.update_yaxes(title=value, col=1)
+    figure.update_yaxes(title=plain(value), col=1)
     return styled(figure, title, height=380)
 
 
@@ -63,15 +65,15 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
         figure.add_scatter(
             x=rows["value"],
-            y=rows[row],
+            y=plain_list(rows[row]),
             error_x=error_bars(rows),
             mode="markers",
-            name=str(name),
+            name=plain(str(name)),
             orientation="h",
             marker=marker(place, 8),
         )
-    names = list(dict.fromkeys(frame[row]))
-    figure.update_xaxes(title=label, side="top")
+    names = plain_list(dict.fromkeys(frame[row]))
+    figure.update_xaxes(title=plain(label), side="top")
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")
     figure.update_layout(scattermode="group", scattergap=0.3)
     drawn = styled(figure, title, height=130 + 46 * len(names))

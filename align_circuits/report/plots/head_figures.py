@@ -16,6 +16,8 @@ from align_circuits.report.plots.style import (
     SHARES,
     error_bars,
     panel_places,
+    plain,
+    plain_list,
     rings,
     styled,
 )
@@ -85,7 +87,7 @@ def head_maps(
     figure = make_subplots(
         lines,
         columns,
-        subplot_titles=list(panels) if captions else None,
+        subplot_titles=plain_list(panels) if captions else None,
         horizontal_spacing=0.07,
         vertical_spacing=0.32 / lines,
     )
@@ -102,7 +104,7 @@ def head_maps(
             xgap=1,
             ygap=1,
             customdata=np.stack([low.to_numpy(dtype=float), high.to_numpy(dtype=float)], -1),
-            hovertemplate=f"L%{{y}}H%{{x}} {panel}: %{{z:.3f}} "
+            hovertemplate=f"L%{{y}}H%{{x}} {plain(panel)}: %{{z:.3f}} "
             "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
         )
         figure.add_trace(heat, **place)
@@ -115,7 +117,7 @@ def head_maps(
     figure.update_yaxes(title="layer", col=1)
     scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
     label = unit or ("change" if signed else "score")
-    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": label}})
+    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": plain(label)}})
     drawn = styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
     gaps = len(known) < len(panels) * layers * heads
     return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)") if gaps else drawn  # behind blank cells
@@ -133,12 +135,12 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
     """
     lines, columns, places = panel_places(len(metrics))
     figure = make_subplots(
-        lines, columns, subplot_titles=list(metrics), horizontal_spacing=0.09, vertical_spacing=0.28 / lines
+        lines, columns, subplot_titles=plain_list(metrics), horizontal_spacing=0.09, vertical_spacing=0.28 / lines
     )
     for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
         best = table.top(metric, n).frame[::-1]
         dots = go.Scatter(
-            y=_names(best),
+            y=plain_list(_names(best)),
             x=best["value"],
             error_x=error_bars(best),
             mode="markers",

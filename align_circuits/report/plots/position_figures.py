@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
-from align_circuits.report.plots.style import DIVERGING, styled
+from align_circuits.report.plots.style import DIVERGING, plain, plain_list, styled
 from align_circuits.tables.tables import Table
 
 UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
@@ -51,14 +51,20 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
         choose = [f"{key} ({', '.join(map(str, values))})" for key, values in several.items() if len(values) > 1]
         raise ValueError(f"several rows for a place: choose one {' and one '.join(choose)} with .where(...) first")
     positions = list(dict.fromkeys(frame["position"]))
-    labels = _labels(positions, prompts)
+    raw = _labels(positions, prompts)
+    labels = plain_list(raw)
     rows_of = {site: _rows(frame[frame["site"] == site]) for site in dict.fromkeys(frame["site"])}
     layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
     shown = {site: list(rows) if WITHOUT_LAYER in rows else layers for site, rows in rows_of.items()}
     heights = [24 + 18 * min(len(rows), 32) for rows in shown.values()]
     height = sum(heights) + 40 * len(heights) + 130
     figure = make_subplots(
-        len(shown), 1, subplot_titles=list(shown), shared_xaxes=True, row_heights=heights, vertical_spacing=40 / height
+        len(shown),
+        1,
+        subplot_titles=plain_list(shown),
+        shared_xaxes=True,
+        row_heights=heights,
+        vertical_spacing=40 / height,
     )
     for place, (site, rows) in enumerate(shown.items(), start=1):
         part = frame[frame["site"] == site]
@@ -79,12 +85,12 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
                 -1,
                 dtype=object,
             ),
-            hovertemplate=f"{site} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
+            hovertemplate=f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
             "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
         )
         figure.add_trace(heat, row=place, col=1)
     size = len(positions)
-    upright = max(map(len, labels)) * size > 90
+    upright = max(map(len, raw)) * size > 90
     figure.update_xaxes(
         tickvals=list(range(size)),
         ticktext=labels,
@@ -115,7 +121,7 @@ def _rows(frame: pd.DataFrame) -> list[Any]:
 def _scale_title(frame: pd.DataFrame) -> str:
     """What the colours mean, with the unit."""
     metric = "value" if "metric" not in frame else str(frame["metric"].iloc[0])
-    return f"change of<br>{metric}" + (f"<br>({UNITS[metric]})" if metric in UNITS else "")
+    return plain(f"change of\n{metric}" + (f"\n({UNITS[metric]})" if metric in UNITS else ""))
 
 
 def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:

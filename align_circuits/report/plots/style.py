@@ -1,6 +1,7 @@
 """The style of all figures: legible on light and on dark pages and by colour-blind readers."""
 
-from collections.abc import Sequence
+import html
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -30,6 +31,21 @@ SHARES = [-0.04, 1.06]
 """The range of an axis from 0 to 1, with room for the markers at its ends."""
 
 
+def plain(text: str) -> str:
+    """Returns a text such that plotly draws it letter for letter, and a line break as one.
+
+    plotly reads `<b>`, `<a href>` and entities as markup, `$x$` as a formula where MathJax is loaded, and `%{x}` in
+    what appears on hovering as a field.
+    """
+    escaped = html.escape(text, quote=False).replace("$", "&#36;").replace("%{", "&#37;{")
+    return escaped.replace("\n", "<br>")
+
+
+def plain_list(labels: Iterable[Any]) -> list[Any]:
+    """Returns each text as `plain` does; numbers stay what they are."""
+    return [plain(label) if isinstance(label, str) else label for label in labels]
+
+
 def panel_places(count: int) -> tuple[int, int, list[dict[str, Any]]]:
     """Returns the rows and columns of a grid of panels, and the place of each panel, as plotly takes it."""
     columns = min(MAX_COLUMNS, count)
@@ -57,7 +73,7 @@ def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
     """Returns the figure with a transparent ground and grey letters, for light and dark pages; no template is set."""
     top, bottom, below = 60 if title else 35, 55, 85  # in pixels; the legend stands below the title of the x axis
     figure.update_layout(
-        title={"text": title, "font": {"size": 15}},
+        title={"text": plain(title), "font": {"size": 15}},
         height=height,
         template=None,
         font={"color": GREY, "size": 13},
@@ -65,6 +81,7 @@ def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
         plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 60, "r": 20, "t": top, "b": bottom},
         modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": GREY},
+        hoverlabel={"namelength": -1},  # whole: cut at 15 letters, an entity would be cut in two
         legend={"orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left"},
     )
     axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": GREY, "zeroline": False, "ticks": "outside"}

@@ -136,7 +136,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         grid.columns = [f"layer {int(layer) + 1}" for layer in grid.columns]
         grid.loc[INTACT] = of_kind[of_kind["place"] == INTACT]["value"].mean()
         panels[captions[kind]] = grid.loc[[*reversed(DISTANCES), INTACT]]
-    value = "exact match<br>on ICL, held out"
+    value = "exact match\non ICL, held out"
     return {"": plots.accuracy_grids(panels, x="forced in", y="the query subject reads", value=value)}
 
 

@@ -1,0 +1,160 @@
+"""What is checked about the folder of a model, which may come from anywhere, before anything in it is built."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
+
+PATIENCE_S = 5
+"""How long the patterns of an adapter may take; sane ones take milliseconds."""
+
+MOST_PACKED = 64
+"""How many times the bytes of a file its model may take: float64 made of 2-bit weights takes half as many."""
+
+UNSTORED = 10**9
+"""How many bytes more it may take for what no file holds, such as the masks of GPT-2."""
+
+_PATTERNS = {
+    "target_modules": r"(?:{})\Z",
+    "exclude_modules": r"(?:{})\Z",
+    "modules_to_save": r"(^|.*\.){}($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
+    "rank_pattern": r"(.*\.)?({})$",
+    "alpha_pattern": r"(.*\.)?({})$",
+}
+"""The settings of an adapter that PEFT takes as regular expressions, and what it makes of each."""
+
+_MATCH = (
+    "import json, re, sys\npatterns, names = json.load(sys.stdin)\n[re.match(p, n) for p in patterns for n in names]"
+)
+
+
+def settings_in(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the settings in one of a folder's JSON files.
+
+    Raises:
+        ValueError: The file is no JSON, or no object.
+    """
+    try:
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} in {str(folder)!r} is no JSON ({error}): download the folder again") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} in {str(folder)!r} is not a JSON object: download the folder again")
+    return settings
+
+
+def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
+    """Raises a ValueError unless the weights lie in safetensors files."""
+    if not any(folder.glob(name)):
+        raise ValueError(
+            f"no safetensors weights in {str(folder)!r}, and pickled ones (.bin, .pt) are not opened, since they can "
+            "run code. If you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder, "
+            "use_safetensors=False).save_pretrained(new_folder)"
+        )
+
+
+def shapes_in(folder: Path) -> Iterator[list[int]]:
+    """Yields the shapes of the tensors in a folder's safetensors files, whose data is not read.
+
+    Raises:
+        ValueError: A file is truncated or no safetensors file.
+    """
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt") as opened:
+                yield from (opened.get_slice(name).get_shape() for name in opened.keys())  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights in {str(folder)!r} cannot be read ({error}): a file is missing, truncated, or no "
+                "safetensors file; download the folder again"
+            ) from error
+
+
+def check_layers(place: Path, layers: Any, tensors: int) -> None:
+    """Raises a ValueError if there are fewer tensors than layers: to build 10^9 layers first would take all memory."""
+    if isinstance(layers, int) and layers > tensors:
+        raise ValueError(
+            f"the configuration in {str(place)!r} says {layers:,} layers, but the weights are {tensors:,} tensors: "
+            "download it again, or correct config.json"
+        )
+
+
+def memory_of(config: Any, dtype: torch.dtype | None) -> int:
+    """Returns the bytes that a model of a configuration takes, whose number of layers is plausible."""
+    with torch.device("meta"):  # shapes alone
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    return sum(part.numel() * part.element_size() for part in (*model.parameters(), *model.buffers()))
+
+
+def check_memory(place: Path, needed: int, stored: int) -> None:
+    """Raises a ValueError if a model does not fit into this machine, or is not that of its weights.
+
+    Args:
+        place: The folder or file, for the message.
+        needed: The bytes that the model takes, by its configuration.
+        stored: The bytes of the weights' files.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > min(memory, MOST_PACKED * stored + UNSTORED):
+        raise ValueError(
+            f"a model of the sizes in {str(place)!r} takes {_size(needed)} of memory, but its weights' files have "
+            f"{_size(stored)} and this machine has {_size(memory)} of memory: correct config.json, give a smaller "
+            "dtype, or take a larger machine"
+        )
+
+
+def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises a ValueError if an adapter's patterns are wrong or take forever, or its rank is not that of its weights.
+
+    Args:
+        folder: Of the adapter.
+        settings: What its adapter_config.json holds.
+        names: The modules of its base model.
+    """
+    largest = max((size for shape in shapes_in(folder) for size in shape), default=0)
+    ranks = settings.get("rank_pattern")
+    for rank in (settings.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())):
+        if isinstance(rank, int) and rank > largest:  # its matrices would be built before they are compared
+            raise ValueError(
+                f"the adapter in {str(folder)!r} says rank {rank:,}, but its weights have at most {largest} rows or "
+                "columns: download the folder again, or correct adapter_config.json"
+            )
+    given = {name: found for name in _PATTERNS if isinstance(found := settings.get(name), str | list | dict)}
+    patterns = {
+        _PATTERNS[name].format(pattern): (name, pattern)
+        for name in given
+        for pattern in ([given[name]] if isinstance(given[name], str) else given[name])
+        if isinstance(pattern, str) and not re.fullmatch(r"[\w.-]*", pattern)  # a plain name matches at once
+    }
+    if not patterns:
+        return
+    # In a process of its own: a match holds its whole process up, and nothing in that can end it.
+    question = json.dumps([[*patterns], [*names]])
+    command = [sys.executable, "-I", "-c", _MATCH]
+    try:
+        done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        reason = (done.stderr.strip().rpartition("\n")[2] or "it ended at once") if done.returncode else None
+    except subprocess.TimeoutExpired:
+        reason = f"matching them takes more than {PATIENCE_S} s"
+    if reason is not None:
+        shown = ", ".join(f"{name} {str(pattern)[:80]!r}" for name, pattern in patterns.values())
+        raise ValueError(
+            f"the adapter in {str(folder)!r} names modules by regular expressions that cannot be used ({reason}): "
+            f"{shown}; name the modules in a list, as in ['q_proj', 'v_proj']"
+        )
+
+
+def _size(count: int) -> str:
+    """A number of bytes, as a person says it."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

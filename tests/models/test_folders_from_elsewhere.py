@@ -1,0 +1,174 @@
+"""A folder from elsewhere runs no code, takes no memory that its weights do not need, and holds nobody up."""
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import align_circuits as ac
+from align_circuits.models.gguf_files import read_gguf
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.training.checkpoints import NAME
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import LlamaConfig as Own, LlamaForCausalLM as OwnModel, PreTrainedTokenizerFast as OwnTokenizer
+"""
+
+
+class Malicious:
+    """A pickle of it makes a folder when it is opened."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """What exists once code of the folder has run; a pickle that is opened makes it."""
+    mark = tmp_path / "mark"
+    pickle.loads(pickle.dumps(Malicious(mark)))
+    mark.rmdir()
+    yield mark
+    assert not mark.exists(), "code of the folder ran"
+
+
+@pytest.fixture
+def folder(random_hf_model, char_tokenizer, tmp_path):
+    random_hf_model("llama").save_pretrained(tmp_path / "llama")
+    char_tokenizer.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def adapter(random_hf_model, folder, tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+        wrapped: Any = get_peft_model(random_hf_model("llama"), config)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    change(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(folder))
+    assert ac.load(tmp_path / "adapter") is not None
+    return tmp_path / "adapter"
+
+
+def change(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_no_weights_are_unpickled(folder, adapter, mark):
+    torch.save(Malicious(mark), folder / "pytorch_model.bin")
+    torch.save(Malicious(mark), adapter / "adapter_model.bin")
+    assert ac.load(folder) is not None, "beside safetensors a pickle is left alone"
+    assert ac.load(adapter) is not None
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        ac.load(folder)
+    (folder / "other.safetensors").rename(folder / "model.safetensors")
+    (adapter / "adapter_model.safetensors").rename(adapter / "other.safetensors")
+    with pytest.raises(ValueError, match=r"no safetensors weights .* since they can run code"):
+        ac.load(adapter)
+    for place, name in ((folder, "model.safetensors"), (adapter, "adapter_model.safetensors")):
+        torch.save(Malicious(mark), place / name)
+        with pytest.raises(ValueError, match="cannot be read"):
+            ac.load(place)
+
+
+@pytest.mark.parametrize("kind", ["llama", "nonesuch"])
+def test_no_code_of_a_model_runs(folder, mark, kind):
+    for name in ("own.py", "__init__.py", "modeling.py"):
+        (folder / name).write_text(CODE.format(mark=str(mark)))
+    change(
+        folder / "config.json",
+        model_type=kind,
+        auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"},
+        trust_remote_code=True,
+        attn_implementation="nobody/kernel",
+        _attn_implementation="nobody/kernel",
+    )
+    if kind == "llama":
+        assert ac.load(folder).cfg.n_layers == 2, "transformers' own code reads it"
+    else:
+        with pytest.raises(ValueError, match="unknown architecture 'nonesuch'"):
+            ac.load(folder)
+
+
+def test_no_code_of_a_tokenizer_runs(folder, mark):
+    (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+    change(
+        folder / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]},
+        tokenizer_class="OwnTokenizer",
+        trust_remote_code=True,
+    )
+    with pytest.raises(ValueError, match=r"tokenizer in .* cannot be used \(.*custom code.*give another as tokenizer="):
+        ac.load(folder)
+
+
+def test_what_the_package_keeps_is_never_unpickled(tmp_path, mark):
+    frame = pd.DataFrame({"metric": ["a"], "value": [0.5], "low": [0.4], "high": [0.6], "n": [1]})
+    Table(frame, Provenance("t")).save(tmp_path / "kept")
+    prompts = tmp_path / "prompts.safetensors"
+    checkpoint = tmp_path / "training" / NAME
+    checkpoint.parent.mkdir()
+    for file in (tmp_path / "kept" / "values.safetensors", checkpoint, prompts, tmp_path / "cut.gguf"):
+        torch.save(Malicious(mark), file)
+    with pytest.raises(ValueError, match=r"values\.safetensors"):
+        Table.load(tmp_path / "kept")
+    with pytest.raises(ValueError, match="broken or no checkpoint"):
+        ac.tune(
+            ac.load("toy-llama"),
+            ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2),
+            ac.TuneConfig(steps=1, batch=1, probe_prompts=2, layers=1),
+            out=tmp_path,
+        )
+    with pytest.raises(ValueError, match="holds no prompts"):
+        ac.Prompts.load(prompts)
+    with pytest.raises(ValueError, match="cannot be read as a GGUF file"):
+        read_gguf(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": "(([a-z_.0-9]+)+)+!"}, r"regular expressions that cannot be used \(matching .* 5 s\)"),
+        ({"exclude_modules": "(.*)*(.*)*!"}, r"regular expressions that cannot be used \(matching .* 5 s\)"),
+        ({"rank_pattern": {"(([a-z_.0-9]+)+)+!": 2}}, r"regular expressions that cannot be used \(matching .* 5 s\)"),
+        ({"target_modules": "(q_proj"}, r"cannot be used \(re\.error: missing \)"),
+        ({"r": 10**9}, "says rank 1,000,000,000, but its weights have at most 32 rows or columns"),
+        ({"r": "many"}, r"adapter in .* cannot be used \(.*: correct adapter_config\.json"),
+    ],
+)
+def test_a_spiteful_adapter_is_refused_in_time(adapter, settings, message, monkeypatch):
+    monkeypatch.setattr("align_circuits.models.folder_checks.PATIENCE_S", 0.5)
+    change(adapter / "adapter_config.json", **settings)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=message.replace("5 s", "0.5 s")):
+        ac.load(adapter)
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_trusts_the_code_of_a_folder():
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(ac.__file__).parent.rglob("*.py")}
+    assert len(texts) > 100 and not [path for path, text in texts.items() if "trust_remote_code=True" in text]
+
+
+def test_an_adapter_may_name_its_modules_by_a_sane_expression(adapter):
+    named = ac.load(adapter)
+    change(adapter / "adapter_config.json", target_modules=r".*\.self_attn\.(q|nonesuch)_proj")
+    again = ac.load(adapter)
+    tokens = torch.arange(1, 9)[None]
+    assert torch.equal(named(tokens), again(tokens))
