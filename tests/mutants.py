@@ -3,14 +3,15 @@
 cosmic-ray says what to change (a number, an operator, a comparison, a condition, a decorator, a loop). Places are drawn
 at random, from each module in proportion to its lines of code, and one change at each. A run of the suite under
 coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first, until one
-fails. Mutants are forked from one process that has imported torch and its like.
+fails. All are forked from one process: where the body of a function changes, every module and test is imported there
+already; else the mutated copy is imported afresh.
 
     python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
     python tests/mutants.py run --seed 1     # resumes where it stopped
     python tests/mutants.py show --seed 1    # the share that died, and the survivors
 
-Annotations, literal types, what is raised or warned, and exact copies of a place's meaning (`==` to `is`) are left
-alone: no test could tell. Survivors that no test can tell from the code are named in `mutants_equivalent.toml`.
+Annotations, what is raised or warned, progress bars and assertions are left alone. Survivors that no test can tell from
+the code are named in `mutants_equivalent.toml`.
 """
 
 # ruff: noqa: F401 - `warm` imports for those who are forked from it
@@ -53,6 +54,7 @@ TURN = 600.0
 UNTOLD = 98  # what a fork exits with that could not plant its fault in place: `--again` will tell
 QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported before pytest starts
 
+
 # Like for like: others of cosmic-ray's replacements raise wherever they are executed, and any test notices.
 KINDS = (
     {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"},
@@ -73,6 +75,7 @@ def of_one_kind(name):
 
 
 OPERATORS = {name: OperatorProvider()[name] for name in OperatorProvider() if of_one_kind(name)}
+PROSE = ("warnings.warn", "TypeVar", "cast", "progress_bar", "bar.update")
 
 
 def modules(patterns):
@@ -88,8 +91,10 @@ def untested(tree):
             parts.append(node)
         if isinstance(node, ast.Assert):
             parts.append(node.msg)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "TypeVar", "cast"):
-            parts.append(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PROSE:
+            parts += node.args
+        if isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True":
+            parts.append(node)  # an assertion
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
             parts.append(node.args[1])
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "Float", "Int", "Bool"):
@@ -128,6 +133,8 @@ def places(source):
     counts, found, spans = Counter(), defaultdict(list), untested(ast.parse(source))
     operators = {name: operator() for name, operator in OPERATORS.items()}
     for node in nodes(parso.parse(source)):
+        if node.type in ("name", "string", "newline"):  # most nodes, and none that an operator changes
+            continue
         for name, operator in operators.items():
             for start, _ in operator.mutation_positions(node):
                 names = node.type == "comparison" and any(child.type == "string" for child in node.children)
@@ -158,6 +165,15 @@ def mutated(source, name, occurrence):
     return walk(parso.parse(source)).get_code()
 
 
+def broken(source):
+    """Whether it is no Python: the `*` of a signature is an operator to cosmic-ray."""
+    try:
+        compile(source, "", "exec")
+    except SyntaxError:
+        return True
+    return False
+
+
 def sample(patterns, number, seed):
     """Mutants as dictionaries: module, line, operator, occurrence, and the lines before and after."""
     draw = random.Random(seed)
@@ -169,8 +185,12 @@ def sample(patterns, number, seed):
         wanted = int(share) + (draw.random() < share % 1)
         where = places(source)
         for line, column in draw.sample(sorted(where), min(wanted, len(where))):
-            name, occurrence = draw.choice(where[line, column])
-            after = mutated(source, name, occurrence)
+            for name, occurrence in draw.sample(where[line, column], len(where[line, column])):
+                after = mutated(source, name, occurrence)
+                if not broken(after):
+                    break
+            else:
+                continue
             changed = [
                 text
                 for text in difflib.ndiff(source.splitlines(), after.splitlines())
@@ -405,7 +425,7 @@ def swap(path, before, after):
     name = (pair[0].co_qualname, pair[0].co_firstlineno, pair[0].co_filename)
     found = 0
     for thing in gc.get_objects():
-        if isinstance(thing, FunctionType):
+        if type(thing) is FunctionType:
             code = thing.__code__
             if (code.co_qualname, code.co_firstlineno, code.co_filename) == name:
                 thing.__code__ = pair[1]
@@ -439,10 +459,8 @@ def meet(mutant, tests, seconds, scratch, sound):
         status, took = forked(changed_in_place, limit, scratch)
     if status is None:
         return "timeout", took
-    died = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in (
-        1,
-        2,
-    )  # pytest: a test failed, or could not be collected
+    # pytest's status: 1, a test failed; 2, it could not be collected
+    died = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in (1, 2)
     return "died" if died else "survived" if status == 0 else "error", took
 
 
@@ -456,17 +474,17 @@ def read(path):
 def run(arguments):
     seconds, lines = read_map()
     path = OUT / f"seed-{arguments.seed}.jsonl"
-    seen = {key for other in OUT.glob("seed-*.jsonl") if other != path for key in read(other)}
     before = read(path)
-    mutants = [m for m in sample(arguments.files or CORE, arguments.number, arguments.seed) if m["key"] not in seen]
     if arguments.again:  # survivors of this seed, after a test was sharpened
-        todo = [before[key] for key, result in before.items() if result["outcome"] in ("survived", "error")]
+        todo = [result for result in before.values() if result["outcome"] in ("survived", "error")]
+        todo = [result | {"in_place": False} for result in todo]
     else:
-        todo = [mutant for mutant in mutants if mutant["key"] not in before]
+        seen = {key for other in OUT.glob("seed-*.jsonl") for key in read(other)}
+        todo = sample(arguments.files or CORE, arguments.number, arguments.seed)
+        todo = [mutant | {"in_place": in_a_function(mutant)} for mutant in todo if mutant["key"] not in seen]
+        todo.sort(key=lambda mutant: mutant["in_place"])
     warm()
     turn, sound = Turn(arguments.lock), None
-    todo = [mutant | {"in_place": in_a_function(mutant) and not arguments.again} for mutant in todo]
-    todo.sort(key=lambda mutant: mutant["in_place"])
     for place, mutant in enumerate(todo, 1):
         tests, total = [], 0.0
         for test in tests_of(mutant, seconds, lines):

@@ -381,7 +381,9 @@ def test_tables_of_pairs_name_the_direction(model, pair):
             _ = one - other
 
 
-def test_refusals(model, pair):
+def test_refusals(model, pair, random_hf_model):
+    with pytest.raises(ValueError, match="this model has one: leave it off"):
+        attribute_heads(ac.load(random_hf_model("llama", num_hidden_layers=1)), ac.Pair(**pair), graddrop=True)
     for verb, wrong, message in (
         (attribute_heads, {"method": "eap"}, "method='eap': choose one of 'atp', 'atp_star', 'ig_inputs'"),
         (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),
