@@ -15,6 +15,8 @@ the code are named in `mutants_equivalent.toml`.
 """
 
 # ruff: noqa: F401 - `warm` imports for those who are forked from it
+# pyright: reportMissingImports=false
+# cosmic-ray and coverage are in an environment of their own, .venv-mutants.
 import argparse
 import ast
 import difflib
@@ -47,7 +49,11 @@ CORE = [
     "align_circuits/tables/intervals.py",
     "align_circuits/run/*.py",
 ]
-TESTS = [f"tests/{room}/*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")]
+TESTS = [
+    *(f"tests/{room}/test_*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")),
+    "tests/test_doors.py",
+    "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
+]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
 TURN = 600.0
@@ -314,7 +320,7 @@ def read_map():
     return seconds, lines
 
 
-def lines_with(source, line):
+def lines_with(source, line) -> range:
     """The lines whose execution executes this place: its statement; for a signature or a decorator, its function."""
     best = None
     for node in ast.walk(ast.parse(source)):

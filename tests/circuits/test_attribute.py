@@ -304,6 +304,13 @@ def test_on_padded_prompts_with_both_engines(random_hf_model):
         model, ac.Pair(clean, corrupted, direction="noise"), method="eap", options=ac.RunOptions(engine="reference")
     )
     np.testing.assert_allclose(reference.frame["value"], padded.frame["value"], atol=1e-5)
+    star = [
+        attribute_edges(
+            model, ac.Pair(clean, corrupted), method="atp_star", options=ac.RunOptions(batch_size=size)
+        ).frame["value"]
+        for size in (1, 3)
+    ]
+    np.testing.assert_allclose(*star, atol=1e-5, err_msg="alone, a prompt runs without its padding")
     assert padded.values is not None
     for prompt, length in enumerate((9, 6, 11)):
         cut = [ac.Prompts.from_tokens(some.tokens[[prompt], -length - 1 :].tolist()) for some in (clean, corrupted)]

@@ -94,6 +94,11 @@ def test_controls_are_as_many_other_heads_of_the_same_layers_or_of_similar_score
         assert sorted(layer for layer, _ in by_layer) == [0, 2] and not set(by_layer) & set(tested)
         by_score = score_matched(tested, others, scores, np.random.default_rng(seed))
         assert (0, 1) in by_score and len(set(by_score) & {(2, 2), (2, 3)}) == 1 and len(by_score) == 2
+    alone = {"a": np.zeros((3, 4))}
+    alone["a"][2, 0] = 1  # no other head scores like it
+    for seed in range(5):
+        [(layer, _)] = score_matched([(2, 0)], [(0, 0), (1, 0), (2, 3)], alone, np.random.default_rng(seed))
+        assert layer == 2, "then one of the same layer"
     rest = everywhere[2:]
     assert set(layer_matched([(0, 0), (0, 1)], rest, np.random.default_rng(0))) == {(0, 2), (0, 3)}
     assert len(layer_matched(everywhere[:10], everywhere[10:], np.random.default_rng(0))) == 2
