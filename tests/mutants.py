@@ -35,6 +35,7 @@ import traceback
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import parso
 from cosmic_ray.operators.provider import OperatorProvider
@@ -333,7 +334,7 @@ def lines_with(source, line) -> range:
     first, node = best
     body = getattr(node, "body", None)
     if body is None or isinstance(node, ast.FunctionDef):
-        return range(first, node.end_lineno + 1)
+        return range(first, (node.end_lineno or first) + 1)
     return range(first, body[0].lineno)
 
 
@@ -424,7 +425,7 @@ def in_a_function(mutant):
 def swap(path, before, after):
     """Changes one function of an imported module where it lives. Whether that was possible."""
     (module,) = [m for m in list(sys.modules.values()) if str(getattr(m, "__file__", "")) == str(path)]
-    loader = module.__spec__.loader
+    loader: Any = module.__loader__
     pair = changed_function(*(loader.source_to_code(source.encode(), str(path)) for source in (before, after)))
     if pair is None:
         return False

@@ -45,7 +45,7 @@ def test_every_public_function_checks_its_arguments(world):
     calls |= {"Relation.from_positions": ac.Relation.from_positions, "completeness": completeness}
     for name, function in {**calls, "minimality": minimality}.items():
         if name != "Table.where":  # whose arguments are the keys of the table
-            with pytest.raises(WrongArgument, match=r"no_such_argument.*it takes"):
+            with pytest.raises(WrongArgument, match="; it takes "):
                 function(no_such_argument=0)
 
 

@@ -109,7 +109,7 @@ def test_the_smallest_sets_are_beginnings_of_one_order(monkeypatch):
     loss = {(0, 1): -3.0, (1, 0): -2.0, (0, 3): -1.0, (1, 2): -0.5}
 
     class Sets(head_sets.HeadSets):
-        def _accuracies(self, _, sets):
+        def _accuracies(self, prompts, sets) -> Any:  # noqa: ARG002
             right = [1 - sum(costs.get(head, 0.0) for head in heads) for heads in sets]
             return None, np.array(right)[:, None].repeat(2, 1), "fast"
 
