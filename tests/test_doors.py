@@ -3,6 +3,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 # The arguments are wrong on purpose.
 
+import sys
+from dataclasses import is_dataclass
+from inspect import isfunction
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +14,8 @@ import torch
 from wrong_inputs import World, outcome_of, wrong_calls
 
 import align_circuits as ac
-from align_circuits.checks import described
+from align_circuits.checks import WrongArgument, described
+from align_circuits.circuits.faithful import completeness, minimality
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,32 @@ def test_the_valid_calls_are_valid(world):
     for name, (function, arguments) in world.calls().items():
         if name not in ("Table.load", "tune"):
             assert function(**arguments) is not None, name
+
+
+def test_every_public_function_checks_its_arguments(world):
+    calls = {name: function for name, (function, _) in world.calls().items()}
+    calls |= {name: function for name, function in vars(ac).items() if name in ac.__all__ and isfunction(function)}
+    calls |= {"Relation.from_positions": ac.Relation.from_positions, "completeness": completeness}
+    for name, function in {**calls, "minimality": minimality}.items():
+        if name != "Table.where":  # whose arguments are the keys of the table
+            with pytest.raises(WrongArgument, match="; it takes "):
+                function(no_such_argument=0)
+
+
+ROOMS = ("prompts", "tables", "hooks", "run", "heads", "circuits")
+
+
+def test_dataclasses_are_frozen():
+    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
+    kinds = {
+        thing
+        for module in modules
+        for thing in vars(module).values()
+        if isinstance(thing, type) and is_dataclass(thing) and thing.__module__.split(".")[1] in ROOMS
+    }
+    assert len(kinds) > 30
+    thawed = {kind.__name__ for kind in kinds if not vars(kind)["__dataclass_params__"].frozen}
+    assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"
 
 
 CASES = [

@@ -304,13 +304,20 @@ def test_on_padded_prompts_with_both_engines(random_hf_model):
         model, ac.Pair(clean, corrupted, direction="noise"), method="eap", options=ac.RunOptions(engine="reference")
     )
     np.testing.assert_allclose(reference.frame["value"], padded.frame["value"], atol=1e-5)
+    alone, together = (
+        attribute_edges(
+            model, ac.Pair(clean, corrupted), method="atp_star", options=ac.RunOptions(batch_size=size)
+        ).frame["value"]
+        for size in (1, 3)
+    )
+    np.testing.assert_allclose(alone, together, atol=1e-5, err_msg="alone, a prompt runs without its padding")
     assert padded.values is not None
     for prompt, length in enumerate((9, 6, 11)):
         cut = [ac.Prompts.from_tokens(some.tokens[[prompt], -length - 1 :].tolist()) for some in (clean, corrupted)]
         pair = [some._take(torch.tensor([0])) for some in cut]
         pair = [replace(some, targets=some.targets.tail(1).reset_index(drop=True), relations={}) for some in cut]
-        alone = attribute_edges(model, ac.Pair(pair[0], pair[1], direction="noise"), method="eap")
-        np.testing.assert_allclose(alone.frame["value"], padded.values[:, prompt], atol=1e-5)
+        cropped = attribute_edges(model, ac.Pair(pair[0], pair[1], direction="noise"), method="eap")
+        np.testing.assert_allclose(cropped.frame["value"], padded.values[:, prompt], atol=1e-5)
 
 
 def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(char_tokenizer):
@@ -381,7 +388,9 @@ def test_tables_of_pairs_name_the_direction(model, pair):
             _ = one - other
 
 
-def test_refusals(model, pair):
+def test_refusals(model, pair, random_hf_model):
+    with pytest.raises(ValueError, match="this model has one: leave it off"):
+        attribute_heads(ac.load(random_hf_model("llama", num_hidden_layers=1)), ac.Pair(**pair), graddrop=True)
     for verb, wrong, message in (
         (attribute_heads, {"method": "eap"}, "method='eap': choose one of 'atp', 'atp_star', 'ig_inputs'"),
         (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),

@@ -148,6 +148,17 @@ def curve_of(fractions: list[float], values: list[float]) -> Table:
     return Table(frame, Provenance("test"))
 
 
+def test_a_folder_of_results_knows_its_circuits(llama, pair, tmp_path):
+    noise, kept = ac.Pair(**pair, direction="noise"), ac.RunOptions(out=tmp_path)
+    scores = attribute_edges(llama, noise, method="eap")
+    faithfulness(llama, scores, noise, fractions=[0.1], options=kept)
+    of_others, alone = (
+        faithfulness(llama, scores, noise, fractions=[0.5], options=options).frame["value"]
+        for options in (kept, ac.RunOptions())
+    )
+    np.testing.assert_allclose(of_others, alone, atol=1e-6)
+
+
 def test_areas_by_hand():
     curve = curve_of([0.0, 0.1, 0.5, 1.0], [9.0, 0.0, 2.0, 1.0])
     assert circuit_performance_ratio(curve) == pytest.approx(0.4 * 1 + 0.5 * 1.5)

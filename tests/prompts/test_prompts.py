@@ -1,6 +1,7 @@
 """Prompts of one's own tokens, and what indexing, saving and hashing keep."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, Relation
+from align_circuits.prompts.token_html import GROUP_COLOURS, Mark, draw_tokens
 
 IDS = [[5, 7, 9, 5, 7], [3, 3, 8], [4, 6, 4, 6]]
 ids = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=6), min_size=1, max_size=4)
@@ -181,6 +183,7 @@ def test_digest_tells_prompts_apart():
     digests = [prompts.digest, with_everything(other).digest, prompts[[1, 0, 2]].digest, prompts[:2].digest]
     asked_elsewhere = replace(prompts, targets=prompts.targets.assign(query_pos=0))
     assert len({*digests, asked_elsewhere.digest}) == 5
+    assert {len(digest) for digest in digests} == {16}
 
 
 def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_tokenizer):
@@ -200,6 +203,7 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
         ([[1, -1]], "a token id is negative"),
         ([1, 2, 3], r"ids\[0\] is 1, not a list \(an int\)"),
         ([[1.7, 2.2]], r"ids\[0\] is a list of 2 \(1.7, ...\), not a list \(an int\)"),
+        ([torch.tensor([1.7, 2.2])], r"give a list of token ids for each prompt, \[\[5, 7, 9\]\]"),
         (["12", "34"], r"ids\[0\] is the text '12', not a list \(an int\)"),
     ],
 )
@@ -343,6 +347,25 @@ def test_any_relation_is_drawn():
     assert with_everything(IDS).drawing(0) not in drawn.values()
     with pytest.raises(KeyError, match="no relation 'other' in these prompts; they have induction, previous"):
         prompts.drawing(0, relation="other")
+
+
+def test_tokens_are_drawn_with_numbers_shades_and_frames():
+    first, fifth = Mark("a", group=0, framed=True), Mark("b", group=4)
+    attended = [Mark("d", weight=0.75, query=True), Mark("e", weight=0.5), Mark("f", weight=0.004, framed=True)]
+    drawn = draw_tokens([[first, fifth, Mark("c")], attended], "a < b")
+    assert re.sub("<[^>]+>", "", drawn) == "a1b5cd.75e.50fa &lt; b"
+    assert drawn.count("<div>") == 2 and drawn.count("outline:2px solid;") == drawn.count("solid #E69F00;") == 1
+    assert drawn.count("rgba") == 2 and "rgba(0,114,178,0.75);color:#fff;" in drawn and drawn.count("double") == 1
+    assert f"color:#000;background:{GROUP_COLOURS[0]}" in drawn and "color:#fff;background:#0072B2" in drawn
+    assert f"background:{GROUP_COLOURS[1]}" in draw_tokens([[Mark("a", group=9)]]), "colours come round again"
+    assert "font-size:12px" not in draw_tokens([[first]]), "there is no caption"
+
+
+def test_a_notebook_shows_three_prompts():
+    prompts = Prompts.from_tokens([[1, 2]] * 4)
+    assert prompts._repr_html_().endswith("<div>… and 1 more prompts</div>")
+    assert prompts._repr_html_().count("<hr>") == prompts[:3]._repr_html_().count("<hr>") == 2
+    assert "more prompts" not in prompts[:3]._repr_html_()
 
 
 def test_vectors_have_no_tokens():

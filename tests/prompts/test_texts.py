@@ -167,8 +167,8 @@ def test_texts_that_are_refused(changes, error, message, monkeypatch):
 
 def test_pairs_are_halves_with_the_clean_targets():
     clean, corrupted = Prompts.from_pairs(
-        ["ab:", "xcd:"],
-        ["ba:", "xdc:"],
+        ["ab:", "xxxxxcd:"],  # the first is padded by more than its length
+        ["ba:", "xxxxxdc:"],
         TOKENIZER,
         answer=["a", "c"],
         wrong=["b", "d"],
@@ -177,7 +177,8 @@ def test_pairs_are_halves_with_the_clean_targets():
         groups=["one", "two"],
     )
     check_pair(clean, corrupted)
-    assert [text[-3:] for text in corrupted.text] == ["b:a".replace("b", "a"), "c:c"], "the clean answer goes on"
+    endings = zip(corrupted.text, ("ba:a", "xxxxxdc:c"), strict=True)
+    assert all(text.endswith(ending) for text, ending in endings), "the clean answer goes on"
     assert corrupted.targets.equals(clean.targets) and corrupted.targets[WRONG].tolist() == [39, 41]
     assert clean.own_correct is None and corrupted.own_correct is not None and clean.correct is not None
     for prompts, correct, right in ((clean, clean.correct, "ac"), (corrupted, corrupted.own_correct, "bd")):

@@ -274,6 +274,8 @@ def test_rows_must_be_tokens_in_order(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
     for rows, message in [
         (([1, 0], [19, 19]), "prompts ascend"),
+        (([-1, 0], [19, 19]), "rows of prompts -1 to 0, but there are 5"),
+        (([0], [-1]), "holds no token"),
         (([5], [19]), "rows of prompts 5 to 5, but there are 5"),
         (([0], [20]), "holds no token"),
         (([3], [4]), "holds no token"),

@@ -1,0 +1,549 @@
+"""How many small faults would the tests notice? `make mutants` plants them one by one, in a copy of the tree.
+
+cosmic-ray says what to change (a number, an operator, a comparison, a condition, a decorator, a loop). Places are drawn
+at random, from each module in proportion to its lines of code, and one change at each. A run of the suite under
+coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first, until one
+fails. All are forked from one process: where the body of a function changes, every module and test is imported there
+already; else the mutated copy is imported afresh.
+
+    python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
+    python tests/mutants.py run --seed 1     # resumes where it stopped
+    python tests/mutants.py show --seed 1    # the share that died, and the survivors
+
+Annotations, what is raised or warned, progress bars and assertions are left alone. Survivors that no test can tell from
+the code are named in `mutants_equivalent.toml`.
+"""
+
+# ruff: noqa: F401 - `warm` imports for those who are forked from it
+# pyright: reportMissingImports=false
+# cosmic-ray and coverage are in an environment of their own, .venv-mutants.
+import argparse
+import ast
+import difflib
+import fcntl
+import gc
+import inspect
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import tomllib
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import parso
+from cosmic_ray.operators.provider import OperatorProvider
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "runs" / "mutants"
+CORE = [
+    "hooks/*.py",
+    "align_circuits/heads/*.py",
+    "align_circuits/circuits/*.py",
+    "align_circuits/prompts/*.py",
+    "align_circuits/tables/intervals.py",
+    "align_circuits/run/*.py",
+]
+TESTS = [
+    *(f"tests/{room}/test_*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")),
+    "tests/test_doors.py",
+    "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
+]
+SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
+ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
+TURN = 600.0
+UNTOLD = 98  # what a fork exits with that could not plant its fault in place: `--again` will tell
+QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported before pytest starts
+
+
+# Like for like: others of cosmic-ray's replacements raise wherever they are executed, and any test notices.
+KINDS = (
+    {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"},
+    {"BitAnd", "BitOr", "BitXor"},
+    {"Eq", "NotEq", "Lt", "LtE", "Gt", "GtE"},
+    {"Is", "IsNot"},
+)
+
+
+def of_one_kind(name):
+    """Whether this operator puts like for like."""
+    _, *ends = name.split("_")
+    return (
+        not name.startswith("Variable")
+        and not name.endswith("_Not")
+        and ("Operator_" not in name or "Unary" in name or any(kind >= set(ends) for kind in KINDS))
+    )
+
+
+OPERATORS = {name: OperatorProvider()[name] for name in OperatorProvider() if of_one_kind(name)}
+PROSE = ("warnings.warn", "TypeVar", "cast", "progress_bar", "bar.update")
+
+
+def modules(patterns):
+    return sorted({str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)})
+
+
+def untested(tree):
+    """Spans of source in which a change tests nothing: annotations, type aliases, what is raised or warned."""
+    spans = []
+    for node in ast.walk(tree):
+        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom):
+            parts.append(node)
+        if isinstance(node, ast.Assert):
+            parts.append(node.msg)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PROSE:
+            parts += node.args
+        if isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True":
+            parts.append(node)  # an assertion
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            parts.append(node.args[1])
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "Float", "Int", "Bool"):
+            parts.append(node)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):  # Kind = A | B
+            leaves = [leaf for leaf in ast.walk(node.value) if isinstance(leaf, ast.expr)]
+            if all(isinstance(leaf, ast.BinOp | ast.Name | ast.Attribute | ast.Subscript) for leaf in leaves) and (
+                isinstance(node.targets[0], ast.Name) and node.targets[0].id.istitle()
+            ):
+                parts.append(node)
+        spans += [
+            ((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset))
+            for part in parts
+            if part is not None
+        ]
+    return spans
+
+
+def lines_of_code(source):
+    """Lines that hold code: no blanks, comments or docstrings."""
+    code = {line for line, text in enumerate(source.splitlines(), 1) if text.strip() and text.strip()[0] != "#"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(code)
+
+
+def nodes(node):
+    yield node
+    for child in getattr(node, "children", []):
+        yield from nodes(child)
+
+
+def places(source):
+    """`{(line, column): [(operator, which occurrence of it), ...]}` of one module."""
+    counts, found, spans = Counter(), defaultdict(list), untested(ast.parse(source))
+    operators = {name: operator() for name, operator in OPERATORS.items()}
+    for node in nodes(parso.parse(source)):
+        if node.type in ("name", "string", "newline"):  # most nodes, and none that an operator changes
+            continue
+        for name, operator in operators.items():
+            for start, _ in operator.mutation_positions(node):
+                names = node.type == "comparison" and any(child.type == "string" for child in node.children)
+                if names and not name.endswith(("_Eq_NotEq", "_NotEq_Eq")):  # the order of names means nothing
+                    counts[name] += 1
+                    continue
+                if not any(first <= start < last for first, last in spans):
+                    found[start].append((name, counts[name]))
+                counts[name] += 1
+    return found
+
+
+def mutated(source, name, occurrence):
+    """The source with that one change."""
+    operator, count = OPERATORS[name](), 0
+
+    def walk(node):
+        nonlocal count
+        for index, _ in enumerate(operator.mutation_positions(node)):
+            if count == occurrence:
+                count += 1
+                return operator.mutate(node, index)
+            count += 1
+        if hasattr(node, "children"):
+            node.children = [new for new in map(walk, node.children) if new is not None]
+        return node
+
+    return walk(parso.parse(source)).get_code()
+
+
+def broken(source):
+    """Whether it is no Python: the `*` of a signature is an operator to cosmic-ray."""
+    try:
+        compile(source, "", "exec")
+    except SyntaxError:
+        return True
+    return False
+
+
+def sample(patterns, number, seed):
+    """Mutants as dictionaries: module, line, operator, occurrence, and the lines before and after."""
+    draw = random.Random(seed)
+    sources = {module: (ROOT / module).read_text() for module in modules(patterns)}
+    sizes = {module: lines_of_code(source) for module, source in sources.items()}
+    chosen = []
+    for module, source in sources.items():
+        share = number * sizes[module] / sum(sizes.values())
+        wanted = int(share) + (draw.random() < share % 1)
+        where = places(source)
+        for line, column in draw.sample(sorted(where), min(wanted, len(where))):
+            for name, occurrence in draw.sample(where[line, column], len(where[line, column])):
+                after = mutated(source, name, occurrence)
+                if not broken(after):
+                    break
+            else:
+                continue
+            changed = [
+                text
+                for text in difflib.ndiff(source.splitlines(), after.splitlines())
+                if text[0] in "+-" and text[1] == " "
+            ]
+            old, new = ("\n".join(text[2:].strip() for text in changed if text[0] == sign) for sign in "-+")
+            key = f"{module}:{line}:{column} {name} {occurrence}"
+            chosen.append({"key": key, "module": module, "line": line, "name": name, "occurrence": occurrence})
+            chosen[-1] |= {"old": old, "new": new}
+    draw.shuffle(chosen)
+    return chosen
+
+
+def copy_of_the_tree(folder):
+    """Replaces `folder` by a copy of all that the tests read."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(
+        ROOT,
+        folder,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "docs", ".hypothesis", "build", "dist"),
+    )
+
+
+class Chosen:
+    """Runs these tests and no others, in this order."""
+
+    def __init__(self, tests):
+        self.order = {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda i: self.order[i.nodeid])
+
+
+class Stopwatch:
+    """Seconds, outcome and executed lines of every test."""
+
+    def __init__(self, coverage):
+        self.coverage, self.seconds, self.failed = coverage, Counter(), set()
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+        if report.outcome != "passed":
+            self.failed.add(report.nodeid)
+
+
+def warm():
+    """Imports once what every test needs and no mutant touches."""
+
+    import beartype.claw
+    import circuitsvis
+    import datasets
+    import hypothesis
+    import peft
+    import plotly.graph_objects
+    import pytest
+    import scipy.stats
+    import sklearn.linear_model
+    import torch
+    import transformer_lens
+    import transformers.convert_slow_tokenizer
+    import transformers.models.llama.modeling_llama
+
+    torch.set_num_threads(1)
+
+
+def pytest_in(folder, arguments, *plugins):
+    """pytest's exit status, in this process."""
+    import pytest
+
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *QUIET, *arguments], plugins=plugins)
+
+
+def watched(folder, files, out):
+    """Runs these test files in this process, and writes what each test executed."""
+    import coverage
+
+    coverage = coverage.Coverage(data_file=None, include=[f"{folder}/align_circuits/*", f"{folder}/hooks/*"])
+    watch = Stopwatch(coverage)
+    coverage.start()
+    pytest_in(folder, ["--maxfail=1000", *files], watch)
+    coverage.stop()
+    data, lines = coverage.get_data(), {}
+    for file in data.measured_files():
+        tests = data.contexts_by_lineno(file).items()
+        lines[str(Path(file).relative_to(folder))] = {line: [test for test in of if test] for line, of in tests}
+    out.write_text(json.dumps({"seconds": watch.seconds, "failed": sorted(watch.failed), "lines": lines}))
+
+
+def draw_map(arguments):
+    folder = arguments.scratch.resolve() / "tree"
+    copy_of_the_tree(folder)
+    warm()
+    turn = Turn(arguments.lock)
+    files = [[file] for file in arguments.files or modules(TESTS)]
+    for chunk in files if arguments.files else [*files, modules(CORE)]:  # the modules' own examples are tests too
+        out = OUT / "map" / (chunk[0].replace("/", ".") + ".json")
+        out.parent.mkdir(exist_ok=True)
+        turn.take()
+        forked(lambda chunk=chunk, out=out: watched(folder, chunk, out), 1200.0, arguments.scratch)
+        found = json.loads(out.read_text())
+        print(chunk[0], len(found["seconds"]), "tests;", "failed or skipped:", found["failed"], flush=True)
+
+
+def read_map():
+    """Seconds of each sound test, and `{module: {line: its tests}}`."""
+    seconds, lines = {}, defaultdict(lambda: defaultdict(set))
+    for path in (OUT / "map").glob("*.json"):
+        found = json.loads(path.read_text())
+        seconds |= {test: took for test, took in found["seconds"].items() if test not in found["failed"]}
+        for module, of in found["lines"].items():
+            module = module.replace("align_circuits/hooks/", "hooks/")  # seen through the symlink
+            for line, tests in of.items():
+                lines[module][int(line)].update(tests)
+    return seconds, lines
+
+
+def lines_with(source, line) -> range:
+    """The lines whose execution executes this place: its statement; for a signature or a decorator, its function."""
+    best = None
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+            if first <= line <= node.end_lineno and (best is None or first >= best[0]):
+                best = (first, node)
+    if best is None:
+        return range(0)
+    first, node = best
+    body = getattr(node, "body", None)
+    if body is None or isinstance(node, ast.FunctionDef):
+        return range(first, (node.end_lineno or first) + 1)
+    return range(first, body[0].lineno)
+
+
+def tests_of(mutant, seconds, lines):
+    """Tests that execute the mutant's place, fastest first."""
+    lines = lines[mutant["module"]]
+    near = lines_with((ROOT / mutant["module"]).read_text(), mutant["line"])
+    tests = {test for line in near for test in lines[line]}
+    if not tests:  # executed as the module is imported: a constant, a class
+        tests = {test for tests in lines.values() for test in tests}
+    return sorted(
+        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST), key=lambda test: (seconds[test], test)
+    )
+
+
+class Turn:
+    """The lock of those who share the machine: held for `TURN` seconds, then offered to the others."""
+
+    def __init__(self, path):
+        self.file, self.since = None if path is None else Path(path).open(), None  # noqa: SIM115
+
+    def take(self):
+        """Returns once the machine is ours."""
+        if self.file is None:
+            return
+        if self.since is not None and time.monotonic() - self.since > TURN:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+            self.since = None
+            time.sleep(1)
+        if self.since is None:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.since = time.monotonic()
+
+
+def forked(work, limit, scratch):
+    """`work()` in a fork of this process: its exit status, None after `limit` seconds; and the seconds it took."""
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        log = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        status = 99
+        try:
+            status = int(work() or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    while time.monotonic() - began < limit:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status, time.monotonic() - began
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None, limit
+
+
+def parts(code):
+    return [part for part in code.co_consts if isinstance(part, CodeType)]
+
+
+def meaning(code, deep=True):
+    """What code does, without its lines and columns; of the functions in it only that they are there, unless `deep`."""
+    consts = [(deep and meaning(part)) if isinstance(part, CodeType) else repr(part) for part in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, consts
+
+
+def changed_function(before, after):
+    """Code before and after of the function whose body was changed; None where importing the module would tell."""
+    if meaning(before, deep=False) != meaning(after, deep=False):
+        return None
+    pairs = [pair for pair in zip(parts(before), parts(after), strict=True) if meaning(pair[0]) != meaning(pair[1])]
+    if len(pairs) != 1 or pairs[0][0].co_name.startswith("<"):
+        return None
+    return pairs[0] if pairs[0][0].co_flags & inspect.CO_OPTIMIZED else changed_function(*pairs[0])
+
+
+def in_a_function(mutant):
+    source = (ROOT / mutant["module"]).read_text()
+    codes = (compile(text, "", "exec") for text in (source, mutated(source, mutant["name"], mutant["occurrence"])))
+    return changed_function(*codes) is not None
+
+
+def swap(path, before, after):
+    """Changes one function of an imported module where it lives. Whether that was possible."""
+    (module,) = [m for m in list(sys.modules.values()) if str(getattr(m, "__file__", "")) == str(path)]
+    loader: Any = module.__loader__
+    pair = changed_function(*(loader.source_to_code(source.encode(), str(path)) for source in (before, after)))
+    if pair is None:
+        return False
+    name = (pair[0].co_qualname, pair[0].co_firstlineno, pair[0].co_filename)
+    found = 0
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType:
+            code = thing.__code__
+            if (code.co_qualname, code.co_firstlineno, code.co_filename) == name:
+                thing.__code__ = pair[1]
+                found += 1
+    return found > 0
+
+
+def meet(mutant, tests, seconds, scratch, sound):
+    """Whether a test fails on the mutant: `died`, `timeout` or `survived`; and the seconds it took.
+
+    The mutant is a copy of the tree, imported afresh; or, where `sound`, a copy of the sound tree, is imported already,
+    a function changed in place."""
+    before = (ROOT / mutant["module"]).read_text()
+    after = mutated(before, mutant["name"], mutant["occurrence"])
+    files = sorted({test.split("::")[0] for test in tests})
+    limit = 40 + 4 * sum(seconds[test] for test in tests)
+    if sound is None:
+        folder = scratch.resolve() / "tree"
+        copy_of_the_tree(folder)
+        path = folder / mutant["module"]
+        path.write_text(after)
+        for cached in (path.parent / "__pycache__").glob(path.stem + ".*"):
+            cached.unlink()
+        status, took = forked(lambda: pytest_in(folder, files, Chosen(tests)), limit, scratch)
+    else:
+        path = sound / ("align_circuits" if mutant["module"].startswith("hooks") else "") / mutant["module"]
+
+        def changed_in_place():
+            return pytest_in(sound, files, Chosen(tests)) if swap(path, before, after) else UNTOLD
+
+        status, took = forked(changed_in_place, limit, scratch)
+    if status is None:
+        return "timeout", took
+    # pytest's status: 1, a test failed; 2, it could not be collected
+    died = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in (1, 2)
+    return "died" if died else "survived" if status == 0 else "error", took
+
+
+def read(path):
+    """Results so far; of a mutant met twice the last."""
+    if not path.exists():
+        return {}
+    return {result["key"]: result for result in map(json.loads, path.read_text().splitlines())}
+
+
+def run(arguments):
+    seconds, lines = read_map()
+    path = OUT / f"seed-{arguments.seed}.jsonl"
+    before = read(path)
+    if arguments.again:  # survivors of this seed, after a test was sharpened
+        todo = [result for result in before.values() if result["outcome"] in ("survived", "error")]
+        todo = [result | {"in_place": False} for result in todo]
+    else:
+        seen = {key for other in OUT.glob("seed-*.jsonl") for key in read(other)}
+        todo = sample(arguments.files or CORE, arguments.number, arguments.seed)
+        todo = [mutant | {"in_place": in_a_function(mutant)} for mutant in todo if mutant["key"] not in seen]
+        todo.sort(key=lambda mutant: mutant["in_place"])
+    warm()
+    turn, sound = Turn(arguments.lock), None
+    for place, mutant in enumerate(todo, 1):
+        tests, total = [], 0.0
+        for test in tests_of(mutant, seconds, lines):
+            total += seconds[test]
+            if total > ENOUGH and tests and not arguments.wider:
+                break
+            tests.append(test)
+        turn.take()
+        if mutant["in_place"] and sound is None:  # from here on the forks find every module and test imported
+            sound = arguments.scratch.resolve() / "sound"
+            copy_of_the_tree(sound)
+            pytest_in(sound, ["--collect-only", "-qq", *sorted({test.split("::")[0] for test in seconds})])
+        outcome, took = meet(mutant, tests, seconds, arguments.scratch, sound) if tests else ("survived", 0.0)
+        last = (arguments.scratch / "log").read_text().strip().splitlines()[-3:] if tests else ["no test executes it"]
+        result = mutant | {"outcome": outcome, "seconds": round(took, 1), "tests": len(tests), "last": last}
+        with path.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{place}/{len(todo)} {outcome} {took:.0f} s {mutant['key']}", flush=True)
+        if time.time() > arguments.until:
+            break
+    show(arguments)
+
+
+def show(arguments):
+    entries = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text()).get("equivalent", [])
+    equivalent = {(entry["module"], entry["old"].strip(), entry["new"].strip()) for entry in entries}
+    results = read(OUT / f"seed-{arguments.seed}.jsonl").values()
+    living = [result for result in results if result["outcome"] in ("survived", "error")]
+    told = [result for result in living if (result["module"], result["old"], result["new"]) not in equivalent]
+    for result in told:
+        print(f"\n{result['key']} ({result['tests']} tests); {result['outcome']}\n- {result['old']}\n+ {result['new']}")
+    count = len(results) - (len(living) - len(told))
+    print(f"\n{len(results)} mutants: {len(results) - len(living)} died, {len(living)} survived, ", end="")
+    print(f"{len(living) - len(told)} of them equivalent; of the others {1 - len(told) / max(count, 1):.1%} died")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["map", "run", "show"])
+    parser.add_argument("files", nargs="*", help="modules to mutate, or test files to map; all without them")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--again", action="store_true", help="only the survivors of this seed")
+    parser.add_argument("--wider", action="store_true", help="all tests that execute the place, however long")
+    parser.add_argument("--scratch", type=Path, default=OUT / "scratch", help="folder of the mutated copies")
+    parser.add_argument("--lock", help="a file to lock while a mutant runs, where others share the machine")
+    parser.add_argument("--until", type=float, default=float("inf"), help="Unix time: later no mutant starts")
+    arguments = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    {"map": draw_map, "run": run, "show": show}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
