@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.files import remove_partial, replacing, writable_folder
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,7 @@ def _work(connection: Connection, threads: int) -> None:
 
 def _attempt(path: Path, job: Job) -> str | None:
     """Runs a job and writes its result; returns the traceback if it fails."""
-    # What a killed attempt at this very job had begun to write; other jobs may be writing now.
-    for abandoned in path.parent.glob(f".{path.name}.*.partial"):
-        abandoned.unlink()
+    remove_partial(path)  # of a killed attempt at this very job; other jobs may be writing now
     try:
         frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
         rows = frame.to_dict("records")

@@ -7,6 +7,7 @@ import numpy as np
 import tyro
 
 from align_circuits.cli.entry import verb_class
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.tables.tables import Table
 
@@ -25,11 +26,11 @@ class Rerun(Verb):
         """The folder for the repetition."""
         return self.out or self.run / "rerun"
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         before = Table.load(self.run)
-        self._verb(before, folder)(folder)
-        after = Table.load(folder)
+        self._verb(before, results.folder)(results)
+        after = Table.load(results.new)
         if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
             raise ValueError(
                 f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
