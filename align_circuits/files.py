@@ -183,7 +183,7 @@ def _check_replaceable(new: Path, there: Path) -> None:
     if new.is_dir() != there.is_dir():
         kinds = ("folder", "file") if there.is_dir() else ("file", "folder")
         raise ValueError(
-            f"{str(there)!r} is a {kinds[0]}, where results need a {kinds[1]}: move it, or write elsewhere"
+            f"{str(there)!r} is a {kinds[0]}, results need a {kinds[1]} there: move it, or write elsewhere"
         )
     if new.is_dir() and any(there.iterdir()) and not _is_of_results(there):
         raise ValueError(f"{str(there)!r} is a folder of other files, where results go: move it, or write elsewhere")
@@ -245,6 +245,4 @@ def is_path(name: str | Path) -> bool:
 def check_name(path: Path) -> None:
     """Raises a ValueError unless `path` could be the name of a file or folder."""
     if not is_path(path):
-        raise ValueError(
-            f"{str(path)[:60]!r}... cannot be written: give a name whose parts have at most 255 bytes each"
-        )
+        raise ValueError(f"{str(path)[:60]!r}... cannot be written: give a name of parts of at most 255 bytes")

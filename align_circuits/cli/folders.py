@@ -18,8 +18,8 @@ RESULTS = (
 )
 """What an earlier run may have left beside its provenance: it goes when another run replaces that run's results."""
 
-STATE = ("training", "probes", "jobs", "trained")
-"""Folders from which a run that was stopped goes on: it stays in them, whatever becomes of the results."""
+STATE = ("training/log.csv", "probes/step-*.safetensors", "jobs/*-*.json", "jobs/*-*.error", "trained/*-*/log.csv")
+"""Files from which a run that was stopped goes on: they stay, whatever becomes of the results."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, .
     if not folder.is_dir():
         return ()
     finish_moves(folder)
-    entries = sorted(path.name for path in folder.iterdir() if path.suffix != ".partial")
+    entries = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and _holds_files(path))
     verb = _verb_of(folder)
     if verb is not None:
         if not overwrite and verb != renews:
@@ -89,13 +89,18 @@ def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, .
                 f"{str(folder)!r} holds the results of an earlier run: give another --out, or add --overwrite"
             )
         return RESULTS
-    if entries and not overwrite and not any((folder / name).is_dir() for name in STATE):
+    if entries and not overwrite and not any(any(folder.glob(files)) for files in STATE):
         raise ValueError(
             f"{str(folder)!r} holds files that are no results of this program ({', '.join(entries[:3])}"
             f"{', ...' if len(entries) > 3 else ''}): give another --out, or add --overwrite, which replaces files of "
             "the names of results and leaves all others"
         )
     return ()
+
+
+def _holds_files(path: Path) -> bool:
+    """Whether a path is a file or a folder with any that is not hidden: killed runs leave folders without."""
+    return not path.is_dir() or any(each.is_file() and not each.name.startswith(".") for each in path.rglob("*"))
 
 
 def _verb_of(folder: Path) -> str | None:

@@ -42,8 +42,8 @@ class Verb(ABC):
     name of a result are replaced too, all others stay."""
 
     @abstractmethod
-    def __call__(self, results: Results) -> None:
-        """Runs the verb and writes its results into a folder."""
+    def __call__(self, results: Results) -> str | None:
+        """Runs the verb and writes its results into a folder; returns what is wrong with them, if something is."""
 
     @property
     def folder(self) -> Path | None:

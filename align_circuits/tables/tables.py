@@ -352,7 +352,7 @@ class Table:
         """Writes the table, `provenance.json`, and `values.safetensors` if the table has per-prompt values.
 
         Args:
-            folder: Where to; made if it does not exist. An earlier table there is replaced as a whole, other files stay.
+            folder: Where to; made if it does not exist. An earlier table there is replaced as a whole.
             compress: Whether to write `table.csv.xz` instead of `table.csv`.
             per_prompt: Whether to keep the per-prompt values, without which a difference of loaded tables has no
                 interval. They take up to 16 bytes for each row and prompt.
