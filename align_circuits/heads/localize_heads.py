@@ -22,6 +22,7 @@ from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
@@ -124,6 +125,7 @@ class Localization:
 
 
 @checked
+@leaves_as_found
 def localize(
     model: HookedModel,
     task: Task | Prompts,

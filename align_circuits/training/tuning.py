@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from align_circuits.checks import checked
 from align_circuits.files import replacing_in, writable_folder
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
@@ -199,6 +200,7 @@ class TuneRun:
 
 
 @checked
+@leaves_as_found
 def tune(
     model: HookedModel,
     task: Task | Prompts,
