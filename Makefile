@@ -17,9 +17,9 @@ READYREAL := $(VENVREAL)/.ready
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
-demos docs test test-real: export OMP_NUM_THREADS := 1
+demos docs test test-real soak: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons check lint types demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons soak check lint types demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
@@ -41,6 +41,11 @@ test-real: $(READYREAL)
 # The later Pythons that pyproject.toml promises, as far as they are installed here.
 test-pythons: $(READY)
 	sh tests/other_pythons.sh 3.12 3.13
+
+# Nightly, not in `check`: 100 kills of runs and 180 interrupts of verbs, some half an hour on two cores.
+soak: $(READY)
+	$(BIN)/python tests/soak/kills.py --kills 100
+	$(BIN)/python tests/soak/interrupts.py --tries 180
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it.
 check: lint types test test-tl3 test-four-bit test-real test-pythons docs wheel
