@@ -120,10 +120,7 @@ def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, pro
     versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
     paths = {_path(folder, job, versions[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
-    if processes == 1:
-        attempts = ((path, _attempt(path, job)) for path, job in waiting.items())
-    else:
-        attempts = _parallel_attempts(waiting, min(processes, len(waiting)))
+    attempts = _attempts_here(waiting) if processes == 1 else _parallel_attempts(waiting, min(processes, len(waiting)))
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="job") as bar:
         for path, error in attempts:
@@ -234,6 +231,17 @@ def _prefix(function: str) -> str:
 
 def _digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _attempts_here(jobs: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]]:
+    """Runs each job in this process, and sets back the number of threads that a job may choose for itself."""
+    threads = torch.get_num_threads()
+    for path, job in jobs.items():
+        try:
+            error = _attempt(path, job)
+        finally:
+            torch.set_num_threads(threads)
+        yield path, error
 
 
 def _parallel_attempts(jobs: Mapping[Path, Job], processes: int) -> Iterator[tuple[Path, str | None]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from align_circuits.jobs import Job, code_version, run_jobs
 
@@ -269,6 +270,16 @@ def test_other_bad_arguments_are_refused(code, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write results"):
         run(jobs_of(code, 1), tmp_path / "file")
+
+
+def test_a_job_that_chooses_its_threads_leaves_those_of_the_process(code, tmp_path):
+    before = torch.get_num_threads()
+    (code / "threads.py").write_text(
+        "import torch\n\n\ndef threads(*, seed):\n    torch.set_num_threads(3)\n"
+        "    return [{'threads': torch.get_num_threads()}]\n"
+    )
+    assert run([Job(f"{code.name}.threads:threads", {})], tmp_path / "results").frame["threads"].tolist() == [3]
+    assert torch.get_num_threads() == before
 
 
 def test_no_jobs_give_no_rows(tmp_path):
