@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -12,6 +13,9 @@ from uuid import uuid4
 
 MARKS = ("config.json", "adapter_config.json", "provenance.json")
 """Files that say that a folder is one of results, and complete: they leave it first and enter it last."""
+
+_UNIQUE = "[0-9a-f]" * 8
+"""What the names of hidden files and folders end with, as a pattern: no file of another program is taken for ours."""
 
 _OLD, _GOING = ".old", ".going"
 """In a folder of results that is being moved in: what it replaces, and the names of what it does away with."""
@@ -56,7 +60,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 def remove_partial(path: Path) -> None:
     """Removes what killed processes had begun to write with `replacing`. Call it where no other process writes it."""
-    for abandoned in path.parent.glob(f".{_short(path.name)}.*.partial"):
+    for abandoned in path.parent.glob(f".{glob.escape(_short(path.name))}.{_UNIQUE}.partial"):
         abandoned.unlink(missing_ok=True)
 
 
@@ -93,7 +97,8 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
             # Else beside it. Inside: its parent may be read-only, or another file system.
             parent = folder if inside else folder.parent
             parent.mkdir(parents=True, exist_ok=True)
-            new = parent / (f".{uuid4().hex[:8]}.partial" if inside else _beside(folder))
+            name = "" if inside else f".{_short(folder.name)}"
+            new = parent / f"{name}.{uuid4().hex[:8]}.partial"
             new.mkdir()
         except OSError as error:
             raise _unwritable(folder, error) from error
@@ -111,7 +116,7 @@ def replacing_in(folder: str | Path, going: Collection[str] = ()) -> Iterator[Pa
 
 def finish_moves(folder: str | Path) -> None:
     """Goes on with moves into a folder that a kill cut off (`replacing_in`). Call it before reading the folder."""
-    for complete in Path(folder).glob(".*.complete"):
+    for complete in Path(folder).glob(f".{_UNIQUE}.complete"):
         with suppress(FileNotFoundError), locked(complete):  # suppressed: the process that wrote it was faster
             _finish(complete)
 
@@ -121,10 +126,10 @@ def clear(folder: Path) -> None:
     if folder.is_dir():
         finish_moves(folder)
     if folder.parent.is_dir():
-        for pattern in (folder.glob(".*.partial"), folder.parent.glob(_beside(folder, "*"))):
-            for abandoned in pattern:
-                if abandoned.is_dir():
-                    _remove_unlocked(abandoned)
+        beside = folder.parent.glob(f".{glob.escape(_short(folder.absolute().name))}.{_UNIQUE}.partial")
+        for abandoned in (*folder.glob(f".{_UNIQUE}.partial"), *beside):
+            if abandoned.is_dir():
+                _remove_unlocked(abandoned)
 
 
 @contextmanager
@@ -167,7 +172,7 @@ def _finish(complete: Path) -> None:
     folder, old = complete.parent, complete / _OLD
     names = [path.name for path in complete.iterdir() if path.name not in (_OLD, _GOING)]
     entering = sorted(names, key=lambda name: (MARKS.index(name) if name in MARKS else -1, name))
-    going = (complete / _GOING).read_text(encoding="utf-8").split() if names else []
+    going = (complete / _GOING).read_text(encoding="utf-8").splitlines() if names else []
     for name in [*reversed(entering), *going]:
         if os.path.lexists(folder / name):
             (folder / name).rename(old / f"{name}.{uuid4().hex[:8]}")
@@ -197,10 +202,6 @@ def _remove_unlocked(folder: Path) -> None:
     """Removes a hidden folder of `replacing_in`, unless a process that is alive writes to it."""
     with suppress(BlockingIOError, FileNotFoundError), locked(folder, wait=False):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _beside(folder: Path, unique: str | None = None) -> str:
-    return f".{_short(folder.absolute().name)}.{unique or uuid4().hex[:8]}.partial"
 
 
 def _short(name: str) -> str:

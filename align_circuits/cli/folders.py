@@ -115,7 +115,7 @@ def _verb_of(folder: Path) -> str | None:
 def _next_folder(parent: Path) -> Path:
     """Makes the folder after the last one, without those that killed runs left with nothing in them."""
     numbered = sorted(path for path in parent.iterdir() if path.name.isdigit() and path.is_dir())
-    for path in numbered:
+    for path in (path for path in numbered if not (path / "provenance.json").exists()):
         clear(path)
         _remove_empty([path])
     number = max((int(path.name) for path in numbered if path.exists()), default=0) + 1
