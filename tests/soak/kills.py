@@ -119,7 +119,7 @@ def finished(pid: int, within: float | None = None) -> int | None:
         time.sleep(0.001)
 
 
-RANDOM_NAMES = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|circuits-vis-[0-9a-f-]+")
+RANDOM_NAMES = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|attention-[0-9a-f]{32}")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
