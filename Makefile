@@ -19,23 +19,24 @@ READYMUTANTS := $(VENVMUTANTS)/.ready
 # What `make mutants` changes and how often: MODULES="hooks/edits.py" NUMBER=20 SEED=1. Without modules all of the core.
 MODULES :=
 NUMBER  := 60
-SEED    := 0
+SEED    :=
 
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
-demos docs mutants test test-real: export OMP_NUM_THREADS := 1
+demos docs mutants soak test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons mutants check lint types audit demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons mutants soak check lint types audit demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
 	$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
 
-# In an order drawn anew each time; the first lines name its seed, and `make test SEED=...` repeats it. Nothing is seeded:
-# a test that draws without a seed of its own is to fail.
+# `make test SEED=7` runs them in a random order. Nothing is seeded then: a test that draws without a seed of its own is to
+# fail.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED))
+	$(BIN)/python -m pytest -n 2 --dist worksteal \
+		$(if $(SEED),-p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED))
 
 test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
@@ -55,7 +56,12 @@ test-pythons: $(READY)
 # after changes of tests or code.
 mutants: $(READYMUTANTS)
 	test -d runs/mutants/map || $(VENVMUTANTS)/bin/python tests/mutants.py map
-	$(VENVMUTANTS)/bin/python tests/mutants.py run $(MODULES) --number $(NUMBER) --seed $(SEED)
+	$(VENVMUTANTS)/bin/python tests/mutants.py run $(MODULES) --number $(NUMBER) --seed $(or $(SEED),0)
+
+# Nightly, not in `check`: 100 kills of runs and 180 interrupts of verbs, some half an hour on two cores.
+soak: $(READY)
+	$(BIN)/python tests/soak/kills.py --kills 100
+	$(BIN)/python tests/soak/interrupts.py --tries 180
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it.
 check: lint types audit test test-tl3 test-four-bit test-real test-pythons docs wheel

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.files import remove_partial, replacing, writable_folder
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class JobResults:
 def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, progress: bool = True) -> JobResults:
     """Runs the jobs that have no result in `folder` yet, and returns the results of all.
 
-    Each result is one JSON file, written atomically, whose name ends in a hash of function, config, seed and code (see
-    `code_version`). So a killed run goes on with the unfinished jobs, and another config, seed or function is another
-    job; files of earlier code are ignored. A job that fails leaves a `.error` file with its config and traceback, and
-    the others go on.
+    Each result is one JSON file, written atomically, whose name ends in hashes of function, code (see `code_version`),
+    and config and seed. So a killed run goes on with the unfinished jobs, and another config, seed or function is
+    another job; files of earlier code are ignored, and removed once all jobs of a function are finished. A job that
+    fails leaves a `.error` file with its config and traceback, and the others go on.
 
     With one process the jobs run in this one; with more, in new processes that share the cores and end with this one.
 
@@ -120,10 +120,7 @@ def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, pro
     versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
     paths = {_path(folder, job, versions[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
-    if processes == 1:
-        attempts = ((path, _attempt(path, job)) for path, job in waiting.items())
-    else:
-        attempts = _parallel_attempts(waiting, min(processes, len(waiting)))
+    attempts = _attempts_here(waiting) if processes == 1 else _parallel_attempts(waiting, min(processes, len(waiting)))
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="job") as bar:
         for path, error in attempts:
@@ -132,6 +129,12 @@ def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, pro
                 _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
+    if not failures:
+        for function, version in versions.items():
+            for of_function in (f"{_prefix(function)}-*", f".{_prefix(function)}-*.partial"):
+                for path in folder.glob(of_function):
+                    if f"-{version}-" not in path.name:
+                        path.unlink(missing_ok=True)
     rows = {path: json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [] for path in paths}
     joined = [{**job.config, **job.seeded, **row} for path, job in paths.items() for row in rows[path]]
     by_job = tuple(rows[_path(folder, job, versions[job.function])] for job in jobs)
@@ -162,7 +165,7 @@ def code_version(function: str) -> str:
         package = name if spec.submodule_search_locations else name.rpartition(".")[0]
         hashes[name], imported = _read_module(spec.origin, Path(spec.origin).stat().st_mtime_ns, package, roots)
         waiting += imported
-    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
+    return _digest(hashes)
 
 
 @cache
@@ -218,8 +221,27 @@ def _find(function: str) -> Callable[..., Any]:
 
 
 def _path(folder: Path, job: Job, version: str) -> Path:
-    identity = json.dumps([job.function, job.config, job.seed, version], sort_keys=True)
-    return folder / f"{job.function.rpartition(':')[2]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    return folder / f"{_prefix(job.function)}-{version}-{_digest([job.config, job.seed])}.json"
+
+
+def _prefix(function: str) -> str:
+    """What the names of the files of a function begin with; the hash tells functions of equal names apart."""
+    return f"{function.rpartition(':')[2]}-{_digest(function)[:8]}"
+
+
+def _digest(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _attempts_here(jobs: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]]:
+    """Runs each job in this process, and sets back the number of threads that a job may choose for itself."""
+    threads = torch.get_num_threads()
+    for path, job in jobs.items():
+        try:
+            error = _attempt(path, job)
+        finally:
+            torch.set_num_threads(threads)
+        yield path, error
 
 
 def _parallel_attempts(jobs: Mapping[Path, Job], processes: int) -> Iterator[tuple[Path, str | None]]:
@@ -280,9 +302,7 @@ def _work(connection: Connection, threads: int) -> None:
 
 def _attempt(path: Path, job: Job) -> str | None:
     """Runs a job and writes its result; returns the traceback if it fails."""
-    # What a killed attempt at this very job had begun to write; other jobs may be writing now.
-    for abandoned in path.parent.glob(f".{path.name}.*.partial"):
-        abandoned.unlink()
+    remove_partial(path)  # of a killed attempt at this very job; other jobs may be writing now
     try:
         frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
         rows = frame.to_dict("records")

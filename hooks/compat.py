@@ -4,6 +4,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 `pyproject.toml` excludes the next major versions until that test has run with them.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -126,6 +127,95 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
                 vars(layer)["forward"] = forward
         for key, config in configs.items():
             config._attn_implementation = implementations[key]
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "fwd_hooks",
+    "bwd_hooks",
+)
+"""Where PyTorch keeps the hooks of a module, in dictionaries to which handles refer; then TransformerLens, in lists."""
+
+
+def remembered(model: Any) -> Callable[..., None]:
+    """Returns a function that puts a model and the process back to where they are now; see `hooks.left_as_found`.
+
+    It takes `generator`, whether to put PyTorch's global generator back too. Hooks that were added go; one that removed
+    itself meanwhile does not come back.
+    """
+    # Few modules have hooks or any other of these: what none has takes no place, and this a millisecond.
+    modules = list(_attributes_of_modules(model, wrapped(model)))
+    hooked = {(id(module), name): list(module[name]) for module in modules for name in _HOOKS if module.get(name)}
+    unusual = {
+        (id(module), name): module[name]
+        for module in modules
+        for name, usual in _USUAL.items()
+        if module.get(name, usual) is not usual
+    }
+    configs = {id(config): vars(config) for module in modules if hasattr(config := module.get("config"), "__dict__")}
+    attention = [(config, config.get("_attn_implementation_internal")) for config in configs.values()]
+    unique = {id(each): each for module in modules for each in module["_parameters"].values() if each is not None}
+    parameters = [(each, each.requires_grad, each.grad) for each in unique.values()]
+    grad_enabled, generator_state = torch.is_grad_enabled(), torch.get_rng_state()
+    filters, filters_then = warnings.filters, list(warnings.filters)
+
+    def restore(*, generator: bool) -> None:
+        torch.set_grad_enabled(grad_enabled)
+        for module in modules:
+            for name in _HOOKS:
+                if now := module.get(name):
+                    before = hooked.get((id(module), name), [])
+                    if isinstance(now, list):
+                        now[:] = [handle for handle in now if any(handle is each for each in before)]
+                    else:
+                        for handle in [handle for handle in now if handle not in before]:
+                            del now[handle]
+            for name, usual in _USUAL.items():
+                before = unusual.get((id(module), name), usual)
+                if before is not module.get(name, usual):
+                    module[name] = before
+                    if before is _ABSENT:
+                        del module[name]
+        for config, implementation in attention:
+            config["_attn_implementation_internal"] = implementation
+        for parameter, requires_grad, grad in parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if warnings.filters is not filters or filters != filters_then:
+            warnings.filters = filters
+            filters[:] = filters_then
+            with warnings.catch_warnings():  # its end tells the interpreter that the filters have changed
+                pass
+        if generator:
+            torch.set_rng_state(generator_state)
+
+    return restore
+
+
+def _attributes_of_modules(*roots: Any) -> Iterator[dict[str, Any]]:
+    """The attributes of all modules below some, each once; `modules()` of a bridge takes many times as long."""
+    waiting, seen = [root for root in roots if isinstance(root, nn.Module)], set()
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            waiting += [child for child in vars(module)["_modules"].values() if child is not None]
+            yield vars(module)
+
+
+_ABSENT = object()
+
+_USUAL = {"training": False, "forward": _ABSENT, "context_level": 0, "_is_full_backward_hook": None}
+"""Attributes of modules that running a model sets, with the values that they mostly have: the mode, the depth of hooks,
+and what stands for a method while the attention function is replaced."""
 
 
 def _attended(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -11,10 +11,12 @@ from torch import Tensor
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Change, Probes, evaluating
 
 
+@leaves_as_found
 def gradients_at(
     model: HookedModel,
     tokens: Int[Tensor, "prompt pos"],

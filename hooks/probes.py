@@ -11,6 +11,7 @@ from torch import Tensor
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 
 Change = Callable[[Tensor], Tensor | None]
 """Takes an activation; returns what replaces it, or None if it only reads."""
@@ -88,6 +89,7 @@ def check_hook_points(model: HookedModel, names: Iterable[str]) -> None:
     )
 
 
+@leaves_as_found
 def firing(model: Any) -> list[str]:
     """Returns the names of all hook points that fire, by a run of two tokens; those to be switched on are left out."""
     fired: set[str] = set()
@@ -109,6 +111,7 @@ def _two_tokens(model: Any) -> Tensor:
     return first.new_zeros(1, 2, dtype=torch.long) if d_in is None else first.new_zeros(1, 2, d_in)
 
 
+@leaves_as_found
 def dry_run(model: Any, names: Collection[str]) -> Probes:
     """Returns probes after one run of two tokens, so that `silent` lists the hook points that do not fire."""
     probes = Probes(model, dict.fromkeys(names, lambda _: None))

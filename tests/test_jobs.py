@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from align_circuits.jobs import Job, code_version, run_jobs
 
@@ -220,13 +221,20 @@ def test_the_version_changes_with_the_code_and_not_with_comments(code):
     assert code_version(job.function) not in (version, changed), "the function itself"
 
 
-def test_old_results_are_not_taken_for_those_of_new_code(code, tmp_path):
-    (job,) = jobs_of(code, 2)
-    run([job], tmp_path / "results")
+def test_old_results_are_not_taken_for_those_of_new_code_and_go_once_these_are_there(code, tmp_path):
+    job, failing = (*jobs_of(code, 2), *jobs_of(code, 3, trouble="raise"))
+    (code / "other.py").write_text("def rows(x):\n    return [{'x': x}]\n")
+    run([job, Job(f"{code.name}.other:rows", {"x": 2}, seed=None)], tmp_path / "results")
+    (abandoned,) = (tmp_path / "results").glob("square-*.json")
+    abandoned.with_name(f".{abandoned.name}.01234567.partial").touch()
     (code / "power.py").write_text("def power(x):\n    return x**2 + 0\n")
+    run([job, failing], tmp_path / "results")
+    assert len(list((tmp_path / "results").glob("*.json"))) == 3, "removed although the round is not finished"
     run([job], tmp_path / "results")
-    assert calls(tmp_path) == ["2", "2"]
-    assert len(list((tmp_path / "results").glob("*.json"))) == 2
+    assert calls(tmp_path) == ["2", "2", "3"]
+    left = sorted(path.name.partition("-")[0] for path in (tmp_path / "results").iterdir())
+    assert left == ["rows", "square", "square"], "one of another function, the new one, and the error of a failed job"
+    assert not abandoned.exists()
 
 
 def test_the_version_sees_this_package(code):
@@ -262,6 +270,16 @@ def test_other_bad_arguments_are_refused(code, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write results"):
         run(jobs_of(code, 1), tmp_path / "file")
+
+
+def test_a_job_that_chooses_its_threads_leaves_those_of_the_process(code, tmp_path):
+    before = torch.get_num_threads()
+    (code / "threads.py").write_text(
+        "import torch\n\n\ndef threads(*, seed):\n    torch.set_num_threads(3)\n"
+        "    return [{'threads': torch.get_num_threads()}]\n"
+    )
+    assert run([Job(f"{code.name}.threads:threads", {})], tmp_path / "results").frame["threads"].tolist() == [3]
+    assert torch.get_num_threads() == before
 
 
 def test_no_jobs_give_no_rows(tmp_path):

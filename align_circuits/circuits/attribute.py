@@ -17,6 +17,7 @@ from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.graph import Graph, Reading
 from align_circuits.hooks.heads import heads_of, layers_of
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import LAYER_SITES, Site, name_of
 from align_circuits.hooks.probes import Change
 from align_circuits.hooks.residual_edges import (
@@ -46,6 +47,7 @@ EdgeMethod = Literal["eap", "eap_ig_inputs", "eap_ig_activations", "eap_ig_all_a
 
 
 @checked
+@leaves_as_found
 def attribute_heads(
     model: HookedModel,
     pair: Pair,
@@ -155,6 +157,7 @@ def attribute_heads(
 
 
 @checked
+@leaves_as_found
 def attribute_edges(
     model: HookedModel,
     pair: Pair,

@@ -16,6 +16,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import reads_from, sent_from, written_by
 from align_circuits.models.protocol import check_fits, device_of, provenance_of
@@ -32,6 +33,7 @@ PROFILE = ("lookup_attention", "induction_attention")
 
 
 @checked
+@leaves_as_found
 def direct_logits(
     model: HookedModel,
     prompts: Prompts,
@@ -97,6 +99,7 @@ def direct_logits(
 
 
 @checked
+@leaves_as_found
 def function_vectors(
     model: HookedModel,
     pairs: Sequence[Pair],
@@ -166,6 +169,7 @@ def function_vectors(
 
 
 @checked
+@leaves_as_found
 def head_profile(
     model: HookedModel,
     prompts: Prompts,

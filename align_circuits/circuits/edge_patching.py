@@ -15,6 +15,7 @@ from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.graph import Graph, Sender
 from align_circuits.hooks.heads import HeadLike
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
     EMBEDDED,
@@ -34,6 +35,7 @@ from align_circuits.tables.tables import Table
 
 
 @checked
+@leaves_as_found
 def patch_edges(
     model: HookedModel,
     pair: Pair,
@@ -93,6 +95,7 @@ def patch_edges(
 
 
 @checked
+@leaves_as_found
 def patch_paths(
     model: HookedModel,
     pair: Pair,

@@ -18,6 +18,7 @@ from align_circuits.circuits.decomposition import residual_edges_of
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, HeadLike, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
 from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
@@ -38,6 +39,7 @@ Circuit = Bool[Tensor, "receiver sender"]
 
 
 @checked
+@leaves_as_found
 def faithfulness(
     model: HookedModel,
     scores: Table,
@@ -127,6 +129,7 @@ def circuit_model_distance(table: Table) -> float:
 
 
 @checked
+@leaves_as_found
 def completeness(
     model: HookedModel,
     heads: Sequence[HeadLike],
@@ -177,6 +180,7 @@ def completeness(
 
 
 @checked
+@leaves_as_found
 def minimality(
     model: HookedModel,
     heads: Sequence[HeadLike],

@@ -1,10 +1,10 @@
 """`align-circuits ablate`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from align_circuits.cli.effects import MetricName, best_heads, sections
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.heads.ablate import ablate_heads
 
@@ -18,7 +18,7 @@ class Ablate(PromptVerb):
     metric: MetricName = "log_prob"
     """What is measured of each target; "logit_diff" needs a file with wrong answers."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), options=self.options)
@@ -26,7 +26,7 @@ class Ablate(PromptVerb):
         print(f"{self.model}: {len(prompts)} prompts, {self.how} ablation, change of {self.metric}\n\n  {best}")
         self.finish(
             "ablate",
-            folder,
+            results,
             table,
             title=f"Heads of {self.model} ablated",
             summary=f"Change of {self.metric} when one head is ablated ({self.how}), largest first: {best}. A head "

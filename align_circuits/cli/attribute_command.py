@@ -1,11 +1,11 @@
 """`align-circuits attribute`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from align_circuits.circuits.attribute import HeadMethod, attribute_heads
 from align_circuits.cli.effects import best_heads, sections
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.run.pairs import Direction
 
@@ -23,7 +23,7 @@ class Attribute(PromptVerb):
     direction: Direction = "denoise"
     """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = attribute_heads(model, pair, method=self.method, sites=(self.site,), options=self.options)
@@ -31,7 +31,7 @@ class Attribute(PromptVerb):
         print(f"{self.model}: {len(pair.clean)} pairs, {self.direction}, {self.method} of {self.metric}\n\n  {best}")
         self.finish(
             "attribute",
-            folder,
+            results,
             table,
             title=f"Heads of {self.model}: attribution",
             summary=f"What patching one head's {self.site} would change, estimated by {self.method}, largest first: "

@@ -32,24 +32,31 @@ def verb_class(name: str) -> type[Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `align-circuits VERB ...` and returns the exit status.
 
-    Bad input ends in one line on stderr and status 2; folders made for the results that are still empty are removed.
+    Bad input, a full disk and an interrupt end in one line on stderr and status 2 (an interrupt: 130). Results are
+    moved to their folder together, once they are complete.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] not in VERBS:
         return _help(arguments)
     name, *options = arguments
     import tyro
+    from safetensors import SafetensorError
 
     from align_circuits.checks import WrongArgument  # after the verb, since both import torch
 
     verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
     verb = verb.with_defaults(options)
     try:
-        with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite) as folder:
-            verb(folder)
+        with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
+            complaint = verb(results)
     except (ValueError, KeyError, FloatingPointError, ImportError, WrongArgument) as error:
         return _refuse(error.args[0] if error.args else str(error))
-    return 0
+    except (OSError, SafetensorError) as error:  # such as a full disk; both write files
+        return _refuse(f"cannot read or write a file, earlier results are as they were: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        _refuse("interrupted: nothing was written but what the same command goes on from")
+        return 130
+    return 0 if complaint is None else _refuse(complaint)
 
 
 def _help(arguments: Sequence[str]) -> int:

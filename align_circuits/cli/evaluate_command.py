@@ -1,8 +1,8 @@
 """`align-circuits evaluate`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, interval
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
@@ -12,7 +12,7 @@ from align_circuits.run.evaluation import evaluate
 class Evaluate(PromptVerb):
     """Measures accuracy with `evaluate`."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         table = evaluate(model, prompts, options=self.options)
@@ -24,7 +24,7 @@ class Evaluate(PromptVerb):
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
         self.finish(
             "evaluate",
-            folder,
+            results,
             table,
             title=f"Accuracy of {self.model}",
             summary=f"{summary}.",

@@ -1,58 +1,132 @@
-"""Folders for results: numbered by themselves, not overwritten by accident, removed if a run leaves them empty."""
+"""Folders for results: numbered by themselves, written whole, not overwritten by accident, gone if a run fails."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from align_circuits.files import writable_folder
+from align_circuits.files import check_name, clear, finish_moves, locked, replacing_in, writable_folder
 
 LATEST = "latest"
 """The link to the latest numbered folder of a verb."""
 
+RESULTS = (
+    *("table.csv", "table.csv.xz", "values.safetensors", "report.html"),
+    *("patching_effects", "ablation_effects", "group_ablations", "interchanges", "heads"),
+)
+"""What an earlier run may have left beside its provenance: it goes when another run replaces that run's results."""
+
+STATE = ("training/log.csv", "probes/step-*.safetensors", "jobs/*-*.json", "jobs/*-*.error", "trained/*-*/log.csv")
+"""Files from which a run that was stopped goes on: they stay, whatever becomes of the results."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where a verb writes."""
+
+    new: Path
+    """A hidden folder for its results, which are moved to `folder` together once the verb has finished."""
+    folder: Path
+    """Where the results will be, and where `STATE` is kept while the verb runs."""
+
 
 @contextmanager
-def results_folder(folder: Path | None, numbered_in: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yields the folder for the results of a run; if the block fails, folders made for it that are empty are removed.
+def results_folder(
+    folder: Path | None, numbered_in: Path, *, overwrite: bool, renews: str | None = None
+) -> Iterator[Results]:
+    """Yields folders for the results of a run; if the block fails, nothing has changed but `STATE`.
+
+    With `overwrite`, the results of an earlier run are removed and files that have the name of a result are replaced;
+    all other files stay.
 
     Args:
         folder: The folder that was asked for. None: the next numbered one.
         numbered_in: Where numbered folders stand: `0001`, `0002`, ..., and the link `latest`, which points to a folder
             once its run has finished.
-        overwrite: Whether the results of an earlier run may be replaced.
+        overwrite: Whether the folder may hold the results of an earlier run, or other files.
+        renews: The verb whose results may be replaced without `overwrite`.
 
     Raises:
-        ValueError: The folder cannot be written, or holds the results of an earlier run.
+        ValueError: The folder cannot be written, or holds the results of an earlier run or files of others.
     """
-    wanted = numbered_in if folder is None else folder
-    new = [path for path in (wanted, *wanted.parents) if not path.exists()]
-    # The provenance is written last, so a folder without it is of a run that was stopped: it may go on.
-    if folder is not None and (folder / "provenance.json").exists() and not overwrite:
-        raise ValueError(f"{str(folder)!r} holds the results of an earlier run: give another --out, or add --overwrite")
-    target = writable_folder(folder) if folder is not None else _next_folder(numbered_in)
-    if folder is None:
-        new.insert(0, target)
+    if folder is not None:
+        going = _check(folder, overwrite=overwrite, renews=renews)
+        with replacing_in(folder, going) as new:
+            yield Results(new, folder)
+        return
+    check_name(numbered_in)
+    made = [path for path in (numbered_in, *numbered_in.parents) if not path.exists()]
+    writable_folder(numbered_in)
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        # The lock: before something stands in a new folder, another process would take it for abandoned.
+        with locked(numbered_in):
+            target = _next_folder(numbered_in)
+            stack.callback(_remove_empty, [target])
+            new = stack.enter_context(replacing_in(target))
+        yield Results(new, target)
+    if target.is_dir():
+        _link(numbered_in / LATEST, target.name)
+
+
+def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, ...]:
+    """Returns the names of results that may go, if results may be written to a folder.
+
+    Raises:
+        ValueError: They may not.
+    """
+    check_name(folder)
+    if not folder.is_dir():
+        return ()
+    finish_moves(folder)
+    entries = sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and _holds_files(path))
+    verb = _verb_of(folder)
+    if verb is not None:
+        if not overwrite and verb != renews:
+            raise ValueError(
+                f"{str(folder)!r} holds the results of an earlier run: give another --out, or add --overwrite"
+            )
+        return RESULTS
+    if entries and not overwrite and not any(any(folder.glob(files)) for files in STATE):
+        raise ValueError(
+            f"{str(folder)!r} holds files that are no results of this program ({', '.join(entries[:3])}"
+            f"{', ...' if len(entries) > 3 else ''}): give another --out, or add --overwrite, which replaces files of "
+            "the names of results and leaves all others"
+        )
+    return ()
+
+
+def _holds_files(path: Path) -> bool:
+    """Whether a path is a file or a folder with any that is not hidden: killed runs leave folders without."""
+    return not path.is_dir() or any(each.is_file() and not each.name.startswith(".") for each in path.rglob("*"))
+
+
+def _verb_of(folder: Path) -> str | None:
+    """The verb whose results a folder holds, by their provenance."""
     try:
-        yield target
-        if folder is None:
-            _link(numbered_in / LATEST, target.name)
-    finally:
-        for path in new:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
+        provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        return provenance["verb"] if "align-circuits" in provenance["versions"] else None
+    except (FileNotFoundError, IsADirectoryError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return None
 
 
 def _next_folder(parent: Path) -> Path:
-    """Makes the folder after the last one; making it claims it, also among several processes."""
-    writable_folder(parent)
-    number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
-    while True:
-        number += 1
-        try:
-            (parent / f"{number:04d}").mkdir()
-        except FileExistsError:
-            continue
-        return parent / f"{number:04d}"
+    """Makes the folder after the last one, without those that killed runs left with nothing in them."""
+    numbered = sorted(path for path in parent.iterdir() if path.name.isdigit() and path.is_dir())
+    for path in (path for path in numbered if not (path / "provenance.json").exists()):
+        clear(path)
+        _remove_empty([path])
+    number = max((int(path.name) for path in numbered if path.exists()), default=0) + 1
+    (parent / f"{number:04d}").mkdir()
+    return parent / f"{number:04d}"
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _link(link: Path, name: str) -> None:

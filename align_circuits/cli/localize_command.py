@@ -1,8 +1,8 @@
 """`align-circuits localize`."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, as_json, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
@@ -22,7 +22,7 @@ class Localize(PromptVerb):
     smallest: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, corrupted = self.prepare()
         tested = prompts[first_half(prompts) :]
@@ -55,5 +55,5 @@ class Localize(PromptVerb):
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
         print(f"\n{result.summary}")
         provenance = replace(result.table.provenance, settings=as_json(self))
-        report = save_localization(replace(result, table=replace(result.table, provenance=provenance)), folder)
-        print(f"\nreport: {report}")
+        save_localization(replace(result, table=replace(result.table, provenance=provenance)), results.new)
+        print(f"\nreport: {results.folder / 'report.html'}")

@@ -1,10 +1,10 @@
 """`align-circuits patch`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from align_circuits.cli.effects import MetricName, best_heads, sections
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.heads.patch import patch_heads
 from align_circuits.run.pairs import Direction
@@ -21,7 +21,7 @@ class Patch(PromptVerb):
     direction: Direction = "denoise"
     """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = patch_heads(model, pair, sites=(self.site,), options=self.options)
@@ -30,7 +30,7 @@ class Patch(PromptVerb):
         into = "clean into corrupted" if self.direction == "denoise" else "corrupted into clean"
         self.finish(
             "patch",
-            folder,
+            results,
             table,
             title=f"Heads of {self.model} patched",
             summary=f"Change of {self.metric} when one head's {self.site} is patched from {into} prompts, largest "

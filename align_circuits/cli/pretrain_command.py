@@ -1,9 +1,9 @@
 """`align-circuits pretrain`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
 from align_circuits.training.toy_llama import RECIPES, pretrain
 
@@ -17,8 +17,8 @@ class Pretrain(Verb):
     seed: int = 0
     """Of the weights and the documents."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=folder)
+        run = pretrain(RECIPES[self.recipe], seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
-        print(f"\nmodel: {folder / 'model'}")
+        print(f"\nmodel: {results.folder / 'model'}")

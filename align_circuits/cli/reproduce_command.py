@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tyro
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, write_results
 from align_circuits.papers.claims import Scale, checks_html, verdicts
 
@@ -30,16 +31,18 @@ class Reproduce(Verb):
     out: Path | None = field(default=None, kw_only=True)
     """The folder for the results and intermediate files. By default results go to runs/NAME/SCALE and intermediate
     files to runs, so that experiments share the models that they tune."""
-    overwrite: bool = field(default=True, kw_only=True)
-    """Whether the results of an earlier run may be replaced: what was measured is kept, so they are made again in
-    seconds."""
 
     @property
     def folder(self) -> Path:
         """The folder for the results."""
         return self.out or Path("runs") / self.name / self.scale
 
-    def __call__(self, folder: Path) -> None:
+    @property
+    def renews(self) -> str:
+        """Its own: what was measured is kept, so that they are made again in seconds."""
+        return "reproduce"
+
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         from align_circuits.papers.experiments import EXPERIMENTS
 
@@ -65,7 +68,7 @@ class Reproduce(Verb):
         settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         write_results(
-            folder,
+            results,
             replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
             title=f"{experiment.name}: {experiment.title}",
             summary=f"{verdicts(checks)} {experiment.published}",

@@ -7,6 +7,7 @@ import numpy as np
 import tyro
 
 from align_circuits.cli.entry import verb_class
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.tables.tables import Table
 
@@ -25,26 +26,23 @@ class Rerun(Verb):
         """The folder for the repetition."""
         return self.out or self.run / "rerun"
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> str | None:
         """Runs the verb."""
         before = Table.load(self.run)
-        self._verb(before, folder)(folder)
-        after = Table.load(folder)
+        self._verb(before, results.folder)(results)
+        after = Table.load(results.new)
         if (old := before.provenance.data.get("digest")) != (new := after.provenance.data.get("digest")):
-            raise ValueError(
-                f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
-            )
+            return f"the prompts have changed since the first run, {old} -> {new}: their numbers do not compare"
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
         if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
-            raise ValueError(
-                f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
-            )
+            return f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
         print(f"largest difference from the first run: {np.nanmax(np.abs(second - first)):.2g}")
         for part in ("versions", "model"):
             old, new = getattr(before.provenance, part), getattr(after.provenance, part)
             for name in old.keys() | new.keys():
                 if old.get(name) != new.get(name):
                     print(f"  changed since then: {name}, {old.get(name)} -> {new.get(name)}")
+        return None
 
     def _verb(self, before: Table, folder: Path) -> Verb:
         """The verb that wrote a table, with its settings."""

@@ -1,9 +1,9 @@
 """`align-circuits score`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
 from align_circuits.heads.score import score_heads
 from align_circuits.report import plots
@@ -14,7 +14,7 @@ from align_circuits.run.evaluation import evaluate
 class Score(PromptVerb):
     """Scores every head with `score_heads`."""
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
         table = score_heads(model, prompts, options=self.options)
@@ -33,7 +33,7 @@ class Score(PromptVerb):
         leaders = ", ".join(f"{name} {head_value(best[name].iloc[0])}" for name in METRICS[:3] if name in best)
         self.finish(
             "score",
-            folder,
+            results,
             table,
             title=f"Attention heads of {self.model}",
             summary=f"Highest scores: {leaders}. The first token of a phrase is correct in {first_token(accuracy)} of "

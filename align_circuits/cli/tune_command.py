@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import tyro
 
+from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
@@ -45,7 +45,7 @@ class Tune(PromptVerb):
         print(f"settings made for toy-llama: {kept}")
         return verb
 
-    def __call__(self, folder: Path) -> None:
+    def __call__(self, results: Results) -> None:
         """Runs the verb."""
         naming = self.heads and self.config.method == "ica"
         if self.prompts is not None:
@@ -55,7 +55,7 @@ class Tune(PromptVerb):
         model, prompts, _ = self.prepare()
         if self.config.method == "standard":
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
-        run = tune(model, self.task, self.config, seed=self.seed, out=folder)
+        run = tune(model, self.task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         before, after = (evaluate(each, prompts, options=self.options) for each in (model, run.model))
         scores = score_heads(run.model, prompts, options=self.options)
@@ -76,12 +76,13 @@ class Tune(PromptVerb):
         ]
         if naming:
             result = localize(run.model, self.task, self.count, self.seed, options=self.options)
-            print(f"{result.summary}\nheads: {save_localization(result, folder / 'heads')}")
+            save_localization(result, results.new / "heads")
+            print(f"{result.summary}\nheads: {results.folder / 'heads' / 'report.html'}")
             sections.append(("The named heads ablated", result.summary, plots.ablation(result.group_ablations)))
-        print(f"adapter: {folder / 'adapter'}")
+        print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
             "tune",
-            folder,
+            results,
             run.table,
             title=f"{self.model} tuned: {self.config.method}",
             summary=f"{summary}. Highest scores: {best}.",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from align_circuits.cli.folders import Results
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
@@ -37,16 +38,22 @@ class Verb(ABC):
     out: Path | None = None
     """The folder for the results; by default a new one, runs/VERB/0001 and so on, to which runs/VERB/latest points."""
     overwrite: bool = False
-    """Whether --out may hold the results of an earlier run, which are replaced."""
+    """Whether --out may hold the results of an earlier run, which are replaced, or other files: those that have the
+    name of a result are replaced too, all others stay."""
 
     @abstractmethod
-    def __call__(self, folder: Path) -> None:
-        """Runs the verb and writes its results into a folder."""
+    def __call__(self, results: Results) -> str | None:
+        """Runs the verb and writes its results into a folder; returns what is wrong with them, if something is."""
 
     @property
     def folder(self) -> Path | None:
         """The folder for the results, or None for a new numbered one."""
         return self.out
+
+    @property
+    def renews(self) -> str | None:
+        """The verb whose earlier results are replaced without --overwrite, or None."""
+        return None
 
     def with_defaults(self, arguments: Sequence[str]) -> "Verb":  # noqa: ARG002 - for subclasses
         """Returns the verb with the defaults that depend on other options."""
@@ -145,10 +152,10 @@ class PromptVerb(Verb):
             )
         return model, Pair(clean, corrupted, **settings)
 
-    def finish(self, verb: str, folder: Path, table: Table, **report: Any) -> None:
+    def finish(self, verb: str, results: Results, table: Table, **report: Any) -> None:
         """Writes the table, the report and the provenance."""
         provenance = replace(table.provenance, verb=verb, settings=as_json(self))
-        write_results(folder, replace(table, provenance=provenance), **report)
+        write_results(results, replace(table, provenance=provenance), **report)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
@@ -166,12 +173,11 @@ class PromptVerb(Verb):
         return cls(**values)
 
 
-def write_results(out: Path, table: Table, **report: Any) -> None:
-    """Writes the report, the table and its provenance, which comes last: a folder that has it is complete."""
-    (out / "provenance.json").unlink(missing_ok=True)
-    path = write_report(out / "report.html", provenance=table.provenance, **report)
-    table.save(out)
-    print(f"\nreport: {path}")
+def write_results(results: Results, table: Table, **report: Any) -> None:
+    """Writes the report, the table and its provenance."""
+    write_report(results.new / "report.html", provenance=table.provenance, **report)
+    table.save(results.new)
+    print(f"\nreport: {results.folder / 'report.html'}")
 
 
 def as_json(settings: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
@@ -24,6 +25,7 @@ How = Literal["zero", "mean", "resample"]
 
 
 @checked
+@leaves_as_found
 def ablate_heads(
     model: HookedModel,
     prompts: Prompts,
@@ -73,6 +75,7 @@ def ablate_heads(
 
 
 @checked
+@leaves_as_found
 def ablation_baseline(
     model: HookedModel,
     prompts: Prompts,

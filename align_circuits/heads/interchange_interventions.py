@@ -12,6 +12,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, Patch, edits_provenance
 from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HeadSite
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
@@ -28,6 +29,7 @@ HEAD = "head"
 
 
 @checked
+@leaves_as_found
 def interchange(
     model: HookedModel,
     pair: Pair,

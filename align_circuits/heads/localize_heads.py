@@ -23,6 +23,7 @@ from align_circuits.heads.renaming_test import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head, describe
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
@@ -139,6 +140,7 @@ class Localization:
 
 
 @checked
+@leaves_as_found
 def localize(
     model: HookedModel,
     task: Task | Prompts,

@@ -13,6 +13,7 @@ from align_circuits.checks import checked
 from align_circuits.heads.ablate import effects_table
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import LAYER_SITES, Site
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
@@ -30,6 +31,7 @@ Positions = Mapping[str, Bool[Tensor, "prompt pos"]] | Sequence[str] | str | Non
 
 
 @checked
+@leaves_as_found
 def patch_heads(
     model: HookedModel,
     pair: Pair,

@@ -15,6 +15,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.metrics import entropy, hit_rate
 from align_circuits.hooks.edits import Edit, edits_provenance
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation, first_token
@@ -37,6 +38,7 @@ _NUMBERS_AT_ONCE = 2**22
 
 
 @checked
+@leaves_as_found
 def score_heads(
     model: HookedModel,
     prompts: Prompts,

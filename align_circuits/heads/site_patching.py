@@ -12,6 +12,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.patch import Positions, masks_of, patching_table, where_of
 from align_circuits.hooks.edits import Patch, edits_provenance
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
 from align_circuits.hooks.probes import check_hook_points
 from align_circuits.models.protocol import HookedModel
@@ -25,6 +26,7 @@ EACH = "each"
 
 
 @checked
+@leaves_as_found
 def patch_sites(
     model: HookedModel,
     pair: Pair,

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import name_of
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
@@ -20,6 +21,7 @@ UNSTEERED = -1.0
 """The `beta` of rows about the model as it is."""
 
 
+@leaves_as_found
 def representations(
     model: HookedModel, prompts: Prompts, names: Sequence[str], *, options: RunOptions = RunOptions()
 ) -> dict[str, Float[Tensor, "prompt d"]]:
@@ -35,6 +37,7 @@ def representations(
     return {name: values[:, -1].flatten(1) for name, values in captured.items()}
 
 
+@leaves_as_found
 def task_vectors(
     model: HookedModel, groups: Sequence[Prompts], layer: int, *, options: RunOptions = RunOptions()
 ) -> Float[Tensor, "group head d_head"]:
@@ -75,6 +78,7 @@ def replaced(
     return Patch(heads, "z", positions=positions, values={name_of("z", layer): values})
 
 
+@leaves_as_found
 def steer(
     model: HookedModel,
     prompts: Prompts,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from align_circuits.files import writable_folder
+from align_circuits.files import replacing_in
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
 from align_circuits.models.loading import BUNDLED, is_gguf
@@ -150,11 +150,7 @@ def recompute(model: PreTrainedModel) -> None:
 
 
 def save_adapter(adapted: Any, folder: Path) -> None:
-    """Writes an adapter; `adapter_config.json` comes last, so that the folder is an adapter's only once complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    adapted.save_pretrained(partial, save_embedding_layers=False)  # otherwise PEFT queries the hub
-    writable_folder(folder)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (partial / name).replace(folder / name)
-    (partial / "README.md").unlink()  # an empty template with the base's local path
-    partial.rmdir()
+    """Writes an adapter; it is moved to the folder only once it is complete."""
+    with replacing_in(folder) as new:
+        adapted.save_pretrained(new, save_embedding_layers=False)  # otherwise PEFT queries the hub
+        (new / "README.md").unlink()  # an empty template with the base's local path

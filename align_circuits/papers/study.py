@@ -26,7 +26,7 @@ through JSON: numbers come back to the bit.
 
 Files, all below the folder given to `run` (`runs` by default):
 
-    jobs/<function>-<hash>.json     the rows of one job
+    jobs/<function>-<hashes>.json   the rows of one job
     trained/<kind>-<hash>/          log, checkpoints and weights of one training
 """
 

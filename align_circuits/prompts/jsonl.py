@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from align_circuits.files import is_path
+
 SCHEMA = {
     "text": "the prompt, without its answer (required)",
     "answer": "what is to be predicted behind it, with its leading space",
@@ -25,7 +27,7 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
     Raises:
         ValueError: No such file, a line that is no JSON object, an unknown key, or a key that only some lines have.
     """
-    if not Path(path).is_file():
+    if not is_path(path) or not Path(path).is_file():
         raise ValueError(f"no file {str(path)!r}: give one JSON object a line, with the keys {', '.join(SCHEMA)}")
     try:
         # not splitlines, which also splits at line separators inside of strings

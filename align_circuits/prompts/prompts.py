@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits.checks import Tokenizer, checked
-from align_circuits.files import replacing
+from align_circuits.files import is_path, replacing
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
 from align_circuits.prompts.relations import IGNORE, Relation
@@ -645,7 +645,7 @@ class Prompts:
         Raises:
             ValueError: The file does not exist or holds no prompts.
         """
-        if not Path(path).is_file():
+        if not is_path(path) or not Path(path).is_file():
             raise ValueError(f"no file {str(path)!r}: give one that Prompts.save wrote")
         try:
             with safe_open(path, "pt") as file:

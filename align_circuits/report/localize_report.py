@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.files import writable_folder
+from align_circuits.files import replacing_in
 from align_circuits.heads.head_sets import CONTROLS, Verdict
 from align_circuits.heads.localize_heads import Localization
 from align_circuits.hooks.heads import describe
@@ -18,6 +18,7 @@ from align_circuits.prompts.token_html import Html
 from align_circuits.report import plots
 from align_circuits.report.attention_view import EARLIER, AttentionView
 from align_circuits.report.page import Section, write_report
+from align_circuits.tables.tables import FILES, PER_PROMPT
 
 MAX_HEADS = 12
 """Heads in the attention widget at most; the best of each role come first."""
@@ -50,26 +51,28 @@ THRESHOLDS = {
 def save_localization(localization: Localization, folder: str | Path) -> Path:
     """Writes `table.csv` with `provenance.json`, the other tables in folders of their own, and `report.html`.
 
+    An earlier result there is replaced as a whole; other files stay.
+
     Returns:
         The path of the report.
 
     Raises:
-        ValueError: The folder cannot be written.
+        ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
-    folder = writable_folder(folder)
-    (folder / "provenance.json").unlink(missing_ok=True)  # written last: a folder that has it is complete
-    for name in ("patching_effects", "ablation_effects", "group_ablations", "interchanges"):
-        if getattr(localization, name) is not None:
-            getattr(localization, name).save(folder / name)
-    report = write_report(
-        folder / "report.html",
-        title="Alignment and lookup heads, and their causal role",
-        summary=localization.summary,
-        sections=list(_sections(localization)),
-        provenance=localization.table.provenance,
-    )
-    localization.table.save(folder)
-    return report
+    others = ("patching_effects", "ablation_effects", "group_ablations", "interchanges")
+    with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
+        for name in others:
+            if getattr(localization, name) is not None:
+                getattr(localization, name).save(new / name)
+        write_report(
+            new / "report.html",
+            title="Alignment and lookup heads, and their causal role",
+            summary=localization.summary,
+            sections=list(_sections(localization)),
+            provenance=localization.table.provenance,
+        )
+        localization.table.save(new)
+    return Path(folder) / "report.html"
 
 
 def _sections(localization: Localization) -> Iterator[Section]:

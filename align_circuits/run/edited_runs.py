@@ -11,6 +11,7 @@ from torch import Tensor
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import is_pattern, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
@@ -27,6 +28,7 @@ OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], No
 """Takes the index of an edit set, rows and their logits, which it only reads."""
 
 
+@leaves_as_found
 def run_edited(
     model: HookedModel,
     prompts: Prompts,

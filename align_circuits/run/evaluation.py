@@ -10,6 +10,7 @@ from numpy import ndarray
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Edit, edits_provenance
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.options import RunOptions
@@ -21,6 +22,7 @@ ALL_OFFSETS = None
 
 
 @checked
+@leaves_as_found
 def evaluate(
     model: HookedModel, prompts: Prompts, *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
 ) -> Table:

@@ -14,6 +14,7 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.models.protocol import check_fits, device_of
@@ -26,6 +27,7 @@ OnLogits = Callable[[Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
 OnActivation = Callable[[Int[Tensor, " batch"], Float[Tensor, "batch ..."]], None]
 
 
+@leaves_as_found
 def forward(
     model: HookedModel,
     prompts: Prompts,

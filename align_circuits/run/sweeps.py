@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm.auto import tqdm
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.files import remove_partial, replacing, writable_folder
 from align_circuits.run.options import RunOptions
 
 EDIT_SETS_A_PART = 32
@@ -63,6 +63,7 @@ class SweepParts:
                     f"{str(path)!r} is no part of a sweep ({error}): remove it, or give another out="
                 ) from error
         values, engine = compute()
+        remove_partial(path)
         with replacing(path) as temporary:
             save_file({"values": np.ascontiguousarray(values)}, temporary, {"engine": engine})
         return values, engine

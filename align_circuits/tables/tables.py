@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
-from align_circuits.files import is_path, replacing
+from align_circuits.files import finish_moves, is_path, replacing, replacing_in
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 
@@ -353,22 +353,21 @@ class Table:
         """Writes the table, `provenance.json`, and `values.safetensors` if the table has per-prompt values.
 
         Args:
-            folder: Where to; made if it does not exist.
+            folder: Where to; made if it does not exist. An earlier table there is replaced as a whole.
             compress: Whether to write `table.csv.xz` instead of `table.csv`.
             per_prompt: Whether to keep the per-prompt values, without which a difference of loaded tables has no
                 interval. They take up to 16 bytes for each row and prompt.
+
+        Raises:
+            ValueError: The folder cannot be written.
         """
-        folder = Path(folder)
-        written, other = FILES[::-1] if compress else FILES
-        (folder / PER_PROMPT).unlink(missing_ok=True)  # never those of an earlier table beside this one
-        with replacing(folder / written) as path:
-            self.frame.to_csv(path, index=False, compression="xz" if compress else None)
-        (folder / other).unlink(missing_ok=True)  # of an earlier save: one table to a folder
-        if per_prompt and self.values is not None and self.weights is not None:
-            with replacing(folder / PER_PROMPT) as path:
-                save_file({"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}, path)
-        with replacing(folder / "provenance.json") as path:
-            path.write_text(self.provenance.to_json(), encoding="utf-8")
+        with replacing_in(folder, going=(*FILES, PER_PROMPT)) as new:  # of an earlier save: one table to a folder
+            name, compression = (FILES[1], "xz") if compress else (FILES[0], None)
+            self.frame.to_csv(new / name, index=False, compression=compression)
+            if per_prompt and self.values is not None and self.weights is not None:
+                tensors = {"values": _narrow(self.values), "weights": _narrow(_one_if_equal(self.weights))}
+                save_file(tensors, new / PER_PROMPT)
+            (new / "provenance.json").write_text(self.provenance.to_json(), encoding="utf-8")
 
     @classmethod
     @checked
@@ -381,6 +380,7 @@ class Table:
         folder = Path(folder)
         if not is_path(folder):
             raise ValueError(f"{str(folder)[:60]!r}... is no name of a folder: give one that Table.save wrote")
+        finish_moves(folder)
         path = next((folder / name for name in FILES if (folder / name).is_file()), folder / FILES[0])
         if missing := [file.name for file in (path, folder / "provenance.json") if not file.is_file()]:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.files import replacing_in, writable_folder
 from align_circuits.heads.score import score_heads
 from align_circuits.models.loading import load
 from align_circuits.models.tokenizer import char_tokenizer
@@ -148,13 +148,16 @@ RECIPES: Mapping[str, Recipe] = {
 ICA-Tune makes it align without the sign. `"smoke"` takes seconds and teaches nothing."""
 
 
-def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool = True) -> TrainRun:
+def pretrain(
+    recipe: Recipe, *, seed: int = 0, out: str | Path, state: str | Path | None = None, progress: bool = True
+) -> TrainRun:
     """Trains a Llama from scratch and writes it to `out/model`; goes on from the last checkpoint of a killed run.
 
     Args:
         recipe: The model, its text and its training.
         seed: Fixes the weights and the documents.
-        out: The folder for checkpoints, `log.csv` and the model.
+        out: The folder for checkpoints, `log.csv` and the model; the last two are moved in together, at the end.
+        state: The folder for checkpoints, from which a killed run goes on, if it is not `out`.
         progress: Whether to draw a progress bar.
 
     Returns:
@@ -165,6 +168,7 @@ def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool =
         ValueError: `out` cannot be written, or holds another run.
     """
     out = writable_folder(out)
+    kept = out if state is None else writable_folder(state)
     model = untrained(recipe, seed)
 
     def sample(step: int, batch_seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,14 +183,14 @@ def pretrain(recipe: Recipe, *, seed: int = 0, out: str | Path, progress: bool =
         partial(_loss, early_layers=recipe.early_layers),
         recipe.train,
         seed=seed,
-        out=out / "training",
+        out=kept / "training",
         progress=progress,
         recipe=asdict(recipe),
         metrics=lambda network, _: measure(network, recipe.metrics_prompts),
     )
-    save(model, out / "model")
-    with replacing(out / "log.csv") as path:
-        run.log.to_csv(path, index=False)
+    with replacing_in(out) as new:
+        save(model, new / "model")
+        run.log.to_csv(new / "log.csv", index=False)
     return run
 
 
@@ -229,11 +233,12 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes a model as bf16 safetensors with the bundled tokenizer; `config.json` comes last."""
+    """Writes a model as bf16 safetensors with the bundled tokenizer; it is moved to the folder once it is complete."""
     narrow: Any = copy.deepcopy(model)
     narrow.to(torch.bfloat16)
-    narrow.save_pretrained(folder)
-    char_tokenizer().save_pretrained(folder)
+    with replacing_in(folder) as new:
+        narrow.save_pretrained(new)
+        char_tokenizer().save_pretrained(new)
 
 
 def measure(model: nn.Module, n: int, seed: int = 1) -> dict[str, float]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.checks import checked
-from align_circuits.files import writable_folder
+from align_circuits.files import replacing_in, writable_folder
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
@@ -199,6 +200,7 @@ class TuneRun:
 
 
 @checked
+@leaves_as_found
 def tune(
     model: HookedModel,
     task: Task | Prompts,
@@ -207,6 +209,7 @@ def tune(
     roles: Mapping[str, str] | Sequence[str] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
+    state: str | Path | None = None,
     progress: bool = True,
 ) -> TuneRun:
     """Tunes a model on a task with LoRA, and measures accuracy and heads at several steps.
@@ -229,7 +232,8 @@ def tune(
             `Seq2SeqTask`.
         roles: With prompts: the relations that probes score heads on, as in `localize`.
         seed: Fixes the adapter, the training prompts, the finite dataset and the probes.
-        out: The folder for results and checkpoints; None keeps nothing.
+        out: The folder for results and checkpoints; None keeps nothing. The results are moved in together, at the end.
+        state: The folder for checkpoints and probes, from which a killed run goes on, if it is not `out`.
         progress: Whether to draw a progress bar.
 
     Raises:
@@ -242,6 +246,7 @@ def tune(
     task = as_task(task, None, roles)
     data = _TuningData.of(model, task, config, seed)
     folder = None if out is None else writable_folder(out)
+    kept = folder if state is None else writable_folder(state)
     trained = unwrapped(model)
     adapted = with_adapter(
         trained,
@@ -260,14 +265,14 @@ def tune(
         quantise(trained)
     if config.checkpointing:
         recompute(trained)
-    probe = Probe(bridge, data.probes, folder and writable_folder(folder / "probes"), data.scored)
+    probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored)
     run = train(
         trained,
         data.batch,
         _loss,
         config.train_config(),
         seed=seed,
-        out=folder and folder / "training",
+        out=kept and kept / "training",
         metrics=lambda _, step: probe.measure(step),
         progress=progress,
         recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config)})),
@@ -281,8 +286,9 @@ def tune(
     )
     table = probe.table(run.log["step"].tolist(), provenance)
     if folder is not None:
-        save_adapter(adapted, folder / "adapter")
-        table.save(folder)
+        with replacing_in(folder) as new:
+            save_adapter(adapted, new / "adapter")
+            table.save(new)
     return TuneRun(bridge, table, run.log, config, folder)
 
 

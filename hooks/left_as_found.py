@@ -1,0 +1,88 @@
+"""The promise of every function that runs a model: whatever happens, the model and the process are as it found them."""
+
+import signal
+import threading
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+from align_circuits.hooks import compat
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_watched = threading.local()
+"""`models`: those that a call further up in this thread already watches."""
+
+
+def leaves_as_found(function: Function) -> Function:
+    """Makes a function leave the model that is its first argument as it found it, also after an error or an interrupt.
+
+    Hooks of TransformerLens and PyTorch, the attention function, training mode, `requires_grad`, `grad`, the mode of
+    autograd and the filters of warnings are what they were; after an exception also the state of the global generator.
+    All code that changes them restores them itself; but an interrupt can fall into the middle of that. So they are
+    written down here, and while they are restored no handler of a signal runs: it runs right after.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        outer = getattr(_watched, "models", ())
+        if any(model is each for each in outer):
+            return function(*args, **kwargs)
+        restore, signals, failed = compat.remembered(model), _Signals(), True
+        try:
+            _watched.models = (*outer, model)
+            if not outer:
+                signals.hold()
+            try:
+                signals.open = True
+                result = function(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                signals.open = False
+        finally:
+            _watched.models = outer
+            restore(generator=failed)
+            signals.release()
+
+    return cast(Function, wrapper)
+
+
+class _Signals:
+    """Handlers of signals written in Python, which may raise: held back unless `open`, and no longer after one raised.
+
+    Only the main thread runs such handlers; in others nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._waiting: list[int] = []
+
+    def hold(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in sorted(signal.valid_signals()):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._received)
+
+    def release(self) -> None:
+        """Puts the handlers back, and runs those whose signal has come meanwhile."""
+        # That of an interrupt last: once it can raise, nothing else is left to do.
+        for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
+            signal.signal(number, self._handlers[number])
+        for number in self._waiting:
+            signal.raise_signal(number)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if not self.open:
+            self._waiting.append(number)
+            return
+        # Closed before the handler raises, so that no second signal disturbs the clean-up after the first.
+        self.open = False
+        self._handlers[number](number, frame)
+        self.open = True

@@ -1,0 +1,177 @@
+"""Folders of results: whole, never half replaced, and never at the cost of files that are not ours."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from align_circuits import files
+from align_circuits.cli import entry, main
+from align_circuits.cli.folders import results_folder
+from align_circuits.files import finish_moves, replacing_in
+from align_circuits.tables.tables import Provenance, Table
+
+OLD, NEW = ({"table.csv": text, "report.html": text, "provenance.json": text} for text in ("old", "new"))
+
+
+def table(value: float) -> Table:
+    return Table(
+        pd.DataFrame({"metric": ["m"], "value": [value], "low": [0.0], "high": [1.0], "n": [1]}), Provenance("x")
+    )
+
+
+def write(folder: Path, contents: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+
+
+def read(folder: Path) -> dict[str, str]:
+    """All files below a folder, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+class Killed(BaseException):
+    """Stands for a signal that ends the process at once: nothing is cleaned up."""
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_run_that_is_killed_at_any_rename_leaves_the_old_or_the_new_results(tmp_path, monkeypatch, existed):
+    rename, cleaned = Path.rename, files.shutil.rmtree
+    outcomes = []
+    for last in range(12):
+        folder = tmp_path / str(last)
+        if existed:
+            write(folder, {**OLD, "values.safetensors": "old", "mine.txt": "mine"})
+        left = last
+
+        def until(path: Path, target: Path) -> Path:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return rename(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", until)
+            patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+            try:
+                with replacing_in(folder, going=("values.safetensors",)) as new:
+                    write(new, NEW)
+            except Killed:
+                outcomes.append("killed")
+            else:
+                outcomes.append("finished")
+        assert files.shutil.rmtree is cleaned
+        if (folder / "provenance.json").exists():  # complete, as it claims, before anything is repaired
+            shown = {name: text for name, text in read(folder).items() if name in NEW}
+            assert shown in (OLD, NEW)
+        with replacing_in(folder):
+            pass  # the next run, which writes nothing
+        old = {**OLD, "values.safetensors": "old"} if existed else {}
+        mine = {"mine.txt": "mine"} if existed else {}
+        assert (read(folder) if folder.exists() else {}) in ({**old, **mine}, {**NEW, **mine})
+        assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert outcomes[0] == "killed" and outcomes[-1] == "finished"
+
+
+def test_a_table_whose_replacement_was_cut_off_is_read_whole(tmp_path, monkeypatch):
+    table(1.0).save(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_finish", lambda _: (_ for _ in ()).throw(Killed()))
+        patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            table(2.0).save(tmp_path)
+    assert Table.load(tmp_path).frame["value"].tolist() == [2.0]
+    assert sorted(read(tmp_path)) == ["provenance.json", "table.csv"]
+
+
+def test_a_full_disk_ends_in_one_line_and_the_earlier_results_stay(tmp_path, monkeypatch, capsys):
+    class Full:
+        folder, overwrite, renews = tmp_path / "run", True, None
+
+        def with_defaults(self, _):
+            return self
+
+        def __call__(self, results):
+            write(results.new, {"table.csv": "half"})
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    write(tmp_path / "run", OLD)
+    monkeypatch.setattr(entry, "verb_class", lambda _: Full)
+    monkeypatch.setattr("tyro.cli", lambda *_, **__: Full())
+    assert main(["score"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "earlier results are as they were: [Errno 28] No space left on device" in line
+    assert read(tmp_path) == {f"run/{name}": text for name, text in OLD.items()}
+
+
+def test_folders_of_others_are_refused_and_overwrite_takes_only_the_names_of_results(tmp_path):
+    write(tmp_path, {"thesis.tex": "mine", "report.html": "mine"})
+    with (
+        pytest.raises(ValueError, match=r"no results of this program \(report.html, thesis.tex\): give another --out"),
+        results_folder(tmp_path, Path("runs"), overwrite=False),
+    ):
+        pass
+    with results_folder(tmp_path, Path("runs"), overwrite=True) as results:
+        write(results.new, NEW)
+    assert read(tmp_path) == {**NEW, "thesis.tex": "mine"}
+
+    (tmp_path / "table.csv").unlink()
+    write(tmp_path / "heads", {"notes.txt": "mine"})
+    before = read(tmp_path)
+    for name, text in (("heads", "is a folder of other files"), ("thesis.tex", "results need a folder there")):
+        with pytest.raises(ValueError, match=text), results_folder(tmp_path, Path("runs"), overwrite=True) as results:
+            write(results.new / name, NEW)
+        assert read(tmp_path) == before
+
+
+def test_results_go_with_their_provenance_and_state_and_other_files_stay(tmp_path):
+    ours = json.dumps({"verb": "reproduce", "versions": {"align-circuits": "1"}})
+    kept = {"mine.txt": "mine"}
+    write(tmp_path, {"provenance.json": ours, "table.csv.xz": "old", **kept})
+    write(tmp_path / "heads", {"provenance.json": "{}"})
+    write(tmp_path / "training", {"log.csv": "state"})
+    with (
+        pytest.raises(ValueError, match="holds the results of an earlier run: give another --out"),
+        results_folder(tmp_path, Path("runs"), overwrite=False),
+    ):
+        pass
+    with results_folder(tmp_path, Path("runs"), overwrite=False, renews="reproduce") as results:
+        write(results.new, NEW)
+    assert read(tmp_path) == {**NEW, **kept, "training/log.csv": "state"}
+    (tmp_path / "provenance.json").unlink()  # a run that was stopped, with its state: it may go on
+    with results_folder(tmp_path, Path("runs"), overwrite=False):
+        pass
+
+
+def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written(tmp_path, capsys):
+    long = "a" * 256
+    for place in (long, f"{long}/run", "/".join(["deep"] * 1000)):
+        assert main(["score", "--n", "2", "--out", str(tmp_path / place)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "give a name of parts of at most 255 bytes" in line
+    for name in ("ä" * 127, "a" * 255):
+        table(1.0).save(tmp_path / name)
+        assert Table.load(tmp_path / name).frame["value"].tolist() == [1.0]
+        with files.replacing(tmp_path / name / name) as path:
+            path.write_text("whole")
+    with pytest.raises(ValueError, match="at most 255 bytes"):
+        table(1.0).save(tmp_path / long)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_numbered_folder_of_a_killed_run_is_given_again_and_that_of_a_live_one_is_not(tmp_path):
+    runs = tmp_path / "runs"
+    with results_folder(None, runs, overwrite=False) as live:
+        (runs / "0002" / ".01234567.partial").mkdir(parents=True)  # what a killed run leaves
+        with results_folder(None, runs, overwrite=False) as second:
+            assert (live.folder.name, second.folder.name) == ("0001", "0002")
+            write(second.new, NEW)
+        write(live.new, OLD)
+    assert read(runs / "0001") == OLD and read(runs / "0002") == NEW
+    finish_moves(runs / "0001")
+    assert sorted(path.name for path in runs.iterdir()) == ["0001", "0002", "latest"]

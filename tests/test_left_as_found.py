@@ -1,0 +1,139 @@
+"""Models and the process are after a verb as they were before it: after errors and interrupts, too."""
+
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+from found import TASK, VERBS, WITHOUT_BLOCKS, changed, found, pair_of, with_a_callers_things
+
+import align_circuits as ac
+from align_circuits.hooks import left_as_found
+from align_circuits.models.planted.model import planted_circuit
+from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # a caller's, below frozen weights
+
+
+@pytest.fixture(scope="module")
+def pair(char_tokenizer) -> ac.Pair:
+    return pair_of(char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def make(random_hf_model, char_tokenizer):
+    """Models by name: Hugging Face's under the fast engine or the reference, and one of TransformerLens's own kind."""
+
+    def make(kind: str):
+        if kind == "own":
+            model = AttentionOnly(AttentionOnlyConfig(d_vocab=len(char_tokenizer), n_ctx=64))
+            model.tokenizer = char_tokenizer
+        else:
+            model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+        return model, with_a_callers_things(model, hooks=kind != "fast")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def models(make):
+    return {kind: make(kind) for kind in ("fast", "reference", "own")}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", sorted({*VERBS} - {"localize"}))  # which calls others, and takes two seconds
+def test_every_verb_leaves_the_model_and_the_process_as_they_were(models, pair, name):
+    for kind, (model, calls) in models.items():
+        if (kind == "own" and name not in WITHOUT_BLOCKS) or (kind == "reference" and name == "patch_sites"):
+            continue
+        before = found(model)
+        calls.clear()
+        VERBS[name](model, pair, ac.RunOptions())
+        assert not changed(before, found(model)), kind
+        assert calls or kind == "fast" or name == "fwd_hooks", "the caller's hooks fired meanwhile"
+
+
+def interrupt(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("name", ["patch_heads", "evaluate", "attribute_heads"])
+def test_an_interrupt_inside_of_a_verb_or_of_its_clean_up_leaves_nothing(make, pair, name, monkeypatch):
+    model, _ = make("reference")
+    before, handler = found(model), signal.getsignal(signal.SIGINT)
+    for owner, method in (
+        (type(model), "_remove_temporary_hook"),  # TransformerLens's clean-up
+        (type(model), "check_hooks_to_add"),  # while it attaches hooks
+        (torch.no_grad, "__exit__"),
+        (type(model), "forward"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                VERBS[name](model, pair, ac.RunOptions())
+        assert not changed(before, found(model)), method
+        assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(make, pair):
+    model, _ = make("fast")
+    before = found(model)
+
+    def twice(*_):
+        try:
+            interrupt()
+        finally:
+            interrupt()  # held back until all is clean
+            warnings.simplefilter("ignore")
+            torch.rand(1)
+
+    for own, error in ((twice, KeyboardInterrupt), (lambda *_: 1 / 0, ZeroDivisionError)):
+        with pytest.raises(error):
+            ac.patch_heads(model, ac.Pair(pair.clean, pair.corrupted, metric=own))
+        assert not changed(before, found(model))
+
+
+def test_a_hook_that_removes_itself_does_not_come_back(make, pair):
+    model, _ = make("fast")
+    layer = model.original_model.model.layers[0].mlp
+    handle = layer.register_forward_hook(lambda *_: handle.remove())
+    ac.evaluate(model, pair.clean)
+    assert handle.id not in layer._forward_hooks
+
+
+def test_in_other_threads_verbs_run_as_before(make, pair):
+    model, _ = make("fast")
+    done = []
+    thread = threading.Thread(target=lambda: done.append(ac.evaluate(model, pair.clean)))
+    thread.start()
+    thread.join()
+    assert len(done) == 1
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_ran_in_inference_mode_serves_where_gradients_are_needed(make, char_tokenizer):
+    model, _ = make("fast")
+    pair = pair_of(char_tokenizer)
+    expected = ac.attribute_heads(model, pair).frame
+    again = pair_of(char_tokenizer)
+    before = found(model)
+    with torch.inference_mode():
+        for name in ("patch_heads", "score_heads", "evaluate", "ablate_heads"):
+            VERBS[name](model, again, ac.RunOptions())
+    assert not changed(before, found(model))
+    assert ac.attribute_heads(model, again).frame.equals(expected)
+    network = model.original_model
+    network(again.clean.tokens[:1]).logits.sum().backward()
+    assert next(network.parameters()).grad is not None
+
+
+def test_the_planted_circuit_is_left_as_it_was():
+    model = planted_circuit(TASK, seed=0)
+    before = found(model)
+    ac.score_heads(model, TASK.sample(4, model.tokenizer, seed=0))
+    assert not changed(before, found(model))
+    assert left_as_found._watched.models == ()
