@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,8 @@ def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(ma
             warnings.simplefilter("ignore")
             torch.rand(1)
 
-    for own, error in ((twice, KeyboardInterrupt), (lambda *_: 1 / 0, ZeroDivisionError)):
+    cases: Any = ((twice, KeyboardInterrupt), (lambda *_: 1 / 0, ZeroDivisionError))
+    for own, error in cases:
         with pytest.raises(error):
             ac.patch_heads(model, ac.Pair(pair.clean, pair.corrupted, metric=own))
         assert not changed(before, found(model))

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: same_each_time(path) for name, path in sorted(files.items()) if path.name != ".lock"}
 
 
-def is_half(folder: Path, whole: list[Mapping[str, bytes]]) -> bool:
+def is_half(folder: Path, whole: Sequence[Mapping[str, bytes]]) -> bool:
     """Whether a folder claims to be complete and is not, as it stands."""
     present = contents(folder)
     return "provenance.json" in present and not any(set(one) <= set(present) for one in whole if one)
