@@ -44,7 +44,8 @@ def test_every_public_function_checks_its_arguments(world):
     calls |= {name: function for name, function in vars(ac).items() if name in ac.__all__ and isfunction(function)}
     calls |= {"Relation.from_positions": ac.Relation.from_positions, "completeness": completeness}
     for name, function in {**calls, "minimality": minimality}.items():
-        if name != "Table.where":  # whose arguments are the keys of the table
+        # The arguments of Table.where are the keys of the table; "load of a folder" writes the folder first.
+        if name != "Table.where" and not name.startswith("load of"):
             with pytest.raises(WrongArgument, match="; it takes "):
                 function(no_such_argument=0)
 

@@ -201,6 +201,12 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
     _check_architecture(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), str(kind)))
+    names = settings.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(
+            f"config.json in {str(folder)!r} has architectures={names!r}, which is no list of names: correct it, or "
+            "download the folder again"
+        )
     check_safetensors(folder)
     layers = next((settings[name] for name in ("num_hidden_layers", "n_layer") if name in settings), 0)
     check_layers(folder, layers, len(list(shapes_in(folder))))

@@ -1,6 +1,7 @@
 """Renaming beside loops, and on heads that know what a permutation of prompts cannot tell apart."""
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ MARKED = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=3, style="marked")
 def test_which_relations_are_renamed():
     repeated = ac.RepeatedTokensTask(length=6).sample(4, bundled(), seed=0)
     assert [name for name in repeated.relations if redraws_tokens(repeated, name)] == ["induction", "duplicate"]
-    for style, renamed in (("marked", ["induction", "duplicate"]), ("standard", []), ("pre-aligned", [])):
+    expected: dict[Any, list[str]] = {"marked": ["induction", "duplicate"], "standard": [], "pre-aligned": []}
+    for style, renamed in expected.items():
         prompts = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, style=style).sample(8, bundled(), seed=0)
         assert [name for name in ("align_query", "induction", "duplicate") if redraws_tokens(prompts, name)] == renamed
 
@@ -28,8 +30,9 @@ def test_contexts_are_renamed_and_queries_replaced():
     prompts = MARKED.sample(3, bundled(), seed=0)
     relations = [prompts.relations[name] for name in ("induction", "duplicate")]
     chosen = _Queries(prompts, relations, np.random.default_rng(0))
-    length, marker = chosen.prompts.mask.shape[1], bundled().convert_tokens_to_ids("!")
-    originals = {tuple(row[:query].tolist()) for row in prompts.tokens for query in (row == marker).nonzero()[:, 0]}
+    tokenizer: Any = bundled()
+    length, marker = chosen.prompts.mask.shape[1], tokenizer.convert_tokens_to_ids("!")
+    originals = {tuple(row[:at]) for row in prompts.tokens.tolist() for at, token in enumerate(row) if token == marker}
     rows = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, length)
     masks = chosen.prompts.mask.view(*rows.shape)
     for row, mask, kept, induction, duplicate in zip(rows, masks, chosen.kept, *chosen.keys, strict=True):
@@ -68,9 +71,8 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
             on_keys = attention[:, chosen.keys[0][query] & (chosen.kept[query] | (name == "duplicate"))].sum(1)
             whole = attention[:, chosen.kept[query]].sum(1) if name == "induction" else 1
             cube[rest // chosen.names, rest % chosen.names, layer] += on_keys / whole
-    scores = np.stack(
-        [sum(cube[i, j] for i, j in enumerate(order)).numpy() for order in permutations(range(chosen.names))]
-    )
+    every = range(chosen.names)
+    scores = np.stack([cube[every, order].sum(0).numpy() for order in permutations(every)])
     expected = (scores >= scores[0] - 1e-6 * abs(scores[0])).mean(0)
     np.testing.assert_allclose(found, expected, atol=2 / len(scores))
     assert name == "duplicate" or (found[0] == 1).all(), "the first layer cannot know what came before"
@@ -78,7 +80,7 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
 
 def test_liking_the_tokens_at_the_keys_is_not_induction():
     """One of the random models in which six heads were named when positions were redrawn."""
-    network = untrained(_RANDOM, 200013)
+    network: Any = untrained(_RANDOM, 200013)
     for layer in network.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(2)
         layer.self_attn.k_proj.weight.data.mul_(2)
