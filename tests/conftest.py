@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 
+collect_ignore = ["mutants.py", "soak"]  # programs of their own, with packages that the tests do not need
+
 settings.register_profile("busy", deadline=None)  # on a busy machine an example may take any time
 settings.load_profile("busy")
 
