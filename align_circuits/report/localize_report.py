@@ -228,7 +228,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
         | {"holds": "yes" if verdict.holds else "not shown"}
         for verdict in verdicts
     ]
-    return Html(f'<div class="wide">{pd.DataFrame(rows).to_html(index=False, border=0, na_rep="–")}</div>')
+    return Html(f'<div class="wide wrapped">{pd.DataFrame(rows).to_html(index=False, border=0, na_rep="–")}</div>')
 
 
 def _formatted(numbers: Sequence[float], metric: str) -> str:

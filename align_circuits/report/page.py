@@ -31,6 +31,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid rgba(128,128,128,.35); }
 pre { overflow-x: auto; font-size: 12px; }
 .wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .85rem; }
+.wide.wrapped td { white-space: normal; min-width: 4.5rem; }
 .summary { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
 """
 
