@@ -1,27 +1,47 @@
 """The entry point: reads the arguments, runs the verb, and turns errors into one line."""
 
+import os
 import sys
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from difflib import get_close_matches
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from align_circuits.cli.folders import results_folder
 
 PROGRAM = "align-circuits"
 
-VERBS = {
-    "score": "Score every attention head: how well it follows the alignment, looks phrases up, and more.",
-    "evaluate": "Evaluate a model: its accuracy by kind of target and offset, with reference accuracies.",
-    "ablate": "Ablate every head alone: what the model loses without it.",
-    "patch": "Patch every head from clean into corrupted prompts: what it restores.",
-    "attribute": "Estimate what patching every head would do, from gradients.",
-    "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
-    "tune": "Tune a model with LoRA and follow how alignment emerges; a run that was stopped resumes.",
-    "pretrain": "Train a small Llama from scratch by a recipe of the package; a run that was stopped resumes.",
-    "reproduce": "Reproduce a figure or table of a paper and test its claims.",
-    "rerun": "Repeat a run from its provenance and compare the numbers.",
+GROUPS = {
+    "Measure a model": {
+        "score": "Score every attention head: how well it follows the alignment, looks phrases up, and more.",
+        "evaluate": "Evaluate a model: its accuracy by kind of target and offset, with reference accuracies.",
+        "ablate": "Ablate every head alone: what the model loses without it.",
+        "patch": "Patch every head from clean into corrupted prompts: what it restores.",
+        "attribute": "Estimate what patching every head would do, from gradients.",
+        "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
+    },
+    "Train a model": {
+        "tune": "Tune a model with LoRA and follow how alignment emerges; a run that was stopped resumes.",
+        "pretrain": "Train a small Llama from scratch by a recipe of the package; a run that was stopped resumes.",
+    },
+    "Repeat results": {
+        "reproduce": "Reproduce a figure or table of a paper and test its claims.",
+        "rerun": "Repeat a run from its provenance and say whether the numbers are the same.",
+    },
 }
+
+VERBS = {name: description for group in GROUPS.values() for name, description in group.items()}
+"""The verbs that write results, by name."""
+
+OTHERS = {
+    "open": "Open the report of a run in the browser, or print its path where there is no display.",
+    "completion": "Print the completions for a shell: bash, zsh or tcsh.",
+}
+"""The verbs that write nothing."""
 
 
 def verb_class(name: str) -> type[Any]:
@@ -33,19 +53,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `align-circuits VERB ...` and returns the exit status.
 
     Bad input, a full disk and an interrupt end in one line on stderr and status 2 (an interrupt: 130). Results are
-    moved to their folder together, once they are complete.
+    moved to their folder together, once they are complete; also if whoever reads the output stops reading.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] not in VERBS:
+    out, err = PipeSafe(sys.stdout), PipeSafe(sys.stderr)
+    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
+        try:
+            return _main(arguments)
+        finally:
+            out.flush()  # here, where a closed pipe is no error, and not when the interpreter ends
+            err.flush()
+
+
+def _main(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"{PROGRAM} {version(PROGRAM)}")
+        return 0
+    if not arguments or arguments[0] not in VERBS | OTHERS:
         return _help(arguments)
     name, *options = arguments
+    if name == "open":
+        return _open(options)
+    if name == "completion":
+        return _completion(options)
     import tyro
     from safetensors import SafetensorError
 
     from align_circuits.checks import WrongArgument  # after the verb, since both import torch
 
-    verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
-    verb = verb.with_defaults(options)
+    with without_boxes():
+        verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
+        verb = verb.with_defaults(options)
     try:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
             complaint = verb(results)
@@ -62,12 +102,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _help(arguments: Sequence[str]) -> int:
     """Prints the verbs, unless the arguments name one that does not exist."""
     if arguments and arguments[0] not in ("-h", "--help"):
-        return _refuse(f"no verb {arguments[0]!r}: choose one of {', '.join(VERBS)}")
-    print(f"usage: {PROGRAM} VERB [OPTIONS]\n")
-    for name, description in VERBS.items():
-        print(f"  {name:<10} {description}")
-    print(f"\n{PROGRAM} VERB --help lists the options of a verb.")
+        names = [*VERBS, *OTHERS]
+        return _refuse(f"no verb {arguments[0]!r}: {did_you_mean(arguments[0], names)}choose one of {', '.join(names)}")
+    print(f"usage: {PROGRAM} VERB [OPTIONS]")
+    for group, verbs in (GROUPS | {"More": OTHERS}).items():
+        print(f"\n{group}:")
+        for name, description in verbs.items():
+            print(f"  {name:<10} {description}")
+    print(f"\n{PROGRAM} VERB --help lists the options of a verb; {PROGRAM} --version prints the version.")
     return 0 if arguments else 2
+
+
+def _open(options: Sequence[str]) -> int:
+    """Opens a report, the one of the folder that was named."""
+    usage = f"usage: {PROGRAM} open FOLDER, such as runs/score/latest"
+    if len(options) != 1 or options[0] in ("-h", "--help"):
+        if len(options) == 1:
+            print(f"{usage}\n\n{OTHERS['open']}")
+            return 0
+        return _refuse(usage)
+    path = Path(options[0])
+    report = (path / "report.html" if path.is_dir() else path).resolve()
+    if report.suffix != ".html" or not report.is_file():
+        return _refuse(f"no report in {options[0]!r}: give a folder that a verb wrote, which has a report.html")
+    display = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
+    if display:
+        webbrowser.open(report.as_uri())
+    print(report)
+    return 0
+
+
+def _completion(options: Sequence[str]) -> int:
+    """Prints the completions of all verbs with their options."""
+    usage = f"usage: {PROGRAM} completion bash|zsh|tcsh > FILE, where the shell looks for completions"
+    if len(options) != 1 or options[0] not in ("bash", "zsh", "tcsh"):
+        if len(options) == 1 and options[0] in ("-h", "--help"):
+            print(f"{usage}\n\n{OTHERS['completion']}")
+            return 0
+        return _refuse(usage)
+    import tyro
+
+    verbs: dict[str, Any] = {name: verb_class(name) for name in VERBS}
+    try:
+        tyro.extras.subcommand_cli_from_dict(verbs, prog=PROGRAM, args=["--tyro-print-completion", options[0]])
+    except SystemExit as done:  # how tyro ends once it has printed
+        return int(done.code or 0)
+    return 0
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns "did you mean ...? " for a name that is close to one of `names`, else nothing."""
+    close = get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+class PipeSafe:
+    """A stream that drops what nobody reads any more: `align-circuits score | head -1` still writes its results."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes a text, or drops it if the pipe is closed."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream, or drops what waits if the pipe is closed."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Points the stream to the null device, where what it still holds goes as well."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def without_boxes() -> Iterator[None]:
+    """Takes the boxes off what is printed in the block, where no terminal shows it."""
+    with ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if not stream.isatty():
+                text = StringIO()
+                stack.callback(_print_plain, text, stream)
+                stack.enter_context(redirect(text))
+        yield
+
+
+def _print_plain(text: StringIO, stream: TextIO) -> None:
+    """Writes a text without the frames that tyro draws around its parts."""
+    for line in text.getvalue().splitlines():
+        inner = line.strip("─│╭╮╰╯├┤").rstrip()
+        if inner.strip() or not line.strip():
+            stream.write(f"{inner.removeprefix(' ') if inner != line.rstrip() else inner}\n")
 
 
 def _refuse(message: str) -> int:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import tyro
 
+from align_circuits.cli.entry import did_you_mean
+from align_circuits.cli.experiments_list import listing
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, write_results
 from align_circuits.papers.claims import Scale, checks_html, verdicts
@@ -47,10 +49,12 @@ class Reproduce(Verb):
         from align_circuits.papers.experiments import EXPERIMENTS
 
         if self.list or self.name not in EXPERIMENTS:
-            for experiment in EXPERIMENTS.values():
-                print(f"{experiment.name:<20} {experiment.title} [{experiment.source}]")
             if not self.list:
-                raise ValueError(f"no experiment {self.name!r}: give one of the names above")
+                raise ValueError(
+                    f"no experiment {self.name!r}: {did_you_mean(self.name, EXPERIMENTS)}"
+                    "align-circuits reproduce --list names all"
+                )
+            print(listing(EXPERIMENTS.values(), self.out or Path("runs"), self.scale))
             return
         experiment = EXPERIMENTS[self.name]
         config = experiment.scales[self.scale]

@@ -36,7 +36,17 @@ class Rerun(Verb):
         first, second = (table.frame["value"].to_numpy(dtype=float) for table in (before, after))
         if len(first) != len(second) or (np.isnan(first) != np.isnan(second)).any():
             return f"the rows differ: {len(first)} in the first run, {len(second)} in this one; compare the tables"
-        print(f"largest difference from the first run: {np.nanmax(np.abs(second - first)):.2g}")
+        differ = np.flatnonzero(first != second) if len(first) else np.array([], int)
+        differ = differ[~np.isnan(first[differ])]
+        if len(differ):
+            most = differ[np.abs(second - first)[differ].argmax()]
+            keys = after.frame.iloc[most].drop(["value", "low", "high"], errors="ignore").dropna()
+            print(
+                f"differs: {len(differ)} of {len(first)} numbers, by {abs(second[most] - first[most]):.2g} at most "
+                f"({', '.join(f'{name} {key}' for name, key in keys.items())}: {first[most]:.6g} -> {second[most]:.6g})"
+            )
+        else:
+            print(f"same: all {len(first)} numbers are those of the first run")
         for part in ("versions", "model"):
             old, new = getattr(before.provenance, part), getattr(after.provenance, part)
             for name in old.keys() | new.keys():

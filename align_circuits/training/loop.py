@@ -180,7 +180,7 @@ def train(
         stack.callback(model.train, model.training)
         model.train()
         bar = stack.enter_context(
-            tqdm(total=config.steps, initial=max(0, first_step - 1), disable=not progress, unit="step")
+            tqdm(total=config.steps, initial=max(0, first_step - 1), disable=None if progress else True, unit="step")
         )
 
         for step in range(first_step, config.steps + 1):

@@ -1,0 +1,76 @@
+"""The entry point: what it imports, what it suggests, and output that nobody reads to its end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import align_circuits as ac
+from align_circuits.cli import main
+
+PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
+
+
+def run(*arguments: str, then: str = "sys.exit(status)") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM + then, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "scroe"])
+def test_help_imports_no_library(argument):
+    done = run(argument, then="print(*sorted({'numpy', 'pandas', 'torch', 'transformers', 'tyro'} & {*sys.modules}))")
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_every_public_name_resolves_where_type_checkers_see_it():
+    source = Path(ac.__file__).read_text(encoding="utf-8")
+    for name, module in ac._MODULES.items():
+        assert f"    from {module} import" in source, name
+    assert {*ac._MODULES, "__version__"} == {*ac.__all__}
+    assert all(getattr(ac, name) is not None for name in ac.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'scores'"):
+        ac.scores  # pyright: ignore[reportAttributeAccessIssue] # noqa: B018
+    folders = {path.parent.name for path in Path(ac.__file__).parent.glob("*/__init__.py")}
+    files = {path.stem for path in Path(ac.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {*ac._ROOMS} == folders | files
+
+
+def test_typos_are_answered_with_the_nearest_name(capsys):
+    assert main(["scroe"]) == 2
+    assert "did you mean 'score'?" in capsys.readouterr().err
+    assert main(["reproduce", "icatune/fg3"]) == 2
+    assert "did you mean 'icatune/fig3'?" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", PROGRAM + "sys.exit(status)", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_piped_has_no_boxes_and_no_control_characters(capsys):
+    with pytest.raises(SystemExit):
+        main(["score", "--help"])
+    with pytest.raises(SystemExit):
+        main(["score", "--hlep"])
+    printed = capsys.readouterr()
+    assert "--x-len" in printed.out
+    assert "--hlep" in printed.err
+    assert not {*(printed.out + printed.err)} & {*"─│╭╮╰╯├┤\x1b\r"}
+
+
+def test_open_prints_the_path_where_there_is_no_display(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("webbrowser.open", lambda _: pytest.fail("a browser was opened"))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert main(["open", str(tmp_path)]) == 2
+    assert "no report in" in capsys.readouterr().err
+    (tmp_path / "report.html").write_text("<p>", encoding="utf-8")
+    assert main(["open", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{(tmp_path / 'report.html').resolve()}\n"
