@@ -33,6 +33,10 @@ pre { overflow-x: auto; font-size: 12px; }
 .wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .85rem; }
 .wide.wrapped td { white-space: normal; min-width: 4.5rem; }
 .summary { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
+details { margin-top: 2.2rem; } summary { font-weight: 600; cursor: pointer; }
+@media (max-width: 40rem) { body { margin: 1rem auto; } th, td { padding: .2rem .4rem; } }
+@media print { body { max-width: none; margin: 0; } h2 { break-after: avoid; }
+  tr, .plotly-graph-div { break-inside: avoid; } }
 """
 
 
@@ -46,7 +50,7 @@ def write_report(
         title: The heading of the page.
         summary: The result in a sentence or two.
         sections: The sections, each with one content or several.
-        provenance: Printed at the end.
+        provenance: Folded at the end.
 
     Returns:
         The path.
@@ -66,10 +70,11 @@ def write_report(
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{html.escape(title)}</title><style>{_STYLE}</style>
 {"".join(f"<script>{script}</script>" for script in scripts)}</head>
-<body><h1>{html.escape(title)}</h1>
+<body><main><h1>{html.escape(title)}</h1>
 <p class="summary">{html.escape(summary)}</p>
 {"".join(blocks)}
-<h2>Provenance</h2><pre>{html.escape(provenance.to_json())}</pre>
+<details><summary>Provenance: settings, model, versions</summary>
+<pre tabindex="0">{html.escape(provenance.to_json())}</pre></details></main>
 </body></html>
 """
     written = page.encode()
