@@ -33,11 +33,37 @@ pre { overflow-x: auto; font-size: 12px; }
 .wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .85rem; }
 .wide.wrapped td { white-space: normal; min-width: 4.5rem; }
 .summary { font-size: 1.1rem; border-left: 4px solid #0072B2; padding: .2rem 1rem; }
+th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid #0072B2; }
+th[aria-sort=ascending] button::after { content: " ▲"; } th[aria-sort=descending] button::after { content: " ▼"; }
 details { margin-top: 2.2rem; } summary { font-weight: 600; cursor: pointer; }
 @media (max-width: 40rem) { body { margin: 1rem auto; } th, td { padding: .2rem .4rem; } }
 @media print { body { max-width: none; margin: 0; } h2 { break-after: avoid; }
   tr, .plotly-graph-div { break-inside: avoid; } }
 """
+
+
+_SORTING = """
+for (const head of document.querySelectorAll("thead th")) {
+  const button = document.createElement("button");
+  button.append(...head.childNodes);
+  head.append(button);
+  button.addEventListener("click", () => {
+    const sign = head.ariaSort === "ascending" ? -1 : 1;
+    const body = head.closest("table").tBodies[0];
+    const text = row => row.cells[head.cellIndex].textContent.trim();
+    const missing = row => ["", "–", "NaN", "<NA>"].includes(text(row));
+    const compare = (a, b) => {
+      const [x, y] = [parseFloat(text(a)), parseFloat(text(b))];
+      return isNaN(x) || isNaN(y) ? text(a).localeCompare(text(b), "en", {numeric: true}) : x - y;
+    };
+    const rows = [...body.rows].sort((a, b) => missing(a) - missing(b) || sign * compare(a, b));
+    for (const other of head.parentNode.cells) other.ariaSort = null;
+    head.ariaSort = sign > 0 ? "ascending" : "descending";
+    body.append(...rows);
+  });
+}
+"""
+"""Sorts a table by the column whose heading is pressed, by mouse or keyboard; missing values stay last."""
 
 
 def write_report(
@@ -75,7 +101,7 @@ def write_report(
 {"".join(blocks)}
 <details><summary>Provenance: settings, model, versions</summary>
 <pre tabindex="0">{html.escape(provenance.to_json())}</pre></details></main>
-</body></html>
+<script>{_SORTING}</script></body></html>
 """
     written = page.encode()
     if len(written) > MAX_BYTES:
