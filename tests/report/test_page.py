@@ -201,3 +201,21 @@ def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, 
     assert any("example.com" in line for line in seen.console)
     assert any("nothing is not defined" in line for line in seen.console)
     assert (seen.figures, seen.drawn) == (1, 0)
+
+
+def test_a_press_on_a_heading_sorts_a_table_with_missing_values_last(tmp_path):
+    rows = {"head": ["L10H1", "L2H3", "L2H11", "L1H0"], "value": ["-0.20 [-1, 0]", "–", "1e-05", "0.5"]}
+    table = pd.DataFrame(rows).to_html(index=False)
+    page = write_report(tmp_path / "r.html", title="t", summary="v", provenance=MADE, sections=[("a", "", table)])
+    press = """() => [0, 0, 1, 1].map(column => {
+        document.querySelectorAll("th button")[column].click();
+        return [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent).join(" ");
+    })"""
+    orders, console = browser.ran(page, tmp_path, press)
+    assert not console
+    assert orders == [
+        "L1H0 L2H3 L2H11 L10H1",
+        "L10H1 L2H11 L2H3 L1H0",
+        "L10H1 L2H11 L1H0 L2H3",
+        "L1H0 L2H11 L10H1 L2H3",
+    ]
