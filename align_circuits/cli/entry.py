@@ -159,7 +159,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 class PipeSafe:
     """A stream that drops what nobody reads any more: `align-circuits score | head -1` still writes its results."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: Any):  # no TextIO: beartype refuses what pytest puts in its place
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -199,7 +199,7 @@ def without_boxes() -> Iterator[None]:
         yield
 
 
-def _print_plain(text: StringIO, stream: TextIO) -> None:
+def _print_plain(text: StringIO, stream: Any) -> None:
     """Writes a text without the frames that tyro draws around its parts."""
     for line in text.getvalue().splitlines():
         inner = line.strip("─│╭╮╰╯├┤").rstrip()
