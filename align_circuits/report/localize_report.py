@@ -215,7 +215,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
     """Returns the verdicts as an HTML table, those that do not hold as well."""
     rows = [
         {
-            "set": f"{'smallest found: ' if verdict.smallest else 'named: '}{describe(verdict.heads)}",
+            "set": f"{'smallest found' if verdict.smallest else verdict.role or 'named'}: {describe(verdict.heads)}",
             "heads": f"{len(verdict.heads)} of {verdict.total}",
             "claim": verdict.claim,
             "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
