@@ -138,7 +138,7 @@ class Localization:
         sentences = []
         for holds, claim in ((True, "Necessary"), (False, "Not shown to be necessary")):
             parts = [
-                f"{verdict.role} (accuracy {verdict.value:.2f} without its {len(verdict.heads)} heads; "
+                f"{verdict.role} (accuracy {verdict.value:.2f} without {describe(verdict.heads)}; "
                 + (
                     f"{min(controls):.2f} to {max(controls):.2f} without as many others)"
                     if controls
