@@ -13,8 +13,7 @@ import align_circuits as ac
 from align_circuits.heads import head_sets
 from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH, of_random
-from align_circuits.papers.validation.localize_power import POWER
+from align_circuits.papers.validation.localize_ground_truth import of_random
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -273,23 +272,3 @@ def test_bad_input_is_refused(circuit):
         ac.localize(model, TASK, n=8, draws=-1)
     with pytest.raises(KeyError, match="no role 'copying'"):
         result.heads("copying")
-
-
-def test_the_experiment_compares_names_with_true_roles(tmp_path):
-    few = replace(GROUND_TRUTH.scales["smoke"], families=("standard", "repeated"))
-    table = GROUND_TRUTH.run(few, models=[], jobs=1, folder=tmp_path)
-    recall = table.where(models="planted", metric="recall").frame
-    assert set(recall["value"][recall["at"] == 1]) == {1}
-    assert set(recall["value"][recall["at"] == 0]) == {0}
-    checks = GROUND_TRUTH.check(table)
-    assert all(check.control_fails for check in checks)
-    assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
-    assert set(GROUND_TRUTH.draw(table)) == {"strength", "p-values"}
-
-
-def test_power_is_a_curve(tmp_path):
-    table = POWER.run(POWER.scales["smoke"], models=[], jobs=1, folder=tmp_path)
-    named = table.where(metric="named").frame.set_index("strength")["value"]
-    assert named.loc[1.0] == 1 and named.loc[0.25] == 0
-    assert all(check.met and check.control_fails for check in POWER.check(table))
-    assert set(POWER.draw(table)) == {"named", "named or diffuse"}
