@@ -18,7 +18,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 1200  # seconds a cell: the tuning of a demo takes minutes on a busy machine
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

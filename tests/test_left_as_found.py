@@ -56,6 +56,14 @@ def test_every_verb_leaves_the_model_and_the_process_as_they_were(models, pair, 
         assert calls or kind == "fast" or name == "fwd_hooks", "the caller's hooks fired meanwhile"
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """What a shell starts in the background ignores interrupts, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 

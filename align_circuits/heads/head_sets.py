@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -22,14 +23,24 @@ from align_circuits.tables.tables import Table
 
 Claim = Literal["necessary", "sufficient"]
 
-CONTROLS = {"layers": "random heads of the same layers", "scores": "heads of similar scores"}
+CONTROLS = {
+    "layers": "random heads of the same layers",
+    "scores": "heads of similar scores",
+    "unnamed": "heads that were not named, of the same layers or of similar scores",
+}
 """The control sets, by what they share with the set that is tested."""
+
+_ROWS = {"layers": "random", "scores": "matched", "unnamed": "unnamed"}
+"""What `Localization.group_ablations` calls them."""
 
 _ROUNDING = 1e-9
 """Accuracies that differ by less are equal."""
 
 _AT_ONCE = 5
 """Draws of each kind of control set that are measured together."""
+
+_TRIES = 3
+"""How many sets are drawn for each that is wanted, before heads that are less alike are drawn too."""
 
 _Set = tuple[str, int | None, Sequence[Head]]
 """What `Localization.group_ablations` calls a set, its draw, and the heads that are ablated."""
@@ -65,6 +76,8 @@ class Verdict:
     """The highest p-value."""
     smallest: bool = False
     """Whether this is the smallest set that was found, on other prompts, rather than all heads that were named."""
+    role: str | None = None
+    """The role whose heads the set holds; None for a set of all roles."""
 
     @property
     def p(self) -> dict[str, float]:
@@ -80,20 +93,27 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether the effect is large enough, and larger than that of both kinds of control sets."""
-        large = _large(self.claim, self.intact, self.value, self.least)
-        return large and bool(self.controls) and max(self.p.values()) <= self.alpha
+        return self._large and bool(self.controls) and max(self.p.values()) <= self.alpha
+
+    @property
+    def _large(self) -> bool:
+        return _large(self.claim, self.intact, self.value, self.least)
 
     @property
     def sentence(self) -> str:
         """The verdict and its numbers."""
         count = f"{len(self.heads)} of {self.total} heads"
-        which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else f"the named {count}"
+        which = f"the named {count}" if self.role is None else f"the heads named for {self.role} ({count})"
+        which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else which
         ablated = f"{which} ablated" if self.claim == "necessary" else f"all but {which} ablated"
         beside = [
             f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}, p = {self.p[name]:.2g}) for {CONTROLS[name]}"
             for name, draws in self.controls.items()
         ]
         controls = f", beside {' and '.join(beside)}" if beside else "; no control sets were drawn"
+        best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
+        if beside and self._large and self.p == best and not self.holds:
+            controls += f" (these are too few for p to reach {self.alpha:g})"
         outcome = self.claim if self.holds else f"not shown to be {self.claim}"
         return (
             f"{outcome[0].upper()}{outcome[1:]}: with {ablated}, accuracy is {self.value:.2f} "
@@ -141,13 +161,29 @@ class HeadSets:
         # The first token of a phrase shows best what alignment and lookup do.
         self._kind = "first" if "first" in by_kind(tested) else "all"
 
-    def controls(self, heads: Sequence[Head], draws: int, seed: int) -> dict[str, list[list[Head]]]:
-        """Returns sets of as many other heads, several of each kind (`CONTROLS`); none if there are no other heads."""
-        others = self._without(heads)
+    def controls(
+        self, heads: Sequence[Head], draws: int, seed: int, others: Sequence[Head] | None = None
+    ) -> dict[str, list[list[Head]]]:
+        """Returns sets of as many other heads, several of each kind; none if there are no other heads.
+
+        All sets of a kind differ. Where heads of the same layers, or of similar scores, make too few, heads of the
+        next layers are drawn too, or of scores that are less similar.
+
+        Args:
+            heads: The set that is tested.
+            draws: How many sets of each kind.
+            seed: Of the draws.
+            others: The heads to draw from, by default all that are not tested.
+        """
+        others = self._without(heads) if others is None else others
+        if not others:
+            return {"layers": [], "scores": []}
         by_layer, by_score = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         return {
-            "layers": [layer_matched(heads, others, by_layer) for _ in range(draws) if others],
-            "scores": [score_matched(heads, others, self._scores, by_score) for _ in range(draws) if others],
+            "layers": _distinct(lambda width: layer_matched(heads, others, by_layer, width), draws, self._heads[-1][0]),
+            "scores": _distinct(
+                lambda width: score_matched(heads, others, self._scores, by_score, CALIPER * 2**width), draws, 2
+            ),
         }
 
     def ablate(
@@ -188,8 +224,8 @@ class HeadSets:
                 drawn = self._table(
                     [
                         (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
-                        for name, kind in (("random", "layers"), ("matched", "scores"))
-                        for draw, heads in list(enumerate(controls[kind]))[start : start + _AT_ONCE]
+                        for kind, name in _ROWS.items()
+                        for draw, heads in list(enumerate(controls.get(kind, ())))[start : start + _AT_ONCE]
                     ]
                 )
                 tables.append(drawn)
@@ -218,6 +254,28 @@ class HeadSets:
         """Returns whether the named heads are necessary and whether they suffice, from what `ablate` returned."""
         claims: tuple[Claim, ...] = ("necessary", "sufficient") if named else ()
         return tuple(self._verdict(claim, named, group_ablations) for claim in claims)
+
+    def verdicts_of_roles(
+        self, heads_by_role: Mapping[str, Sequence[Head]], draws: int, seed: int
+    ) -> tuple[Verdict, ...]:
+        """Returns for each role whether its heads are necessary; none where all named heads have one role.
+
+        Control sets are drawn from the heads that were named for no role: those of other roles may be necessary too.
+        Half of them are of the same layers, half of similar scores, as far as they differ.
+        """
+        of_roles = {role: heads for role, heads in heads_by_role.items() if heads}
+        if len({frozenset(heads) for heads in of_roles.values()}) < 2:
+            return ()
+        unnamed = self._without([head for heads in of_roles.values() for head in heads])
+        verdicts = []
+        for role, heads in of_roles.items():
+            kinds = self.controls(heads, draws, seed, unnamed)
+            pairs = zip_longest(kinds["layers"], kinds["scores"])
+            distinct = {tuple(sorted(drawn)): None for pair in pairs for drawn in pair if drawn is not None}
+            controls = {"unnamed": [list(drawn) for drawn in distinct][:draws]}
+            accuracies = self._with_controls([("nothing", None, ())], heads, controls, ("necessary",))
+            verdicts.append(self._verdict("necessary", heads, accuracies, role=role))
+        return tuple(verdicts)
 
     def verdicts_of_smallest(self, named: Sequence[Head], draws: int, seed: int) -> tuple[Verdict, ...]:
         """Returns whether the smallest sets that are found on the other prompts are necessary, or suffice, on these."""
@@ -253,13 +311,15 @@ class HeadSets:
         _, right, _ = self._accuracies(self._discovery, sets)
         return right[:, by_kind(self._discovery)[self._kind]].mean(1).tolist()
 
-    def _verdict(self, claim: Claim, heads: Sequence[Head], accuracies: Table, *, smallest: bool = False) -> Verdict:
+    def _verdict(
+        self, claim: Claim, heads: Sequence[Head], accuracies: Table, *, smallest: bool = False, role: str | None = None
+    ) -> Verdict:
         """Reads a verdict from what `ablate` returned for a set."""
         frame: Any = accuracies.where(kind=self._kind).frame
         by_name: dict[str, Any] = dict(iter(frame.groupby("ablated")))
         prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
         tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
-        kinds = {"layers": by_name.get(f"{prefix}random"), "scores": by_name.get(f"{prefix}matched")}
+        kinds = {kind: by_name.get(f"{prefix}{row}") for kind, row in _ROWS.items()}
         return Verdict(
             claim,
             tuple(heads),
@@ -272,6 +332,7 @@ class HeadSets:
             self._least(claim),
             self._thresholds.alpha,
             smallest,
+            role,
         )
 
     def _accuracies(
@@ -292,15 +353,20 @@ class HeadSets:
         return [head for head in self._heads if head not in heads]
 
 
-def layer_matched(heads: Sequence[Head], others: Sequence[Head], generator: np.random.Generator) -> list[Head]:
-    """Returns as many of `others` as there are heads, layer by layer; what a layer lacks comes from anywhere."""
-    drawn: list[Head] = []
-    for layer in sorted({layer for layer, _ in heads}):
-        in_layer = [head for head in others if head[0] == layer]
-        count = sum(head[0] == layer for head in heads)
-        drawn += [in_layer[i] for i in generator.permutation(len(in_layer))[:count]]
-    left = [head for head in others if head not in drawn]
-    return drawn + [left[i] for i in generator.permutation(len(left))[: len(heads) - len(drawn)]]
+def layer_matched(
+    heads: Sequence[Head], others: Sequence[Head], generator: np.random.Generator, width: int = 0
+) -> list[Head]:
+    """Returns as many of `others` as there are heads, each of the layer of one of them; where a layer lacks them, any.
+
+    Args:
+        heads: The set that is tested.
+        others: The heads to draw from.
+        generator: Which heads of a layer are taken, and whose turn is first.
+        width: How many layers away a head may be.
+    """
+    return _matched(
+        heads, others, generator, lambda head, left: [other for other in left if abs(other[0] - head[0]) <= width]
+    )
 
 
 def score_matched(
@@ -308,28 +374,60 @@ def score_matched(
     others: Sequence[Head],
     scores: Mapping[str, Float[ndarray, "layer head"]],
     generator: np.random.Generator,
+    caliper: float = CALIPER,
 ) -> list[Head]:
     """Returns as many of `others` as there are heads, each like one of them in the role in which that scores best.
 
-    Where no other head scores within `CALIPER`, one of the same layer is taken, or any.
+    Where no other head scores within the caliper, one of the same layer is taken, or any.
 
     Args:
         heads: The set that is tested.
         others: The heads to draw from.
         scores: For each role the scores of all heads.
         generator: Which of the heads that are alike is taken, and whose turn is first.
+        caliper: How far a score may lie from that of the head for which a control is taken.
     """
+
+    def alike(head: Head, left: Sequence[Head]) -> list[Head]:
+        of_role = max(scores.values(), key=lambda grid: np.nan_to_num(grid[head], nan=-np.inf))
+        close = [other for other in left if abs(of_role[other] - of_role[head]) <= caliper]
+        return close or [other for other in left if other[0] == head[0]]
+
+    return _matched(heads, others, generator, alike)
+
+
+def _matched(
+    heads: Sequence[Head],
+    others: Sequence[Head],
+    generator: np.random.Generator,
+    alike: Callable[[Head, Sequence[Head]], Sequence[Head]],
+) -> list[Head]:
+    """As many of `others` as there are heads, each drawn from those that are like one of them, or from all."""
     drawn: list[Head] = []
     for place in generator.permutation(len(heads)):
-        head, left = heads[place], [other for other in others if other not in drawn]
+        left = [other for other in others if other not in drawn]
         if not left:
             break
-        of_role = max(scores.values(), key=lambda grid: np.nan_to_num(grid[head], nan=-np.inf))
-        alike = [other for other in left if abs(of_role[other] - of_role[head]) <= CALIPER]
-        in_layer = [other for other in left if other[0] == head[0]]
-        candidates = alike or in_layer or left
+        candidates = alike(heads[place], left) or left
         drawn.append(candidates[generator.integers(len(candidates))])
     return drawn
+
+
+def _distinct(draw: Callable[[int], Sequence[Head]], draws: int, wider: int) -> list[list[Head]]:
+    """Sets that all differ, since a set that is drawn again adds nothing to a p-value; fewer where there are no more.
+
+    Args:
+        draw: Draws a set, of heads that are the less like the tested ones, the higher its argument.
+        draws: How many sets.
+        wider: The highest argument.
+    """
+    found: dict[tuple[Head, ...], None] = {}
+    for width in range(wider + 1):
+        for _ in range(_TRIES * draws):
+            if len(found) == draws:
+                break
+            found[tuple(sorted(draw(width)))] = None
+    return [list(heads) for heads in found]
 
 
 def _first(most: int, enough: Callable[[int], bool]) -> int:

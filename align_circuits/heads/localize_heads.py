@@ -75,7 +75,9 @@ class Localization:
     """What cannot be established on this task."""
     verdicts: tuple[Verdict, ...] = ()
     """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
-    such; then the same for the smallest sets that were found on the prompts that chose the candidates, if asked for."""
+    such; whether the heads of each role are necessary; and both for the smallest sets that were found on the prompts
+    that chose the candidates, if asked for. Each is tested at `thresholds.alpha`, without correction for their number.
+    """
     diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
     """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
     of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
@@ -125,10 +127,29 @@ class Localization:
         intact: Any = self.group_ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         names = "; ".join(f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads)
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
-        verdicts = [verdict.sentence for verdict in self.verdicts]
+        verdicts = [verdict.sentence for verdict in self.verdicts if verdict.role is None] + self._role_sentences()
         return " ".join(
             [f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *diffuse, *self.notes]
         )
+
+    def _role_sentences(self) -> list[str]:
+        """The verdicts on the heads of each role."""
+        of_roles = [verdict for verdict in self.verdicts if verdict.role is not None]
+        sentences = []
+        for holds, claim in ((True, "Necessary"), (False, "Not shown to be necessary")):
+            parts = [
+                f"{verdict.role} (accuracy {verdict.value:.2f} without {describe(verdict.heads)}; "
+                + (
+                    f"{min(controls):.2f} to {max(controls):.2f} without as many others)"
+                    if controls
+                    else "no controls)"
+                )
+                for verdict in of_roles
+                if verdict.holds == holds
+                for controls in [[value for draws in verdict.controls.values() for value in draws]]
+            ]
+            sentences += [f"{claim}, role by role: {', '.join(parts)}."] if parts else []
+        return sentences
 
     def _diffuse_sentences(self) -> list[str]:
         return [
@@ -164,8 +185,8 @@ def localize(
     - and the model needs it (mean ablation), or it carries the answer (patching from clean prompts into corrupted
       ones: `task.pairs`).
 
-    Then all named heads are ablated together, as many random heads of the same layers are ablated for comparison, and
-    all heads but those named.
+    Then all named heads are ablated together, those of each role, and all heads but those named, beside as many other
+    heads of the same layers and of similar scores.
 
     If the task has a control (`task.control`), as `Seq2SeqTask` has, heads are scored on it too. A head that keeps its
     score there reads the alignment from the prompt; one that loses it knows this alignment only. Where all keys lie at
@@ -228,7 +249,7 @@ def localize(
     sets = HeadSets(model, discovery, tested, {role: scores.grid(role) for role in names}, thresholds, options)
     controls = sets.controls(named, draws, seed)
     group_ablations = sets.ablate(named, controls, heads_by_role)
-    verdicts = sets.verdicts(named, group_ablations)
+    verdicts = sets.verdicts(named, group_ablations) + sets.verdicts_of_roles(heads_by_role, draws, seed)
     if smallest:
         verdicts += sets.verdicts_of_smallest(named, draws, seed)
     first = tested[:1]

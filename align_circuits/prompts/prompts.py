@@ -4,7 +4,7 @@ import hashlib
 import html
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -448,7 +448,7 @@ class Prompts:
         answer: Sequence[str] | None = None,
         wrong: Sequence[str] | None = None,
         positions: Mapping[str, Place | Sequence[Place]] | None = None,
-        groups: Sequence[Any] | None = None,
+        groups: Sequence[Hashable] | None = None,
     ) -> "Prompts":
         """Makes prompts of your own texts, with the special tokens that the tokenizer adds by itself.
 
@@ -479,7 +479,9 @@ class Prompts:
         return cls._of_texts(tokenize(texts, tokenizer, answer, wrong, positions), tokenizer, groups)
 
     @classmethod
-    def _of_texts(cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Any] | None) -> "Prompts":
+    def _of_texts(
+        cls, tokenized: Sequence[TokenizedText], tokenizer: Any, groups: Sequence[Hashable] | None
+    ) -> "Prompts":
         prompts = cls.from_tokens([text.ids for text in tokenized], tokenizer=tokenizer)
         start = prompts.mask.int().argmax(1)  # prompts are padded on the left
         answer = start + torch.tensor([text.n_text for text in tokenized])
@@ -511,7 +513,7 @@ class Prompts:
         wrong: Sequence[str] | None = None,
         corrupted_answer: Sequence[str] | None = None,
         positions: Mapping[str, Place | Sequence[Place]] | None = None,
-        groups: Sequence[Any] | None = None,
+        groups: Sequence[Hashable] | None = None,
     ) -> "tuple[Prompts, Prompts]":
         """Makes minimal pairs of your own texts: `Pair(*Prompts.from_pairs(...))` is what patching takes.
 

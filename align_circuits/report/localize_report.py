@@ -99,8 +99,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
             f"Necessary: ablating the set costs at least {localization.thresholds.loss:g} of accuracy. Sufficient: "
             f"with all other heads ablated at least {localization.thresholds.kept:.0%} of it is kept. Both only if as "
             "many heads, drawn at random from the same layers and from those of similar scores, do worse "
-            f"(p at most {localization.thresholds.alpha:g}). The smallest sets were looked for on the prompts that "
-            "chose the candidates.",
+            f"(p at most {localization.thresholds.alpha:g}). The heads of one role are compared with heads that were "
+            "named for none. The smallest sets were looked for on the prompts that chose the candidates.",
             verdicts_table(localization.verdicts),
         )
     yield (
@@ -215,17 +215,18 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
     """Returns the verdicts as an HTML table, those that do not hold as well."""
     rows = [
         {
-            "set": f"{'smallest found: ' if verdict.smallest else 'named: '}{describe(verdict.heads)}",
+            "set": f"{'smallest found' if verdict.smallest else verdict.role or 'named'}: {describe(verdict.heads)}",
             "heads": f"{len(verdict.heads)} of {verdict.total}",
             "claim": verdict.claim,
             "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
             "intact": f"{verdict.intact:.2f}",
+            "controls": "; ".join(
+                f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}), p = {verdict.p[name]:.2g}: "
+                f"{CONTROLS[name]}"
+                for name, draws in verdict.controls.items()
+            ),
+            "holds": "yes" if verdict.holds else "not shown",
         }
-        | {
-            CONTROLS[name]: f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}), p = {verdict.p[name]:.2g}"
-            for name, draws in verdict.controls.items()
-        }
-        | {"holds": "yes" if verdict.holds else "not shown"}
         for verdict in verdicts
     ]
     return Html(f'<div class="wide wrapped">{pd.DataFrame(rows).to_html(index=False, border=0, na_rep="–")}</div>')

@@ -13,8 +13,7 @@ import align_circuits as ac
 from align_circuits.heads import head_sets
 from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH, of_random
-from align_circuits.papers.validation.localize_power import POWER
+from align_circuits.papers.validation.localize_ground_truth import of_random
 from align_circuits.report import save_localization
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -51,7 +50,7 @@ def test_necessity_and_sufficiency_are_two_verdicts(circuit):
     """The boundary head has no role and is needed: the named heads are necessary, and suffice only together with it."""
     model, result = circuit
     named, boundary = set(result.named_heads), {head for head, kind in model.kinds.items() if kind == "boundary"}
-    verdicts = {(verdict.claim, verdict.smallest): verdict for verdict in result.verdicts}
+    verdicts = {(verdict.claim, verdict.smallest): verdict for verdict in result.verdicts if verdict.role is None}
     necessary, sufficient = verdicts["necessary", False], verdicts["sufficient", False]
     assert set(necessary.heads) == set(sufficient.heads) == named
     assert necessary.holds and necessary.value < 0.5 < min(necessary.controls["layers"])
@@ -61,6 +60,18 @@ def test_necessity_and_sufficiency_are_two_verdicts(circuit):
     assert enough.holds and enough.value > 0.9 and named | boundary <= set(enough.heads)
     assert "Necessary: with the named 5 of 24 heads ablated" in result.summary
     assert "Not shown to be sufficient: with all but the named 5 of 24 heads ablated" in result.summary
+
+
+def test_the_heads_of_each_role_are_tested_alone(circuit):
+    _, result = circuit
+    of_roles = {verdict.role: verdict for verdict in result.verdicts if verdict.role is not None}
+    assert set(of_roles) == {role for role, heads in result.heads_by_role.items() if heads}
+    first = result.group_ablations.where(kind="first", draw=None).frame.set_index("ablated")["value"]
+    for role, verdict in of_roles.items():
+        assert verdict.claim == "necessary" and list(verdict.heads) == result.heads(role)
+        assert verdict.value == pytest.approx(first[role]), role
+    assert of_roles["align_query"].holds and min(of_roles["align_query"].controls["unnamed"]) > 0.9
+    assert "Necessary, role by role: align_query (accuracy 0." in result.summary
 
 
 def test_a_verdict_by_hand():
@@ -81,6 +92,9 @@ def test_a_verdict_by_hand():
     assert not verdict("sufficient", 0.71, 0.1, 0.1, 0.1).holds
     assert not verdict("sufficient", 0.0, 0.0, 0.0, 0.0, intact=0.0).holds
     assert not verdict("sufficient", 0.72, 0.1, 0.1, 0.72).holds
+    few = verdict("necessary", 0.3, 0.6, 0.7)
+    assert not few.holds and "(these are too few for p to reach 0.25)." in few.sentence
+    assert "too few" not in verdict("necessary", 0.3, 0.2, 0.7).sentence
 
 
 def test_controls_are_as_many_other_heads_of_the_same_layers_or_of_similar_scores():
@@ -103,6 +117,19 @@ def test_controls_are_as_many_other_heads_of_the_same_layers_or_of_similar_score
     rest = everywhere[2:]
     assert set(layer_matched([(0, 0), (0, 1)], rest, np.random.default_rng(0))) == {(0, 2), (0, 3)}
     assert len(layer_matched(everywhere[:10], everywhere[10:], np.random.default_rng(0))) == 2
+
+
+def test_control_sets_differ_from_each_other():
+    """A set that is drawn twice would count twice in a p-value, which three sets cannot take below a quarter."""
+    sets: Any = head_sets.HeadSets.__new__(head_sets.HeadSets)
+    sets._heads = [(layer, head) for layer in range(4) for head in range(3)]
+    sets._scores = {"a": np.linspace(0, 1, 12).reshape(4, 3)}
+    for tested, most in (([(1, 0), (1, 1)], 20), ([(1, 0)], 11)):
+        for kind, drawn in sets.controls(tested, 20, seed=0).items():
+            distinct = {frozenset(heads) for heads in drawn}
+            assert len(distinct) == len(drawn) == most, kind
+            assert all(len(heads) == len(tested) and not heads & set(tested) for heads in distinct), kind
+    assert [layer for [(layer, _)] in sets.controls([(1, 0)], 2, seed=0)["layers"]] == [1, 1], "nearest layers first"
 
 
 def test_the_smallest_sets_are_beginnings_of_one_order(monkeypatch):
@@ -245,23 +272,3 @@ def test_bad_input_is_refused(circuit):
         ac.localize(model, TASK, n=8, draws=-1)
     with pytest.raises(KeyError, match="no role 'copying'"):
         result.heads("copying")
-
-
-def test_the_experiment_compares_names_with_true_roles(tmp_path):
-    few = replace(GROUND_TRUTH.scales["smoke"], families=("standard", "repeated"))
-    table = GROUND_TRUTH.run(few, models=[], jobs=1, folder=tmp_path)
-    recall = table.where(models="planted", metric="recall").frame
-    assert set(recall["value"][recall["at"] == 1]) == {1}
-    assert set(recall["value"][recall["at"] == 0]) == {0}
-    checks = GROUND_TRUTH.check(table)
-    assert all(check.control_fails for check in checks)
-    assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
-    assert set(GROUND_TRUTH.draw(table)) == {"strength", "p-values"}
-
-
-def test_power_is_a_curve(tmp_path):
-    table = POWER.run(POWER.scales["smoke"], models=[], jobs=1, folder=tmp_path)
-    named = table.where(metric="named").frame.set_index("strength")["value"]
-    assert named.loc[1.0] == 1 and named.loc[0.25] == 0
-    assert all(check.met and check.control_fails for check in POWER.check(table))
-    assert set(POWER.draw(table)) == {"named", "named or diffuse"}

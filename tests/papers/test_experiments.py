@@ -45,6 +45,24 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+def ground_truth(table: Table, checks: list[Check]) -> None:
+    recall: Any = table.where(models="planted", metric="recall").frame
+    assert set(recall["value"][recall["at"] == 1]) == {1}
+    assert set(recall["value"][recall["at"] == 0]) == {0}
+    assert all(check.control_fails for check in checks)
+    assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
+
+
+def power(table: Table, checks: list[Check]) -> None:
+    named = table.where(metric="named").frame.set_index("strength")["value"]
+    assert named.loc[1.0] == 1 and named.loc[0.25] == 0
+    assert all(check.met and check.control_fails for check in checks)
+
+
+SURE = {"localize/ground-truth": ground_truth, "localize/power": power}
+"""What is known of an experiment even at this scale."""
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, request):
     if name == "abrupt/onset":
@@ -56,7 +74,10 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, requ
     assert len(table)
     for figure in experiment.draw(table).values():
         assert figure.data
-    for check in experiment.check(table):
+    checks = list(experiment.check(table))
+    if name in SURE:
+        SURE[name](table, checks)
+    for check in checks:
         assert np.isfinite(check.measured.value)
         value, low, high = check.measured.value, check.measured.low, check.measured.high
         assert low <= value <= high or np.isnan([low, high]).all(), "what rests on one seed has no interval"
@@ -269,6 +290,24 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
         "study": "icatune/fig3",
         "config": json.loads(json.dumps(asdict(config))),
     }
+
+
+def ground_truth(table: Table, checks: list[Check]) -> None:
+    recall: Any = table.where(models="planted", metric="recall").frame
+    assert set(recall["value"][recall["at"] == 1]) == {1}
+    assert set(recall["value"][recall["at"] == 0]) == {0}
+    assert all(check.control_fails for check in checks)
+    assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
+
+
+def power(table: Table, checks: list[Check]) -> None:
+    named = table.where(metric="named").frame.set_index("strength")["value"]
+    assert named.loc[1.0] == 1 and named.loc[0.25] == 0
+    assert all(check.met and check.control_fails for check in checks)
+
+
+SURE = {"localize/ground-truth": ground_truth, "localize/power": power}
+"""What is known of an experiment even at this scale."""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

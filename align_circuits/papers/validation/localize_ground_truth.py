@@ -247,6 +247,7 @@ GROUND_TRUTH = Experiment(
                 weaker=1,
                 strengths=(0.0,),
                 random=1,
+                families=("standard", "repeated", "demonstrations"),
                 n_random=12,
                 n=16,
                 task={"x_len": 5, "phrase_len": 2, "n_examples": 3},
