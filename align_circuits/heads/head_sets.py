@@ -409,7 +409,7 @@ def _matched(
         if not left:
             break
         candidates = alike(heads[place], left) or left
-        drawn.append(candidates[generator.integers(len(candidates))])
+        drawn.append(candidates[int(generator.integers(len(candidates)))])
     return drawn
 
 

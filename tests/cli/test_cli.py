@@ -56,7 +56,7 @@ def test_rerun_tells_when_the_numbers_differ(tmp_path, capsys):
     frame.assign(value=frame["value"] + 0.5).to_csv(table, index=False)
     main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")])
     printed = capsys.readouterr().out
-    numbers = int(Table.load(tmp_path / "first").frame["value"].notna().sum())
+    numbers = np.isfinite(frame["value"].to_numpy(float)).sum()
     assert f"differs: {numbers} of " in printed
     assert "by 0.5 at most" in printed
 

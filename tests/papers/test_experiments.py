@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def ground_truth(table: Table, checks: list[Check]) -> None:
+def ground_truth_holds(table: Table, checks: list[Check]) -> None:
     recall: Any = table.where(models="planted", metric="recall").frame
     assert set(recall["value"][recall["at"] == 1]) == {1}
     assert set(recall["value"][recall["at"] == 0]) == {0}
@@ -53,13 +53,13 @@ def ground_truth(table: Table, checks: list[Check]) -> None:
     assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
 
 
-def power(table: Table, checks: list[Check]) -> None:
+def power_holds(table: Table, checks: list[Check]) -> None:
     named = table.where(metric="named").frame.set_index("strength")["value"]
     assert named.loc[1.0] == 1 and named.loc[0.25] == 0
     assert all(check.met and check.control_fails for check in checks)
 
 
-SURE = {"localize/ground-truth": ground_truth, "localize/power": power}
+SURE = {"localize/ground-truth": ground_truth_holds, "localize/power": power_holds}
 """What is known of an experiment even at this scale."""
 
 
@@ -290,24 +290,6 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
         "study": "icatune/fig3",
         "config": json.loads(json.dumps(asdict(config))),
     }
-
-
-def ground_truth(table: Table, checks: list[Check]) -> None:
-    recall: Any = table.where(models="planted", metric="recall").frame
-    assert set(recall["value"][recall["at"] == 1]) == {1}
-    assert set(recall["value"][recall["at"] == 0]) == {0}
-    assert all(check.control_fails for check in checks)
-    assert {check.verdict for check in checks if check.claim.startswith("random")} == {"undecided"}, "of one model"
-
-
-def power(table: Table, checks: list[Check]) -> None:
-    named = table.where(metric="named").frame.set_index("strength")["value"]
-    assert named.loc[1.0] == 1 and named.loc[0.25] == 0
-    assert all(check.met and check.control_fails for check in checks)
-
-
-SURE = {"localize/ground-truth": ground_truth, "localize/power": power}
-"""What is known of an experiment even at this scale."""
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

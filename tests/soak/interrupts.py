@@ -48,7 +48,7 @@ def raises(*_: int | FrameType | None) -> None:
 def take_the_guard_away() -> None:
     """Makes `@leaves_as_found` do nothing, so that the code's own clean-up is all that is left."""
     compat.remembered = lambda _: lambda generator: None  # noqa: ARG005
-    left_as_found._Signals.hold = lambda _: None
+    left_as_found._Signals.hold = lambda self: None  # noqa: ARG005
 
 
 def soak(tries: int, seed: int) -> int:
