@@ -23,6 +23,7 @@ from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.emergence_times import emergence
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.lexicon import LexiconTask
 from align_circuits.tasks.repeated import RepeatedTokensTask
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import Task
@@ -33,6 +34,7 @@ __version__ = version("align-circuits")
 __all__ = [
     "Ablate",
     "Clamp",
+    "LexiconTask",
     "Localization",
     "Pair",
     "Patch",
