@@ -37,7 +37,7 @@ def sample_alignment(
 ) -> tuple[int, ...]:
     """Draws the input position, counted from 0, that each phrase is aligned with.
 
-    `"monotonic"`: p to p. `"reversed"`: the first phrase to the last position. `"prior"`: each phrase independently from
+    `"monotonic"`: p to p. `"reversed"`: the last position first. `"prior"`: each phrase independently from
     `alignment_prior`, so that two phrases may share a position. `"permutation"`: uniform among all permutations except
     the identity, since it is the control for `"monotonic"`; with one symbol only the identity exists.
     """

@@ -43,7 +43,7 @@ class LexiconTask(Task):
     >>> lexicon = {" A": " a", " B": " b", " C": " c", " D": " d"}
     >>> task = LexiconTask(lexicon, x_len=2, n_examples=1, alignment="reversed", bos=False)
     >>> task.sample(1, char_tokenizer(), seed=0).text
-    ['']
+    ['BD:db\nAC:ca']
     """
 
     roles: ClassVar = Seq2SeqTask.roles
