@@ -27,7 +27,7 @@ Order = Literal["monotonic", "reversed", "permutation"]
 @checked
 @dataclass(frozen=True)
 class LexiconTask(Task):
-    """Translate m words by a lexicon known from pretraining, in an order that k examples show.
+    r"""Translate m words by a lexicon known from pretraining, in an order that k examples show.
 
     As in `Seq2SeqTask`, output p translates the word at input position Ã(p), and the model must infer which word is
     next: the alignment. Unlike there, it need not read the translations from the examples, unless they all hold the

@@ -1,5 +1,6 @@
 """Small lexicons that a language model knows from pretraining, as pairs of a word and its translation."""
 
+import string
 from collections.abc import Mapping
 
 
@@ -19,6 +20,8 @@ _COMMON = """
 
 LEXICONS: Mapping[str, Mapping[str, str]] = {
     "upper case": {f" {word}": f" {word.upper()}" for word in _COMMON.split()},
+    "capital letters": {f" {letter}": f" {letter.upper()}" for letter in string.ascii_lowercase},
+    "small letters": {f" {letter}": f" {letter.lower()}" for letter in string.ascii_uppercase},
     "digits": dict(zip("0123456789", _NUMBERS, strict=True)),
     "antonyms": _spaced("""
         hot:cold big:small up:down left:right good:bad fast:slow high:low long:short old:young rich:poor
@@ -102,3 +105,6 @@ LEXICONS: Mapping[str, Mapping[str, str]] = {
 }
 """By name: for each word its translation, both as they are written, with the space before them. Digits, which
 tokenizers split off, have none. All are single tokens of SmolLM2's tokenizer."""
+
+WORD_TASKS = tuple(name for name in LEXICONS if "letters" not in name and name != "digits")
+"""The ten lexicons of words."""
