@@ -4,7 +4,7 @@ Prose is what ships with Python: the topics of its documentation, cut into windo
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pydoc_data.topics import topics
@@ -140,12 +140,16 @@ def _induction_heads(named: Mapping[str, list[Head]], grids: Mapping[str, ndarra
 def named_heads(*, model: str, n: int, length: int, **_: str) -> pd.DataFrame:
     """Returns the score of every head that `localize` names on random tokens; the function of a job."""
     named, grids, evidence = _named(model, n, length)
-    rows = [pd.DataFrame({"role": ["induction"], "value": [float(len(named["induction"]))], "metric": ["count"]})]
+    rows = [
+        pd.DataFrame({"role": ["induction"], "value": [float(len(named["induction"]))], "metric": ["count"], "n": [1]})
+    ]
     for role, heads in named.items():
         for layer, head in heads:
             rows.append(evidence.where(role=role, layer=layer, head=head, metric="score").frame)
     if not named["induction"]:
-        rows.append(pd.DataFrame([{"role": "induction", "metric": "highest", "value": np.nanmax(grids["induction"])}]))
+        rows.append(
+            pd.DataFrame([{"role": "induction", "metric": "highest", "value": np.nanmax(grids["induction"]), "n": 1}])
+        )
     return pd.concat(rows)[["role", "layer", "head", "metric", "value", "low", "high", "n"]].rename(
         columns={"role": "of"}
     )
@@ -154,7 +158,7 @@ def named_heads(*, model: str, n: int, length: int, **_: str) -> pd.DataFrame:
 def in_context_gain(
     *,
     model: str,
-    named_on: tuple[int, int],
+    named_on: Sequence[int],
     windows: int,
     early: int,
     late: int,
@@ -190,7 +194,7 @@ def in_context_gain(
     baseline = ablation_baseline(loaded, prompts, "mean")
     sets: list[list[Edit]] = [[], *([Ablate(heads, how="mean", reference=baseline)] for heads in (induction, *drawn))]
     intact, without, *matched = _gains(loaded, prompts, sets, late)
-    (foreign,) = _gains(loaded, _with_other_beginnings(prompts, late - early), [[]], late)
+    (foreign,) = _gains(loaded, _with_other_beginnings(prompts, late + band, early + band), [[]], late)
     lost = [intact - gain for gain in matched]
     rows = {
         ("nothing", "gain", None): intact,
@@ -222,11 +226,10 @@ def _gains(model: Any, prompts: Prompts, sets: list[list[Edit]], late: int) -> l
     return list(means[0] - means[1])
 
 
-def _with_other_beginnings(prompts: Prompts, length: int) -> Prompts:
-    """The windows with their first tokens replaced by those of the next window, all but BOS."""
-    start = prompts.inputs.shape[1] - int(prompts.targets["target_pos"].max() + 1) + 1
-    inputs = prompts.inputs.clone()
-    inputs[:, start : start + length] = prompts.inputs.roll(-1, 0)[:, start : start + length]
+def _with_other_beginnings(prompts: Prompts, window: int, kept: int) -> Prompts:
+    """The windows with all but their last `kept` tokens replaced by those of the next window."""
+    start, inputs = prompts.inputs.shape[1] - window, prompts.inputs.clone()
+    inputs[:, start:-kept] = prompts.inputs.roll(-1, 0)[:, start:-kept]
     return replace(prompts, inputs=inputs)
 
 
@@ -294,7 +297,7 @@ def _jobs(config: Wild, inputs: Inputs) -> list[Measurement]:
 
 def _summarize(_: Wild, rows: Rows) -> pd.DataFrame:
     """All rows, and over heads the rank correlation of scores on random tokens and on prose, for each seed."""
-    frame = pd.concat(rows.values(), ignore_index=True)
+    frame = pd.concat(rows.values(), ignore_index=True).astype({"value": float, "low": float, "high": float})
     scores = frame[frame["part"] == "scores"]
     found = []
     for seed, of_seed in scores.groupby("seed"):
