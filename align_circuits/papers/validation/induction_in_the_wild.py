@@ -150,9 +150,8 @@ def named_heads(*, model: str, n: int, length: int, **_: str) -> pd.DataFrame:
         rows.append(
             pd.DataFrame([{"role": "induction", "metric": "highest", "value": np.nanmax(grids["induction"]), "n": 1}])
         )
-    return pd.concat(rows)[["role", "layer", "head", "metric", "value", "low", "high", "n"]].rename(
-        columns={"role": "of"}
-    )
+    columns = ["role", "layer", "head", "metric", "value", "low", "high", "n"]
+    return pd.concat(rows).reindex(columns=columns).rename(columns={"role": "of"})
 
 
 def in_context_gain(
