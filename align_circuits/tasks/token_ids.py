@@ -142,14 +142,15 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     Raises:
         ValueError: Text is read as other tokens, such as `"!I"` by the Llama 3 tokenizer in the marked style.
     """
-    key = (token_ids.symbols, token_ids.letters, token_ids.fixed, places)
-    if key in _CHECKED.setdefault(tokenizer, set()):
+    key, checked = (token_ids.symbols, token_ids.letters, token_ids.fixed), _CHECKED.setdefault(tokenizer, set())
+    if (*key, places) in checked:
         return
     roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
     # Tokenizers merge neighbours: if every pair that may stand side by side survives, so does nearly every text. The
     # whole prompt catches what depends on more than two.
-    neighbours = dict.fromkeys(pairwise(roles))
-    pairs = [(a, b) for left, right in neighbours for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
+    neighbours = tuple(dict.fromkeys(pairwise(roles)))
+    new = () if (*key, neighbours) in checked else neighbours  # longer prompts have no more of them
+    pairs = [(a, b) for left, right in new for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
     prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
     if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
@@ -159,7 +160,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
             f"{text[:40]!r} becomes {tokens[:20]}. Texts that are misread ({len(broken)}): {listed[:200]}. Leave these "
             "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
-    _CHECKED[tokenizer].add(key)
+    checked.update({(*key, neighbours), (*key, places)})
 
 
 def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
