@@ -152,7 +152,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     new = () if (*key, neighbours) in checked else neighbours  # longer prompts have no more of them
     pairs = [(a, b) for left, right in new for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
     prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
-    if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
+    if broken := (pairs and _misread(tokenizer, token_ids, pairs)) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(

@@ -52,9 +52,9 @@ class Wild:
     """Random tokens, written twice."""
     window: int = 256
     """Tokens of a window of prose on which heads are scored."""
-    named_on: tuple[int, int] = (16, 25)
+    named_on: tuple[int, int] = (12, 25)
     """Prompts of random tokens on which `localize` names heads, and how many tokens each repeats."""
-    windows: int = 8
+    windows: int = 6
     """Windows of prose a seed in which the in-context gain is measured."""
     early: int = 40
     """The first token of the early ones."""
@@ -62,11 +62,11 @@ class Wild:
     """The first token of the late ones, which have so many tokens before them."""
     band: int = 32
     """Tokens that are early, and tokens that are late."""
-    draws: int = 6
+    draws: int = 5
     """Sets of control heads a seed."""
     lexicons: tuple[str, ...] = WORD_TASKS
     """The word-pair tasks; every other one chooses the head that is tested on the rest."""
-    pairs: int = 8
+    pairs: int = 6
     """Prompts of a word-pair task, of one pair behind eight examples."""
 
 
