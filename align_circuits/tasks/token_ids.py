@@ -152,7 +152,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     new = () if (*key, neighbours) in checked else neighbours  # longer prompts have no more of them
     pairs = [(a, b) for left, right in new for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
     prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
-    if broken := (pairs and _misread(tokenizer, token_ids, pairs)) or _misread(tokenizer, token_ids, [prompt]):
+    if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(
@@ -166,7 +166,7 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
 def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
     """The texts of the token sequences that the tokenizer reads as other tokens, each with those tokens."""
     texts = ["".join(token_ids.token_strings[token] for token in sequence) for sequence in sequences]
-    read = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    read = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [
         (text, tokenizer.convert_ids_to_tokens(tokens))
         for text, tokens, sequence in zip(texts, read, sequences, strict=True)

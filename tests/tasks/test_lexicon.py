@@ -47,7 +47,8 @@ def words_task(**changes):
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str]]]:
     """The words on both sides of each line of a prompt's text."""
     lines = prompts.text[index].removeprefix("<s>").split("\n")
-    return [tuple(side.split() if " " in side else [*side] for side in line.split(":")) for line in lines]
+    sides = [[side.split() if " " in side else [*side] for side in line.split(":")] for line in lines]
+    return [(x, y) for x, y in sides]
 
 
 def test_words_of_several_characters_are_symbols_and_letters(tokenizer):
@@ -83,6 +84,7 @@ def test_a_reader_of_the_text_finds_lexicon_order_and_gold(tokenizer, lexicon, s
     known = {word.strip(): other.strip() for word, other in LEXICONS[lexicon].items()}
     expected = {"monotonic": (0, 1, 2, 3), "reversed": (3, 2, 1, 0)}.get(alignment, task.aligned)
     assert sorted(expected) == [0, 1, 2, 3] and (expected != (0, 1, 2, 3)) == (alignment != "monotonic")
+    assert prompts.correct is not None
     align, lookup = prompts.relations["align_query"], prompts.relations.get("lookup")
     assert (lookup is not None) == shared
     for index in range(6):
@@ -122,7 +124,9 @@ def test_corruption_changes_one_thing(tokenizer):
         for (x, y), (clean_x, clean_y) in zip(alignment[:-1], clean[:-1], strict=True):
             assert x == clean_x and y != clean_y and sorted(y) == sorted(clean_y)
     own = changed["query"].own_correct
-    assert own is not None and own.sum(1).eq(1).all() and not (own & prompts.correct).any()
+    assert (
+        own is not None and prompts.correct is not None and own.sum(1).eq(1).all() and not (own & prompts.correct).any()
+    )
 
 
 def test_the_pre_aligned_style_copies_the_word(tokenizer):

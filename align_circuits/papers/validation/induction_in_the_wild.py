@@ -303,10 +303,17 @@ def _summarize(_: Wild, rows: Rows) -> pd.DataFrame:
         wide: Any = of_seed.pivot(index=["layer", "head"], columns=["data", "metric"], values="value")
         for role in TOKEN_ROLES:
             for other in TOKEN_ROLES:
-                value = spearmanr(wide["repeated", role], wide["prose", other], nan_policy="omit").statistic
-                found.append({"part": "correlation", "of": role, "metric": other, "seed": seed, "value": float(value)})
-    for part in found:
-        part |= {"low": np.nan, "high": np.nan, "n": len(wide)}
+                found_of: Any = spearmanr(wide["repeated", role], wide["prose", other], nan_policy="omit")
+                found.append(
+                    {
+                        "part": "correlation",
+                        "of": role,
+                        "metric": other,
+                        "seed": seed,
+                        "value": float(found_of.statistic),
+                        "n": len(wide),
+                    }
+                )
     frame = pd.concat([frame, pd.DataFrame(found)], ignore_index=True)
     return frame.reindex(columns=[*KEYS, "value", "low", "high", "n"]).astype(
         dict.fromkeys(("draw", "seed", "layer", "head"), "Int64")
@@ -319,14 +326,14 @@ def _over_seeds(table: Table, role: str, other: str) -> Any:
 
 def _best(table: Table) -> dict[str, int]:
     """The head with the highest value."""
-    best = table.frame.loc[table.frame["value"].astype(float).idxmax()]
+    best: Any = table.frame.loc[table.frame["value"].astype(float).idxmax()]
     return {"layer": int(best["layer"]), "head": int(best["head"])}
 
 
 def _median(table: Table) -> dict[str, int]:
     """The head with the median value."""
     order = table.frame.sort_values("value")
-    middle = order.iloc[len(order) // 2]
+    middle: Any = order.iloc[len(order) // 2]
     return {"layer": int(middle["layer"]), "head": int(middle["head"])}
 
 
@@ -392,7 +399,7 @@ def _check(table: Table) -> list[Check]:
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     scores = table.where(part="scores")
-    first = int(scores.frame["seed"].min())
+    first = min(int(seed) for seed in scores.frame["seed"])
     figures = {
         data: plots.head_maps(scores.where(data=data, seed=first), [*TOKEN_ROLES], f"attention on {data} prompts")
         for data in ("repeated", "prose")
