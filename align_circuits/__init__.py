@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from align_circuits.run.pairs import Pair
     from align_circuits.tables.emergence_times import emergence
     from align_circuits.tables.tables import Table
+    from align_circuits.tasks.lexicon import LexiconTask
     from align_circuits.tasks.repeated import RepeatedTokensTask
     from align_circuits.tasks.seq2seq import Seq2SeqTask
     from align_circuits.tasks.task import Task
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Ablate": "align_circuits.hooks.edits",
     "Clamp": "align_circuits.hooks.edits",
+    "LexiconTask": "align_circuits.tasks.lexicon",
     "Localization": "align_circuits.heads.localize_heads",
     "Pair": "align_circuits.run.pairs",
     "Patch": "align_circuits.hooks.edits",
@@ -83,6 +85,7 @@ _ROOMS = (
 __all__ = [
     "Ablate",
     "Clamp",
+    "LexiconTask",
     "Localization",
     "Pair",
     "Patch",

@@ -112,6 +112,7 @@ class World:
             "Seq2SeqTask": (ac.Seq2SeqTask, vars(ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)).copy()),
             "Seq2SeqTask.sample": (self.task.sample, {"n": 2, "tokenizer": self.tokenizer, "seed": 0}),
             "Seq2SeqTask.corrupt": (self.task.corrupt, {"prompts": clean, "kind": "query", "seed": 0}),
+            "LexiconTask": (ac.LexiconTask, vars(ac.LexiconTask()).copy()),
             "RepeatedTokensTask": (ac.RepeatedTokensTask, {"length": 4}),
             "RepeatedTokensTask.sample": (ac.RepeatedTokensTask(length=4).sample, {"n": 2, "tokenizer": 20, "seed": 0}),
             "RunOptions": (ac.RunOptions, {"engine": "auto", "batch_size": 2, "progress": False}),

@@ -1,5 +1,6 @@
 """The alignment of output phrases with input positions (paper 1, Eq. 2)."""
 
+import math
 from typing import Literal
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from align_circuits.tasks.rng import Rng
 
-AlignmentKind = Literal["monotonic", "prior", "permutation"]
+AlignmentKind = Literal["monotonic", "reversed", "prior", "permutation"]
 PriorForm = Literal["text", "code"]
 
 
@@ -36,12 +37,14 @@ def sample_alignment(
 ) -> tuple[int, ...]:
     """Draws the input position, counted from 0, that each phrase is aligned with.
 
-    `"monotonic"`: p to p. `"prior"`: each phrase independently from `alignment_prior`, so that two phrases may share a
-    position. `"permutation"`: uniform among all permutations except the identity, since it is the control for
-    `"monotonic"`; with one symbol only the identity exists.
+    `"monotonic"`: p to p. `"reversed"`: the last position first. `"prior"`: each phrase independently from
+    `alignment_prior`, so that two phrases may share a position. `"permutation"`: uniform among all permutations except
+    the identity, since it is the control for `"monotonic"`; with one symbol only the identity exists.
     """
     if kind == "monotonic" or x_len == 1:
         return tuple(range(x_len))
+    if kind == "reversed":
+        return tuple(reversed(range(x_len)))
     if kind == "prior":
         assert decay is not None
         # The last edge, 1 up to rounding, is left out: a number just below 1 must not fall beyond the last position.
@@ -52,3 +55,11 @@ def sample_alignment(
         order = tuple(rng.order("alignment", x_len).tolist())
         if order != tuple(range(x_len)):
             return order
+
+
+def order_caveats(x_len: int) -> tuple[str, ...]:
+    """Returns whether the inputs are too short for a permutation test of alignment, as `Task.caveats` does."""
+    orders = math.factorial(x_len)
+    if orders >= 1 / 0.05:
+        return ()
+    return (f"{x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)

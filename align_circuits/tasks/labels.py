@@ -1,21 +1,69 @@
 """From the latent variables of a task to token ids, targets and relations."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from align_circuits.prompts.prompts import KINDS, next_token_targets
+from align_circuits.prompts.prompts import KINDS, Prompts, Role, next_token_targets
 from align_circuits.prompts.relations import IGNORE, Relation, duplicate_token, induction, previous_token
 from align_circuits.tasks.layout import FIXED, Layout
+from align_circuits.tasks.token_ids import TokenIds
 
 LATENT = ("symbols", "order", "phrases", "letter", "next")
 """The keys of `Prompts.latent`: `symbols [prompt symbol]`, the indices of the prompt's symbols in the alphabet; `order
 [prompt example pos]`, the symbol at each input position; `phrases [prompt example phrase offset]`, the letters;
 `letter` and `next [prompt symbol state edge]`, the automata."""
+
+
+def prompts_of(
+    ids: TokenIds,
+    places: Layout,
+    latent: Mapping[str, Tensor],
+    aligned: Sequence[int],
+    *,
+    correct: Bool[Tensor, "prompt phrase offset letter"],
+    references: Mapping[str, Tensor],
+    task: Mapping[str, Any],
+) -> Prompts:
+    """Returns the prompts with these latent variables, whose targets are the letters of the test example.
+
+    Args:
+        ids: The token ids of symbols, letters and delimiters.
+        places: The layout of the prompts.
+        latent: The latent variables, as described at `LATENT`.
+        aligned: The input position of each phrase.
+        correct: Which letters are right at each target.
+        references: Reference accuracies by name, `[prompt phrase offset]`.
+        task: The task's name, config and seed; `corrupt` needs the rest, which is added.
+    """
+    letters, symbols, fixed = map(torch.tensor, (ids.letters, ids.symbols, ids.fixed))
+    inputs = write(places, latent, latent["order"][:, :, list(aligned)], fixed, symbols, letters)
+    targets, relations = targets_and_relations(places, inputs, latent, aligned)
+    return Prompts(
+        inputs=inputs,
+        mask=torch.ones_like(inputs, dtype=torch.bool),
+        roles=places.roles.expand_as(inputs),
+        example=places.example.expand_as(inputs),
+        targets=targets.assign(**{name: values.flatten().numpy() for name, values in references.items()}),
+        relations=relations,
+        answer_tokens=letters,
+        correct=correct.flatten(0, 2),
+        token_strings=ids.token_strings,
+        tokenizer_hash=ids.tokenizer_hash,
+        task={
+            **task,
+            "bos": bool(places.roles[0] == Role.BOS),
+            "aligned": list(aligned),
+            "symbols": list(ids.symbols),
+            "fixed": list(ids.fixed),
+        },
+        latent=latent,
+    )
 
 
 def write(

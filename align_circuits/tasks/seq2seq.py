@@ -2,6 +2,8 @@
 
 import math
 import string
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import REFERENCES, Prompts
-from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
+from align_circuits.tasks.alignment import AlignmentKind, PriorForm, order_caveats, sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
-from align_circuits.tasks.labels import LATENT, targets_and_relations, write
+from align_circuits.tasks.labels import LATENT, prompts_of
 from align_circuits.tasks.layout import Style, layout_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng
@@ -66,10 +68,10 @@ class Seq2SeqTask(Task):
     """c: letters in a phrase."""
     n_examples: int = 15
     """k: examples before the test example; with none, only a model that knows the automata can translate."""
-    alphabet: str = string.ascii_uppercase
-    """The characters that input symbols are drawn from."""
-    letters: str = string.ascii_lowercase
-    """The characters that automata write."""
+    alphabet: str | Sequence[str] = string.ascii_uppercase
+    """The characters, or the words in a list, that input symbols are drawn from; each must be one token."""
+    letters: str | Sequence[str] = string.ascii_lowercase
+    """The characters, or the words in a list, that automata write; each must be one token."""
     alignment: AlignmentKind = "monotonic"
     """How phrases are aligned with input positions; drawn once for the task."""
     decay: float | None = None
@@ -101,6 +103,9 @@ class Seq2SeqTask(Task):
     """The seed of what all prompts of the task share."""
 
     def __post_init__(self):
+        for name in ("alphabet", "letters"):
+            if not isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, tuple(given))  # a task can be hashed
         _check(self)
 
     @property
@@ -141,33 +146,14 @@ class Seq2SeqTask(Task):
         shared = self._world(Rng(self.task_seed, "task"), 1) if self.automata == "task" else None
         chunks = [self._draw(rng, min(CHUNK, n - start), aligned, shared, references) for start in range(0, n, CHUNK)]
         drawn = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        letters, symbols, fixed = map(torch.tensor, (ids.letters, ids.symbols, ids.fixed))
-        latent = {name: drawn[name] for name in LATENT}
-        inputs = write(places, latent, latent["order"][:, :, aligned], fixed, symbols, letters)
-        targets, relations = targets_and_relations(places, inputs, latent, aligned)
-        if references:
-            targets = targets.assign(**{name: drawn[name].flatten().numpy() for name in REFERENCES})
-        return Prompts(
-            inputs=inputs,
-            mask=torch.ones_like(inputs, dtype=torch.bool),
-            roles=places.roles.expand_as(inputs),
-            example=places.example.expand_as(inputs),
-            targets=targets,
-            relations=relations,
-            answer_tokens=letters,
-            correct=drawn["correct"].flatten(0, 2),
-            token_strings=ids.token_strings,
-            tokenizer_hash=ids.tokenizer_hash,
-            task={
-                "name": "seq2seq",
-                "config": _config(self),
-                "seed": seed,
-                "bos": bos,
-                "aligned": list(aligned),
-                "symbols": list(ids.symbols),
-                "fixed": list(ids.fixed),
-            },
-            latent=latent,
+        return prompts_of(
+            ids,
+            places,
+            {name: drawn[name] for name in LATENT},
+            aligned,
+            correct=drawn["correct"],
+            references={name: drawn[name] for name in REFERENCES} if references else {},
+            task={"name": "seq2seq", "config": config_of(self), "seed": seed},
         )
 
     @checked
@@ -194,7 +180,7 @@ class Seq2SeqTask(Task):
             ValueError: The prompts come from another task or are already corrupted, `kind` is unknown, there is only
                 one input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
         """
-        if prompts.task.get("config") != _config(self):
+        if prompts.task.get("config") != config_of(self):
             raise ValueError(
                 "these prompts were not sampled by this task: corrupt them with the task that sampled them"
             )
@@ -208,17 +194,14 @@ class Seq2SeqTask(Task):
         return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
 
     def control(self) -> "Seq2SeqTask":
-        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted."""
-        alignment = "monotonic" if self.alignment == "permutation" else "permutation"
+        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
+        alignment = "monotonic" if self.alignment in ("permutation", "reversed") else "permutation"
         return replace(self, alignment=alignment, decay=None, prior_form="text")
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """Whether the inputs are too short for a permutation test of alignment."""
-        orders = math.factorial(self.x_len)
-        if orders >= 1 / 0.05:
-            return ()
-        return (f"{self.x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)
+        return order_caveats(self.x_len)
 
     def _world(self, rng: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
         """The symbols, as indices in the alphabet, and the automata of `n` prompts."""
@@ -257,8 +240,8 @@ class Seq2SeqTask(Task):
         return drawn
 
 
-def _config(task: Seq2SeqTask) -> dict[str, Any]:
-    """A task's configuration as JSON gives it back."""
+def config_of(task: Any) -> dict[str, Any]:
+    """Returns the configuration of a task, a dataclass, as JSON gives it back."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(task).items()}
 
 
@@ -270,8 +253,8 @@ def _check(task: Seq2SeqTask) -> None:
     if task.phrase_len > 60:
         raise ValueError(f"phrase_len is {task.phrase_len}: give at most 60")
     for name in ("alphabet", "letters"):
-        if len(set(getattr(task, name))) != len(getattr(task, name)):
-            raise ValueError(f"{name} {getattr(task, name)!r} holds a character twice: give each once")
+        if twice := [word for word, count in Counter(getattr(task, name)).items() if count > 1]:
+            raise ValueError(f"{name} holds {twice[0]!r} twice: give each character or word once")
     if task.x_len > len(task.alphabet):
         raise ValueError(
             f"x_len is {task.x_len}, but the alphabet has {len(task.alphabet)} symbols and an input holds each of its "

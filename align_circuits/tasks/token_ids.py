@@ -47,14 +47,20 @@ _CACHE: WeakKeyDictionary[Any, dict[tuple, TokenIds]] = WeakKeyDictionary()
 
 
 def look_up(
-    tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
+    tokenizer: Any,
+    alphabet: Sequence[str],
+    letters: Sequence[str],
+    colon: str,
+    separator: str,
+    marker: str,
+    spaced: bool,
 ) -> TokenIds:
     """Returns the ids of a task's symbols in a Hugging Face tokenizer.
 
     Args:
         tokenizer: The tokenizer.
-        alphabet: The input symbols, one character each.
-        letters: The output letters, one character each.
+        alphabet: The input symbols, characters or words.
+        letters: The output letters, characters or words.
         colon: Between input and output.
         separator: Between examples.
         marker: Before each symbol and letter in the marked style; empty in the others.
@@ -64,7 +70,7 @@ def look_up(
         ValueError: There is no tokenizer, a symbol is not one token of it, or two symbols are the same token.
     """
     check_tokenizer(tokenizer)
-    key = (len(tokenizer), alphabet, letters, colon, separator, marker, spaced)
+    key = (len(tokenizer), tuple(alphabet), tuple(letters), colon, separator, marker, spaced)
     cached = _CACHE.setdefault(tokenizer, {})
     if key not in cached:
         cached[key] = _look_up(tokenizer, alphabet, letters, colon, separator, marker, spaced)
@@ -77,27 +83,40 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise ValueError("this task is written in the tokens of a tokenizer: give one, or load the model with one")
 
 
+def token_of(tokenizer: Any, text: str) -> int | None:
+    """Returns the id of a text that is one known token of a tokenizer; None of any other."""
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens[0] if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id else None
+
+
 def _look_up(
-    tokenizer: Any, alphabet: str, letters: str, colon: str, separator: str, marker: str, spaced: bool
+    tokenizer: Any,
+    alphabet: Sequence[str],
+    letters: Sequence[str],
+    colon: str,
+    separator: str,
+    marker: str,
+    spaced: bool,
 ) -> TokenIds:
     space = " " if spaced else ""
     texts = [space + symbol for symbol in (*alphabet, *letters, *marker)] + [colon, separator]
     ids: dict[str, int] = {}
     for text in dict.fromkeys(texts):
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+        token = token_of(tokenizer, text)
+        if token is None:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
             reads = tokenizer.convert_ids_to_tokens(tokens) if tokens else "no token"
             raise ValueError(
-                f"{_name(tokenizer)} reads {text!r} as {reads}, but a symbol must be one known token: "
+                f"{name_of(tokenizer)} reads {text!r} as {reads}, but a symbol must be one known token: "
                 f"leave it out of the task's alphabet, letters or delimiters, or try spaced={not spaced}"
             )
-        ids[text] = tokens[0]
+        ids[text] = token
     owners: dict[int, str] = {}
     for text in texts:
         if (other := owners.setdefault(ids[text], text)) != text or texts.count(text) > 1:
             raise ValueError(
-                f"{_name(tokenizer)} gives {other!r} and {text!r} the same token {ids[text]}, but all symbols, letters "
-                "and delimiters must differ: choose others"
+                f"{name_of(tokenizer)} gives {other!r} and {text!r} the same token {ids[text]}, but all symbols, "
+                "letters and delimiters must differ: choose others"
             )
     bos = tokenizer.bos_token_id
     fixed = (ABSENT if bos is None else int(bos), ids[colon], ids[separator], ids.get(space + marker, ABSENT))
@@ -123,30 +142,31 @@ def check_text(tokenizer: Any, token_ids: TokenIds, places: Layout) -> None:
     Raises:
         ValueError: Text is read as other tokens, such as `"!I"` by the Llama 3 tokenizer in the marked style.
     """
-    key = (token_ids.symbols, token_ids.letters, token_ids.fixed, places)
-    if key in _CHECKED.setdefault(tokenizer, set()):
+    key, checked = (token_ids.symbols, token_ids.letters, token_ids.fixed), _CHECKED.setdefault(tokenizer, set())
+    if (*key, places) in checked:
         return
     roles = [Role(role) for role in places.roles.tolist() if role != Role.BOS]
     # Tokenizers merge neighbours: if every pair that may stand side by side survives, so does nearly every text. The
     # whole prompt catches what depends on more than two.
-    neighbours = dict.fromkeys(pairwise(roles))
-    pairs = [(a, b) for left, right in neighbours for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
+    neighbours = tuple(dict.fromkeys(pairwise(roles)))
+    new = () if (*key, neighbours) in checked else neighbours  # longer prompts have no more of them
+    pairs = [(a, b) for left, right in new for a in token_ids.ids_of(left) for b in token_ids.ids_of(right)]
     prompt = tuple(token_ids.ids_of(role)[pos % len(token_ids.ids_of(role))] for pos, role in enumerate(roles))
     if broken := _misread(tokenizer, token_ids, pairs) or _misread(tokenizer, token_ids, [prompt]):
         text, tokens = broken[0]
         listed = ", ".join(repr(text) for text, _ in broken[:12])
         raise ValueError(
-            f"{_name(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
+            f"{name_of(tokenizer)} does not read the text of these prompts as the tokens they are built from: "
             f"{text[:40]!r} becomes {tokens[:20]}. Texts that are misread ({len(broken)}): {listed[:200]}. Leave these "
             "symbols out of the task's alphabet, letters or delimiters, or set spaced=False, which promises no text"
         )
-    _CHECKED[tokenizer].add(key)
+    checked.update({(*key, neighbours), (*key, places)})
 
 
 def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int, ...]]) -> list[tuple[str, list[str]]]:
     """The texts of the token sequences that the tokenizer reads as other tokens, each with those tokens."""
     texts = ["".join(token_ids.token_strings[token] for token in sequence) for sequence in sequences]
-    read = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    read = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return [
         (text, tokenizer.convert_ids_to_tokens(tokens))
         for text, tokens, sequence in zip(texts, read, sequences, strict=True)
@@ -154,7 +174,7 @@ def _misread(tokenizer: Any, token_ids: TokenIds, sequences: Sequence[tuple[int,
     ]
 
 
-def _name(tokenizer: Any) -> str:
-    """How an error names a tokenizer."""
+def name_of(tokenizer: Any) -> str:
+    """Returns how an error names a tokenizer."""
     path = getattr(tokenizer, "name_or_path", "")
     return f"the tokenizer {path!r} ({len(tokenizer)} tokens)" if path else f"this tokenizer ({len(tokenizer)} tokens)"

@@ -6,6 +6,25 @@ from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
 from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FIG8, FIG11
 from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
 from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG7, FIG10
+from align_circuits.papers.icatune.known_lexicons import LEXICON
 
-ICATUNE = (TABLE1, FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, FIG9, FIG10, FIG11, PRIOR, APPF, CAUSAL, CONJECTURE)
+ICATUNE = (
+    TABLE1,
+    FIG1,
+    FIG2,
+    FIG3,
+    FIG4,
+    FIG5,
+    FIG6,
+    FIG7,
+    FIG8,
+    FIG9,
+    FIG10,
+    FIG11,
+    PRIOR,
+    APPF,
+    CAUSAL,
+    CONJECTURE,
+    LEXICON,
+)
 """In the order of the paper; what goes beyond it last."""

@@ -1,0 +1,218 @@
+"""Translation of short lists whose lexicon a language model knows: only the order is left to be read from examples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from align_circuits.checks import Tokenizer, check_size, checked
+from align_circuits.prompts.prompts import REFERENCES, Prompts
+from align_circuits.tasks.alignment import order_caveats, sample_alignment
+from align_circuits.tasks.automaton import Automata
+from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
+from align_circuits.tasks.labels import prompts_of
+from align_circuits.tasks.layout import layout_of
+from align_circuits.tasks.rng import Rng
+from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
+from align_circuits.tasks.task import Task
+from align_circuits.tasks.token_ids import check_text, check_tokenizer, look_up, name_of, token_of
+from align_circuits.tasks.word_pairs import LEXICONS
+
+Order = Literal["monotonic", "reversed", "permutation"]
+
+
+@checked
+@dataclass(frozen=True)
+class LexiconTask(Task):
+    r"""Translate m words by a lexicon known from pretraining, in an order that k examples show.
+
+    As in `Seq2SeqTask`, output p translates the word at input position Ã(p), and the model must infer which word is
+    next: the alignment. Unlike there, it need not read the translations from the examples, unless they all hold the
+    words of the test input (`shared`). Every word and every translation is one token; words differ within an input,
+    which is a uniformly random order.
+
+    The reference accuracies: `chance` guesses among all translations of the lexicon; `memoryless` knows the words of
+    the test input, 1/m; `history` also which of them are still to be translated, 1/(m - p) for output p; `oracle` knows
+    lexicon and alignment, 1. What the model loses for want of the lexicon is told by the pre-aligned style, or by
+    inputs of one word.
+
+    >>> from align_circuits.models.tokenizer import char_tokenizer
+    >>> lexicon = {" A": " a", " B": " b", " C": " c", " D": " d"}
+    >>> task = LexiconTask(lexicon, x_len=2, n_examples=1, alignment="reversed", bos=False)
+    >>> task.sample(1, char_tokenizer(), seed=0).text
+    ['BD:db\nAC:ca']
+    """
+
+    roles: ClassVar = Seq2SeqTask.roles
+    references: ClassVar = REFERENCES
+    target_name: ClassVar = "A translation"
+
+    lexicon: str | Mapping[str, str] = "antonyms"
+    """One of `LEXICONS`, or your own: for each word its translation, both as they are written, spaces included."""
+    x_len: int = 5
+    """m: words in an input, and in an output."""
+    n_examples: int = 5
+    """k: examples before the test example; without any, nothing shows the order, nor the lexicon."""
+    alignment: Order = "monotonic"
+    """Ã: `"permutation"` is one drawn for the task (not the identity), the same in all examples."""
+    shared: bool = False
+    """Whether all examples hold the words of the test input, so that their translations can be looked up. Else none
+    does, and the relation `lookup` is absent."""
+    style: Literal["standard", "pre-aligned"] = "standard"
+    """`"pre-aligned"`: each translation stands behind a copy of its word."""
+    unknown: Literal["refuse", "leave out"] = "refuse"
+    """What happens to pairs with a word that is not one token of the tokenizer."""
+    colon: str = ":"
+    """Between input and output."""
+    separator: str = "\n"
+    """Between examples."""
+    bos: bool = True
+    """Whether prompts start with the tokenizer's BOS token, where it has one."""
+    task_seed: int = 0
+    """The seed of the permutation."""
+
+    def __post_init__(self):
+        for name, least in (("x_len", 1), ("n_examples", 0), ("task_seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} is {value}: give at least {least}")
+        choices = {"alignment": Order, "style": Literal["standard", "pre-aligned"]}
+        choices["unknown"] = Literal["refuse", "leave out"]
+        known = {name: get_args(allowed) for name, allowed in choices.items()}
+        if isinstance(self.lexicon, str):
+            known["lexicon"] = tuple(LEXICONS)
+        for name, allowed in known.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+
+    @property
+    def aligned(self) -> tuple[int, ...]:
+        """Ã: the input position, from 0, that each output translates."""
+        return sample_alignment(Rng(self.task_seed, "task"), self.alignment, self.x_len)
+
+    @checked
+    def pairs_of(self, tokenizer: Tokenizer) -> dict[str, str]:
+        """Returns the pairs of the lexicon that are drawn from: both words are single tokens of the tokenizer.
+
+        Raises:
+            ValueError: A word is not one token, unless such are left out (`unknown`); or too few pairs are left.
+        """
+        lexicon = dict(LEXICONS[self.lexicon] if isinstance(self.lexicon, str) else self.lexicon)
+        broken = [text for pair in lexicon.items() for text in pair if token_of(tokenizer, text) is None]
+        if broken and self.unknown == "refuse":
+            read = "; ".join(f"{text!r} is read as {tokenizer.tokenize(text)}" for text in broken[:5])
+            raise ValueError(
+                f"{len(broken)} words of the lexicon are not one token of {name_of(tokenizer)}: {read}. Leave their "
+                "pairs out of the lexicon, or set unknown='leave out'"
+            )
+        kept = {word: other for word, other in lexicon.items() if not {word, other} & set(broken)}
+        # Without sharing, the examples need as many words as the test input, none of them in it.
+        needed = self.x_len if self.shared or not self.n_examples else 2 * self.x_len
+        if len(kept) < max(needed, 2):
+            raise ValueError(
+                f"{len(kept)} pairs of the lexicon are single tokens, but inputs of {self.x_len} words need "
+                f"{max(needed, 2)}: give a shorter x_len or a longer lexicon, or set shared=True"
+            )
+        return kept
+
+    @checked
+    def sample(self, n: int, tokenizer: Tokenizer | None = None, seed: int = 0, references: bool = True) -> Prompts:
+        """Draws prompts whose targets are the translations in the test example.
+
+        Relations are those of `Seq2SeqTask`; `lookup` is absent where the examples do not hold the words (`shared`).
+        The first prompts of a seed are the same however many are drawn.
+
+        Args:
+            n: How many prompts.
+            tokenizer: The Hugging Face tokenizer whose ids the prompts are made of.
+            seed: Which prompts; independent of `task_seed`.
+            references: Whether targets carry the reference accuracies.
+
+        Raises:
+            ValueError: There is no tokenizer, it does not read the words as single tokens (`pairs_of`), two of them are
+                the same token, or it reads the text as other tokens.
+        """
+        if n < 1:
+            raise ValueError(f"{n} prompts: ask for at least 1")
+        m, count = self.x_len, self.n_examples + 1
+        check_size(n * count * m * 2, f"{n:,} prompts of {self.n_examples:,} examples")
+        check_tokenizer(tokenizer)
+        lexicon = self.pairs_of(tokenizer)
+        ids = look_up(tokenizer, [*lexicon], [*lexicon.values()], self.colon, self.separator, "", spaced=False)
+        places = layout_of(self.style, m, 1, self.n_examples, self.bos and ids.bos is not None)
+        check_text(tokenizer, ids, places)
+        words, rng, aligned = len(lexicon), Rng(seed, "lexicon"), list(self.aligned)
+        # Each prompt has the lexicon in an order of its own; the words of its test input come first.
+        symbols = rng.order("words", n, words)
+        order = rng.order("order", n, count, m)
+        if not self.shared and self.n_examples:
+            order[:, :-1] = m + rng.order("others", n, self.n_examples, words - m)[..., :m]
+        translated = symbols.gather(1, order[:, :, aligned].flatten(1)).view(n, count, m, 1)
+        correct = torch.nn.functional.one_hot(translated[:, -1], words).bool()
+        latent = {
+            "symbols": symbols,
+            "order": order,
+            "phrases": translated,
+            "letter": symbols[:, :, None, None],
+            "next": torch.zeros_like(symbols)[:, :, None, None],
+        }
+        left = torch.arange(m, 0, -1, dtype=torch.float64)  # words still to be translated
+        known = {"chance": 1 / words, "memoryless": 1 / m, "history": 1 / left, "oracle": 1.0}
+        prompts = prompts_of(
+            ids,
+            places,
+            latent,
+            aligned,
+            correct=correct,
+            references={name: torch.as_tensor(value, dtype=torch.float64).expand(n, m) for name, value in known.items()}
+            if references
+            else {},
+            task={"name": "lexicon", "config": config_of(self), "seed": seed},
+        )
+        if len(prompts.relations["lookup"]):
+            return prompts
+        return replace(prompts, relations={name: part for name, part in prompts.relations.items() if name != "lookup"})
+
+    @checked
+    def corrupt(self, prompts: Prompts, kind: Corruption = "query", *, seed: int = 0) -> Prompts:
+        """Returns the corrupted halves of minimal pairs, as `Seq2SeqTask.corrupt` does.
+
+        - `"query"`: the words of the test input change their places, so that each output translates another one.
+        - `"labels"`: the translations in the examples are those of other words, one for each word in all of a prompt.
+        - `"alignment"`: the outputs of each example are reordered, each example on its own.
+
+        Raises:
+            ValueError: As `Seq2SeqTask.corrupt` does.
+        """
+        if prompts.task.get("config") != config_of(self):
+            raise ValueError(
+                "these prompts were not sampled by this task: corrupt them with the task that sampled them"
+            )
+        places = layout_of(self.style, self.x_len, 1, self.n_examples, prompts.task["bos"])
+        symbols = prompts.latent["symbols"]
+        return corrupt_seq2seq(
+            prompts, kind, seed, places=places, ood=True, sample_automata=lambda rng, _: _false_lexicon(rng, symbols)
+        )
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Returns clean prompts and the same with another test input; one word has no other order."""
+        return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
+
+    def control(self) -> "LexiconTask":
+        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
+        return replace(self, alignment="permutation" if self.alignment == "monotonic" else "monotonic")
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Whether the inputs are too short for a permutation test of alignment."""
+        return order_caveats(self.x_len)
+
+
+def _false_lexicon(rng: Rng, symbols: Int[Tensor, "prompt word"]) -> Automata:
+    """Automata that write, for each word, the translation of another one: the next in a random cycle of all."""
+    cycle = rng.order("cycle", *symbols.shape)
+    follower = torch.empty_like(cycle).scatter_(1, cycle, cycle.roll(-1, 1))
+    letter = symbols.gather(1, follower)[:, :, None, None]
+    return Automata(letter, torch.zeros_like(letter), torch.ones_like(letter[..., 0]))
