@@ -160,7 +160,7 @@ def test_words_that_are_not_single_tokens_are_named_or_left_out(tokenizer):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"lexicon": "colours"}, "lexicon is 'colours': choose one of 'upper case', 'digits', 'antonyms'"),
+        ({"lexicon": "colours"}, "lexicon is 'colours': choose one of 'upper case', 'capital letters'"),
         ({"x_len": 0}, "x_len is 0: give at least 1"),
         ({"n_examples": -1}, "n_examples is -1"),
     ],
