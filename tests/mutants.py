@@ -53,6 +53,8 @@ CORE = [
 TESTS = [
     *(f"tests/{room}/test_*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")),
     "tests/test_doors.py",
+    "tests/test_left_as_found.py",
+    "tests/models/test_gguf_files.py",
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
