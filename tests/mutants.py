@@ -541,7 +541,7 @@ def main():
     parser.add_argument("--scratch", type=Path, default=OUT / "scratch", help="folder of the mutated copies")
     parser.add_argument("--lock", help="a file to lock while a mutant runs, where others share the machine")
     parser.add_argument("--until", type=float, default=float("inf"), help="Unix time: later no mutant starts")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     OUT.mkdir(parents=True, exist_ok=True)
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     {"map": draw_map, "run": run, "show": show}[arguments.what](arguments)

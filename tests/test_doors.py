@@ -50,7 +50,7 @@ def test_every_public_function_checks_its_arguments(world):
                 function(no_such_argument=0)
 
 
-ROOMS = ("prompts", "tables", "hooks", "run", "heads", "circuits")
+ROOMS = ("prompts", "tables", "hooks", "tasks", "run", "heads", "circuits")
 
 
 def test_dataclasses_are_frozen():

@@ -122,6 +122,18 @@ def test_an_interrupt_while_the_model_is_put_back_comes_right_after(make, pair, 
     assert not changed(before, found(model)) and signal.getsignal(signal.SIGINT) is handler
 
 
+def test_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
+    model, _ = make("fast")
+    frozen, free, *_ = model.original_model.parameters()
+    frozen.requires_grad_(False)
+    before, restore = found(model), left_as_found.compat.remembered(model)
+    frozen.requires_grad_(True)
+    free.requires_grad_(False)
+    frozen.grad, free.grad = torch.ones_like(frozen), torch.ones_like(free)
+    restore(generator=False)
+    assert not changed(before, found(model))
+
+
 def test_a_hook_that_removes_itself_does_not_come_back(make, pair):
     model, _ = make("fast")
     layer = model.original_model.model.layers[0].mlp
