@@ -131,6 +131,13 @@ def lines_of_code(source):
     return len(code)
 
 
+def function_at(tree, line):
+    """The name of the innermost function or class that holds a line; None outside of all."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    around = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.lineno <= line <= node.end_lineno]
+    return max(around, key=lambda node: node.lineno).name if around else None
+
+
 def nodes(node):
     yield node
     for child in getattr(node, "children", []):
@@ -208,7 +215,7 @@ def sample(patterns, number, seed):
             old, new = ("\n".join(text[2:].strip() for text in changed if text[0] == sign) for sign in "-+")
             key = f"{module}:{line}:{column} {name} {occurrence}"
             chosen.append({"key": key, "module": module, "line": line, "name": name, "occurrence": occurrence})
-            chosen[-1] |= {"old": old, "new": new}
+            chosen[-1] |= {"old": old, "new": new, "function": function_at(ast.parse(source), line)}
     draw.shuffle(chosen)
     return chosen
 
@@ -517,12 +524,16 @@ def run(arguments):
     show(arguments)
 
 
+def names(entry, result):
+    """Whether an entry of `mutants_equivalent.toml` is about this mutant: all that it says but the reason."""
+    return all(result.get(key, value) == value for key, value in entry.items() if key != "reason")
+
+
 def show(arguments):
     entries = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text()).get("equivalent", [])
-    equivalent = {(entry["module"], entry["old"].strip(), entry["new"].strip()) for entry in entries}
     results = read(OUT / f"seed-{arguments.seed}.jsonl").values()
     living = [result for result in results if result["outcome"] in ("survived", "error")]
-    told = [result for result in living if (result["module"], result["old"], result["new"]) not in equivalent]
+    told = [result for result in living if not any(names(entry, result) for entry in entries)]
     for result in told:
         print(f"\n{result['key']} ({result['tests']} tests); {result['outcome']}\n- {result['old']}\n+ {result['new']}")
     count = len(results) - (len(living) - len(told))
