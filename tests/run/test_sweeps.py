@@ -97,6 +97,8 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
         lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted, metric="prob"), options=options),
         lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 0]), options=options),
         lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 1]), options=options),
+        lambda: ac.patch_heads(model, pair, heads=[(0, 0)], options=options),
+        lambda: ac.patch_heads(model, pair, heads=[(0, 1)], options=options),
         lambda: ac.patch_edges(model, pair, edges=[("L0H0", "logits")], options=options),
         lambda: ac.patch_edges(model, pair, edges=[("L0H1", "logits")], options=options),
     ]
