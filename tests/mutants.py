@@ -53,6 +53,8 @@ CORE = [
 TESTS = [
     *(f"tests/{room}/test_*.py" for room in ("prompts", "tables", "run", "hooks", "circuits", "heads", "tasks")),
     "tests/test_doors.py",
+    "tests/test_left_as_found.py",
+    "tests/models/test_gguf_files.py",
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
@@ -127,6 +129,13 @@ def lines_of_code(source):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(code)
+
+
+def function_at(tree, line):
+    """The name of the innermost function or class that holds a line; None outside of all."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    around = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.lineno <= line <= node.end_lineno]
+    return max(around, key=lambda node: node.lineno).name if around else None
 
 
 def nodes(node):
@@ -206,7 +215,7 @@ def sample(patterns, number, seed):
             old, new = ("\n".join(text[2:].strip() for text in changed if text[0] == sign) for sign in "-+")
             key = f"{module}:{line}:{column} {name} {occurrence}"
             chosen.append({"key": key, "module": module, "line": line, "name": name, "occurrence": occurrence})
-            chosen[-1] |= {"old": old, "new": new}
+            chosen[-1] |= {"old": old, "new": new, "function": function_at(ast.parse(source), line)}
     draw.shuffle(chosen)
     return chosen
 
@@ -515,12 +524,16 @@ def run(arguments):
     show(arguments)
 
 
+def names(entry, result):
+    """Whether an entry of `mutants_equivalent.toml` is about this mutant: all that it says but the reason."""
+    return all(result.get(key, value) == value for key, value in entry.items() if key != "reason")
+
+
 def show(arguments):
     entries = tomllib.loads((ROOT / "tests" / "mutants_equivalent.toml").read_text()).get("equivalent", [])
-    equivalent = {(entry["module"], entry["old"].strip(), entry["new"].strip()) for entry in entries}
     results = read(OUT / f"seed-{arguments.seed}.jsonl").values()
     living = [result for result in results if result["outcome"] in ("survived", "error")]
-    told = [result for result in living if (result["module"], result["old"], result["new"]) not in equivalent]
+    told = [result for result in living if not any(names(entry, result) for entry in entries)]
     for result in told:
         print(f"\n{result['key']} ({result['tests']} tests); {result['outcome']}\n- {result['old']}\n+ {result['new']}")
     count = len(results) - (len(living) - len(told))
@@ -539,7 +552,7 @@ def main():
     parser.add_argument("--scratch", type=Path, default=OUT / "scratch", help="folder of the mutated copies")
     parser.add_argument("--lock", help="a file to lock while a mutant runs, where others share the machine")
     parser.add_argument("--until", type=float, default=float("inf"), help="Unix time: later no mutant starts")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     OUT.mkdir(parents=True, exist_ok=True)
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     {"map": draw_map, "run": run, "show": show}[arguments.what](arguments)

@@ -5,7 +5,7 @@
 
 import sys
 from dataclasses import is_dataclass
-from inspect import isfunction
+from inspect import Parameter, isfunction, signature
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,7 @@ def test_every_public_function_checks_its_arguments(world):
                 function(no_such_argument=0)
 
 
-ROOMS = ("prompts", "tables", "hooks", "run", "heads", "circuits")
+ROOMS = ("prompts", "tables", "hooks", "tasks", "run", "heads", "circuits")
 
 
 def test_dataclasses_are_frozen():
@@ -64,6 +64,22 @@ def test_dataclasses_are_frozen():
     assert len(kinds) > 30
     thawed = {kind.__name__ for kind in kinds if not vars(kind)["__dataclass_params__"].frozen}
     assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"
+
+
+def test_options_are_given_by_name_and_arguments_may_be():
+    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
+    functions = {
+        thing
+        for module in modules
+        for thing in vars(module).values()
+        if isfunction(thing) and thing.__module__.split(".")[1:2] and thing.__module__.split(".")[1] in ROOMS
+    }
+    assert len(functions) > 100
+    for function in functions:
+        for name, parameter in signature(function).parameters.items():
+            assert parameter.kind is not Parameter.POSITIONAL_ONLY, (function, name)
+            if name == "options" and parameter.default is not Parameter.empty:
+                assert parameter.kind is Parameter.KEYWORD_ONLY, function
 
 
 CASES = [

@@ -107,6 +107,33 @@ def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(ma
         assert not changed(before, found(model))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_an_interrupt_while_the_model_is_put_back_comes_right_after(make, pair, monkeypatch):
+    model, _ = make("fast")
+    before, handler, remembered = found(model), signal.getsignal(signal.SIGINT), left_as_found.compat.remembered
+
+    def and_interrupted(of: Any) -> Any:
+        restore = remembered(of)
+        return lambda **how: (interrupt(), restore(**how))
+
+    monkeypatch.setattr(left_as_found.compat, "remembered", and_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ac.evaluate(model, pair.clean)
+    assert not changed(before, found(model)) and signal.getsignal(signal.SIGINT) is handler
+
+
+def test_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
+    model, _ = make("fast")
+    frozen, free, *_ = model.original_model.parameters()
+    frozen.requires_grad_(False)
+    before, restore = found(model), left_as_found.compat.remembered(model)
+    frozen.requires_grad_(True)
+    free.requires_grad_(False)
+    frozen.grad, free.grad = torch.ones_like(frozen), torch.ones_like(free)
+    restore(generator=False)
+    assert not changed(before, found(model))
+
+
 def test_a_hook_that_removes_itself_does_not_come_back(make, pair):
     model, _ = make("fast")
     layer = model.original_model.model.layers[0].mlp

@@ -80,6 +80,7 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
             expected[h, t] = float((probability([(name, put)]) - probability([])).mean())
     np.testing.assert_allclose(table.frame["value"], expected.mean(1), atol=1e-6)
     assert set(table.frame["n"]) == {2}
+    assert table.provenance.data["digest"] == prompts.digest, "of the first pair"
     assert np.abs(expected).max() > 1e-3
     alone = function_vectors(model, pairs[:1], heads=heads)
     np.testing.assert_allclose(alone.frame["value"], expected[:, 0], atol=1e-6)

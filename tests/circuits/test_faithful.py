@@ -199,6 +199,7 @@ def test_refusals(llama, pair):
         faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="signed")
     assert len(faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="absolute"))
     for verb in (completeness, minimality):
+        assert inspect.signature(verb).parameters["draws"].default == 10
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
             verb(llama, [], ac.Pair(**pair, direction="noise"))
         with pytest.raises(ValueError, match="draws=-1: give how many random sets"):

@@ -6,15 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.heads import head_sets
+from align_circuits.heads import head_sets, localize_heads
 from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.papers.validation.localize_ground_truth import of_random
 from align_circuits.report import save_localization
+from align_circuits.run.target_metrics import TargetMetrics
+from align_circuits.tables.tables import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
 ROLES = TASK.roles
@@ -159,6 +162,27 @@ def test_the_smallest_sets_are_beginnings_of_one_order(monkeypatch):
         ]
 
 
+@pytest.mark.parametrize(("as_bad", "cost", "drawn"), [(None, 0.5, 12), (6, 0.5, 10), (0, 0.5, 5), (None, 0.05, 5)])
+def test_control_sets_are_drawn_until_the_claim_is_lost(as_bad, cost, drawn, monkeypatch):
+    """Five at a time: once one costs as much as the named head, or if that costs little, no p-value can help."""
+    controls = [[(1, draw)] for draw in range(12)]
+    costs = {(0, 0): cost, (1, as_bad): cost}
+
+    class Sets(head_sets.HeadSets):
+        def _accuracies(self, prompts, sets) -> Any:
+            right = np.array([1 - sum(costs.get(head, 0.0) for head in heads) for heads in sets])
+            return TargetMetrics.of(prompts, ("accuracy",)), right[:, None].repeat(len(prompts.targets), 1), "fast"
+
+    monkeypatch.setattr(head_sets, "provenance_of", lambda *_: Provenance("localize"))
+    sets: Any = Sets.__new__(Sets)
+    sets._tested, sets._kind, sets._thresholds = ac.Prompts.from_tokens([[1, 2, 3]] * 2), "all", Thresholds()
+    sets._model, sets._heads = None, [(layer, head) for layer in range(2) for head in range(12)]
+    table = sets._with_controls([("nothing", None, ())], [(0, 0)], {"layers": controls}, ["necessary"])
+    rows = table.where(ablated="random", kind="all").frame
+    assert rows["draw"].tolist() == [*range(drawn)]
+    assert rows["value"].tolist() == [1 - costs.get((1, draw), 0.0) for draw in range(drawn)]
+
+
 def test_the_table_holds_every_head_and_the_tests_of_candidates(circuit):
     model, result = circuit
     heads = model.cfg.n_layers * model.cfg.n_heads
@@ -220,6 +244,33 @@ def test_thresholds_decide(circuit):
     assert strict.named_heads == []
     assert strict.summary == "No head passes every test."
     assert len(strict.example_attention) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, True),
+        ({"score": 0.49}, False),
+        ({"attention": 0.09}, False),
+        ({"q": 0.051}, False),
+        ({"ablation": 0.009}, False),
+        ({"low of ablation": 0.0}, False),
+        ({"low of ablation": 0.0, "denoising": 0.01, "low of denoising": 0.001}, True),
+        ({"attention of induction": 0.34}, False),
+        ({"attention of induction": 0.33}, True),
+    ],
+)
+def test_what_names_a_candidate(change, named):
+    """A score, attention that is the head's best, a corrected p-value, and an effect with an interval above zero."""
+    found: dict[str, float] = {"score": 0.5, "attention": 0.3, "q": 0.05, "ablation": 0.01, "denoising": -0.2}
+    found |= {"low of ablation": 0.001, "low of denoising": -0.4, "attention of induction": 0.0} | change
+    rows = [("lookup", metric, found[metric], found.get(f"low of {metric}")) for metric in list(found)[:5]]
+    rows += [("induction", "attention", found["attention of induction"], None), ("previous", "attention", 0.9, None)]
+    frame = pd.DataFrame(rows, columns=["role", "metric", "value", "low"]).assign(layer=1, head=2, high=1.0, n=4)
+    table, prompts = ac.Table(frame, Provenance("localize")), ac.Prompts.from_tokens([[1, 2, 3]])
+    candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
+    found_heads = localize_heads._named(table, candidates, ["lookup", "induction"], Thresholds(), prompts)
+    assert found_heads == {"lookup": ((1, 2),) if named else (), "induction": ()}
 
 
 def test_one_distance_cannot_tell_an_aligner():

@@ -73,6 +73,16 @@ def two_names(seed: int, n: int, tokenizer: Any) -> Prompts:
     return prompts.with_relations(mover=own)
 
 
+def test_the_attention_that_is_kept_leaves_out_padding(random_hf_model, char_tokenizer):
+    prompts = two_names(0, 16, char_tokenizer)
+    start = prompts.mask.int().argmax(1)
+    first = int(start[8:].argmax()) + 8
+    order = [*range(8), first, *(row for row in range(8, 16) if row != first)]
+    assert start[first] > 0
+    result = ac.localize(ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), prompts[order], draws=0)
+    assert result.example_positions == [*range(int(start[first]), prompts.mask.shape[1])]
+
+
 def test_p_values_of_named_candidates_are_uniform_on_random_weights(random_hf_model, char_tokenizer):
     """No head of a random model knows which name is right; some have a bias for the first or the second."""
     found = []

@@ -265,9 +265,12 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
             patch_heads(model, ac.Pair(clean, other))
         with pytest.raises(ValueError, match=message):
             check_pair(clean, other)
-    padded = Prompts.from_tokens([[1, 2, 3], [4, 5]])
-    with pytest.raises(ValueError, match="do not match token by token"):
-        check_pair(padded, Prompts.from_tokens([[4, 5], [1, 2, 3]]))
+    full, padded, other = (
+        Prompts.from_tokens(ids) for ids in ([[1, 2, 3]] * 2, [[1, 2, 3], [4, 5]], [[4, 5], [1, 2, 3]])
+    )
+    for one, two in [(padded, other), (full, padded), (padded, full)]:
+        with pytest.raises(ValueError, match="do not match token by token"):
+            check_pair(one, two)
     check_pair(padded, padded)
     for site in ("z", "k", "pattern", "mlp_out"):
         with pytest.raises(ValueError, match="no head L0H4"):

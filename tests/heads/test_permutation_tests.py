@@ -281,6 +281,17 @@ class TestSmallest:
         per_target = [int(query) + 1 for query in one.relations["own"].query[: len(one.relations["own"]) // 2]]
         assert nulls.smallest_p_values(one, ["own"])["own"] == max(1e-4, 1 / np.prod(per_target))
 
+    def test_of_named_candidates_by_hand(self):
+        prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6]] * 3)
+
+        def smallest(*pairs: tuple[int, int, list[int]]) -> float:
+            relation = ac.Relation.from_pairs(pairs, prompts=prompts, candidates=[0, 1, 2, 3])
+            return nulls.smallest_p_values(prompts.with_relations(own=relation), ["own"])["own"]
+
+        assert smallest((0, 4, [0]), (1, 4, [1]), (2, 4, [2])) == 1 / 6, "orders of three prompts"
+        assert smallest((0, 4, [0, 2]), (1, 4, [0, 2]), (2, 4, [0, 2])) == 1 / 6, "two of four candidates"
+        assert smallest((0, 4, [1])) == 1 / 4, "one of them, in one row"
+
     def test_no_p_value_is_smaller(self, model, prompts):
         found, least = p_values(model, prompts, NAMES), nulls.smallest_p_values(prompts, NAMES)
         assert all((found[name] >= least[name] - 1e-4).all() for name in NAMES)  # redraws may hit the truth seldom

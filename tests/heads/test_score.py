@@ -188,6 +188,14 @@ def test_planted_heads_are_found(models, prompts):
     assert table.provenance.settings["metrics"][-1] == "entropy"
 
 
+def test_a_layer_without_attention_is_told(prompts):
+    metrics: Any = {"lookup": (prompts.relations["lookup"], None)}
+    accumulator = scoring.ScoreAccumulator(metrics, layers=3, heads=2, prompts=len(prompts))
+    accumulator.seen[[0, 2]] = True
+    with pytest.raises(RuntimeError, match="the engine gave no attention for layer 1: "):
+        accumulator.measured()
+
+
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monkeypatch):
     whole = score_heads(models["llama"], prompts, options=RunOptions(engine=engine, batch_size=5))

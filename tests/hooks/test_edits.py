@@ -685,6 +685,11 @@ class TestRefusals:
             (ac.Steer([(0, 0)], vector=torch.ones(32)), r"a vector of shape \(32,\) .* give 8 numbers"),
             (ac.Steer(layers=[0], site="resid_pre", vector=torch.ones(8)), "give 32 numbers"),
             (ac.Steer([(0, 0)], site="pattern", vector=torch.ones(9)), "any site but 'pattern'"),
+            (
+                ac.Ablate([(0, 0)], layers=[0], site="resid_pre"),
+                "takes place at layers: name at least one, and no heads",
+            ),
+            (ac.Ablate(site="resid_pre"), "takes place at layers: name at least one, and no heads"),
         ],
     )
     def test_edits_that_make_no_sense(self, models, edit, message):

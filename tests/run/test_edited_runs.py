@@ -196,6 +196,16 @@ def every_row(prompts: Prompts) -> list[Tensor]:
     return [prompts.column("prompt"), prompts.column("query_pos")]
 
 
+def test_a_few_queries_equal_the_reference_engine(models):
+    model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
+    edit_sets = [[], [ac.Ablate([(0, 1)])], [ac.Ablate(site="mlp_out", layers=[1])]]
+    rows = [torch.arange(3), torch.tensor([3, 5, 7])]
+    expected, _ = logits_of(model, prompts, edit_sets, rows, engine="reference")
+    found, ran = logits_of(model, prompts, edit_sets, rows)
+    assert ran == "replay"
+    torch.testing.assert_close(found, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=0)
+
+
 def test_earlier_positions_and_lower_layers_are_run_once(models):
     """Counts the tokens that pass each layer's MLP."""
     model, prompts = models("qwen3", torch.float32), prompts_of(PLAIN, 0)

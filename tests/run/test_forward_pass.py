@@ -306,3 +306,22 @@ def test_dropout_is_off_and_every_module_keeps_its_mode(random_hf_model, prompts
 def test_batches_on_the_cpu_are_small(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
     assert batching.fitting_prompts(model, prompts, torch.device("cpu"), "fast") == batching.CPU_TOKENS // 20
+
+
+def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, prompts, monkeypatch):
+    """Prompts of 20 tokens and 4-byte numbers; per token 12 and 4 numbers for each dimension of the stream and MLP, 2
+    for each token of the vocabulary, and 4 for each head and each of its scores."""
+    model, gpu, numbers = ac.load(random_hf_model("llama")), torch.device("cuda"), 12 * 32 + 4 * 48 + 2 * 64
+    free = [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 0))
+    for engine, scores in [("fast", 4 * 4 * 64), ("reference", 4 * 4 * 20)]:
+        for free[0], fit in [
+            (0, 1),
+            (2 * 3 * 20 * 4 * (numbers + scores), 3),
+            (2 * 3 * 20 * 4 * (numbers + scores) - 1, 2),
+        ]:
+            assert batching.fitting_prompts(model, prompts, gpu, engine) == fit
+    # Beside it, for edited runs: of the unedited one 4 numbers for each layer and dimension of the stream.
+    numbers = 4 * 2 * 32 + 16 * 32 + 4 * 48 + 4 * 4 * 20 + 2 * 64
+    for free[0], fit in [(0, 20), (2 * 25 * 4 * numbers, 25), (2 * 25 * 4 * numbers - 1, 24)]:
+        assert batching.fitting_tokens(model, prompts, gpu) == fit

@@ -1,6 +1,8 @@
 """Sweeps that are stopped and go on, in a folder that other sweeps may share."""
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,10 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
         lambda: ac.attribute_edges(model, pair, method="eap", options=options),
         lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted), options=options),
         lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted, metric="prob"), options=options),
+        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 0]), options=options),
+        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 1]), options=options),
+        lambda: ac.patch_heads(model, pair, heads=[(0, 0)], options=options),
+        lambda: ac.patch_heads(model, pair, heads=[(0, 1)], options=options),
         lambda: ac.patch_edges(model, pair, edges=[("L0H0", "logits")], options=options),
         lambda: ac.patch_edges(model, pair, edges=[("L0H1", "logits")], options=options),
     ]
@@ -105,6 +111,8 @@ def test_a_file_that_is_no_part_is_refused(tmp_path):
     parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
     parts.measure("a", lambda: (np.zeros(2), "fast"))
     [path] = parts_in(tmp_path)
+    name = hashlib.sha256(b'{"of": "this"}').hexdigest()[:16]
+    assert path == tmp_path / name / "a.safetensors", "under another name no kept sweep would be found"
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is no part of a sweep"):
         parts.measure("a", lambda: (np.zeros(2), "fast"))
@@ -114,6 +122,7 @@ def test_a_file_that_is_no_part_is_refused(tmp_path):
 def test_a_bar_is_silent_in_logs(progress, shown):
     with progress_bar(ac.RunOptions(progress=progress), 2, "prompt") as bar:
         assert bar.disable is not shown
+        assert not shown or bar.delay == 1, "sweeps of less than a second draw none"
 
 
 def parts_in(folder: Path) -> list[Path]:
