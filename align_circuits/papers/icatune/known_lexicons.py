@@ -169,7 +169,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 LEXICON = Experiment(
     "icatune/lexicon",
     "Lists of words whose lexicon is known from pretraining, in three orders",
-    "after Agarwal and Sarawagi (2025), Fig. 3",
+    "after Agarwal and Sarawagi (2025), Fig. 3; thresholds were set after a look at six prompts of some cells",
     Study(
         "icatune/lexicon",
         {
