@@ -189,7 +189,7 @@ def test_planted_heads_are_found(models, prompts):
 
 
 def test_a_layer_without_attention_is_told(prompts):
-    metrics: Any = {"lookup": (prompts.relations["lookup"], None)}
+    metrics: Any = {"lookup": (prompts.relations["lookup"], print)}
     accumulator = scoring.ScoreAccumulator(metrics, layers=3, heads=2, prompts=len(prompts))
     accumulator.seen[[0, 2]] = True
     with pytest.raises(RuntimeError, match="the engine gave no attention for layer 1: "):
