@@ -10,7 +10,7 @@ author = "The align_circuits developers"
 release = version = installed("align-circuits")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "conf.py", "jupyter_execute"]
+exclude_patterns = ["_build", "conf.py", "images", "jupyter_execute"]
 source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "force"
