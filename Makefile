@@ -24,9 +24,9 @@ SEED    :=
 export HF_HUB_OFFLINE := 1
 
 # Waiting for each other, threads make small models slower.
-demos docs mutants soak test test-real: export OMP_NUM_THREADS := 1
+demos cluster docs mutants soak test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons mutants soak check lint types audit demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu mutants soak check lint types audit demos docs wheel clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
@@ -57,6 +57,16 @@ test-pythons: $(READY)
 mutants: $(READYMUTANTS)
 	test -d runs/mutants/map || $(VENVMUTANTS)/bin/python tests/mutants.py map
 	$(VENVMUTANTS)/bin/python tests/mutants.py run $(MODULES) --number $(NUMBER) --seed $(or $(SEED),0)
+
+# Not in `check`: 30 workers of a Dask cluster killed, then a Slurm from the distribution's packages (as root; else it is
+# skipped with a line that says why).
+cluster: $(READY)
+	$(BIN)/python tests/cluster/kills.py --kills 30 --jobs 60
+	sh tests/cluster/slurm.sh $(abspath $(BIN)/python)
+
+# Not in `check`: everything that asks for a GPU, in under 25 minutes. `make gpu PRETEND=--pretend` tries it on the CPU.
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py $(PRETEND)
 
 # Nightly, not in `check`: 100 kills of runs and 180 interrupts of verbs, some half an hour on two cores.
 soak: $(READY)

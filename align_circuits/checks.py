@@ -117,7 +117,7 @@ def _fits(value: Any, hint: Any) -> bool:
             return bool(inner) and inner[0] in (int, float, bool)
         if not isinstance(value, Iterable if origin is Iterable else Sequence) or isinstance(value, str | bytes):
             return False
-        return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in value)
+        return not isinstance(value, Sequence) or all(_item_fits(item, inner[0]) for item in _to_check(value, inner[0]))
     if origin is tuple and Ellipsis not in inner:
         numeric = all(part in (int, float) for part in inner)
         return (
@@ -132,6 +132,12 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(origin, type):
         return callable(value) if origin is Callable else isinstance(value, origin)
     return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def _to_check(items: Sequence[Any], hint: Any) -> Iterable[Any]:
+    """One item of each type where the type alone decides, so that long lists of numbers or texts take no time."""
+    by_type = all(kind in (int, float, str) for kind in _alternatives(hint))
+    return {type(item): item for item in items}.values() if by_type else items
 
 
 def _item_fits(item: Any, hint: Any) -> bool:

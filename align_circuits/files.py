@@ -6,16 +6,32 @@ import glob
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
+
+Work = TypeVar("Work")
+Outcome = TypeVar("Outcome")
 
 MARKS = ("config.json", "adapter_config.json", "provenance.json")
 """Files that say that a folder is one of results, and complete: they leave it first and enter it last."""
 
 _UNIQUE = "[0-9a-f]" * 8
 """What the names of hidden files and folders end with, as a pattern: no file of another program is taken for ours."""
+
+PATIENCE = 0.2
+"""Seconds between questions whether another process has finished a file."""
+
+
+class Taken(Enum):
+    """In place of an outcome: another process is at the file, so ask again later."""
+
+    TAKEN = "another process is at it"
+
 
 _OLD, _GOING = ".old", ".going"
 """In a folder of results that is being moved in: what it replaces, and the names of what it does away with."""
@@ -145,6 +161,99 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Yields whether this process holds the claim on a file that it wants to write, which no two processes ever do.
+
+    The claim is a locked hidden file beside `path`; it goes with the block, or with the process, however that ends.
+    Processes of several hosts exclude each other where the file system passes locks on: NFS 4, Lustre with `flock`.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    claim = _claim(path)
+    handle = os.open(claim, os.O_RDWR | os.O_CREAT, 0o666)  # for writing, as NFS wants it
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        if not _stands_at(handle, claim):  # its last owner removed it after it was opened here
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            claim.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def is_claimed(path: Path) -> bool:
+    """Returns whether a process that is alive holds the claim on a file."""
+    try:
+        handle = os.open(_claim(path), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def until_done(
+    work: Mapping[Path, Work], attempts: Callable[[Mapping[Path, Work]], Iterator[tuple[Path, Outcome | Taken]]]
+) -> Iterator[tuple[Path, Outcome]]:
+    """Yields the outcome of what writes each file; what other processes are at is attempted again once they ended.
+
+    Args:
+        work: What writes each file.
+        attempts: Does it and yields each outcome, or `Taken.TAKEN` where another process holds the claim on the file.
+    """
+    while work:
+        taken = {}
+        for path, outcome in attempts(work):
+            if isinstance(outcome, Taken):
+                taken[path] = work[path]
+            else:
+                yield path, outcome
+        work = taken
+        while work and all(is_claimed(path) for path in work):
+            time.sleep(PATIENCE)
+
+
+def shared_folder(path: str | Path) -> Path:
+    """Returns `writable_folder(path)`, absolute, after a look whether processes can exclude each other there.
+
+    Raises:
+        ValueError: As `writable_folder`, or the file system has no locks.
+    """
+    folder = writable_folder(path).absolute()
+    try:
+        with claimed(folder / "probe"):
+            return folder
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder)!r} is on a file system without locks ({error.strerror}), where two processes could do the "
+            "same work: give a folder on another one"
+        ) from error
+
+
+def _claim(path: Path) -> Path:
+    return path.with_name(f".{_short(path.name)}.claim")
+
+
+def _stands_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _move_in(new: Path, folder: Path, going: Collection[str]) -> None:

@@ -5,23 +5,26 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import multiprocessing
 import os
-import threading
+import sys
+import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from align_circuits.files import remove_partial, replacing, writable_folder
+from align_circuits.executors import ProcessExecutor, why_lost
+from align_circuits.files import Taken, claimed, is_claimed, remove_partial, replacing, shared_folder, until_done
+
+Attempts = Iterator[tuple[Path, str | Taken | None]]
+"""The path of each job with its error, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Job:
     """
 
     function: str
-    """`"module:name"`, importable by a new process; called as `function(**config, seed=seed)`, it returns rows: a
-    DataFrame or a list of mappings from column to number, text or None."""
+    """What is called as `function(**config, seed=seed)` and returns rows, a DataFrame or a list of mappings from column
+    to number, text or None; a new process imports it by this name, `"module:name"`."""
     config: Mapping[str, Any]
     """Its keyword arguments, as JSON."""
     seed: int | None = 0
@@ -67,6 +70,12 @@ class JobFailure:
     error: str
     """The traceback, or how the process ended."""
 
+    def __str__(self) -> str:
+        """The job and the last line of its error."""
+        name = self.job.function.rpartition(":")[2]
+        settings = ", ".join(f"{key}={value!r}" for key, value in {**self.job.config, **self.job.seeded}.items())
+        return f"{name}({settings[:120]}): {self.error.strip().splitlines()[-1][:200]}"
+
 
 @dataclass(frozen=True, eq=False)
 class JobResults:
@@ -95,7 +104,14 @@ class JobResults:
         return self.frame
 
 
-def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, progress: bool = True) -> JobResults:
+def run_jobs(
+    jobs: Sequence[Job],
+    folder: str | Path,
+    *,
+    executor: Executor | None = None,
+    processes: int = 1,
+    progress: bool = True,
+) -> JobResults:
     """Runs the jobs that have no result in `folder` yet, and returns the results of all.
 
     Each result is one JSON file, written atomically, whose name ends in hashes of function, code (see `code_version`),
@@ -103,42 +119,153 @@ def run_jobs(jobs: Sequence[Job], folder: str | Path, *, processes: int = 1, pro
     another job; files of earlier code are ignored, and removed once all jobs of a function are finished. A job that
     fails leaves a `.error` file with its config and traceback, and the others go on.
 
-    With one process the jobs run in this one; with more, in new processes that share the cores and end with this one.
+    Several runs may share a folder, on one host or several: a job that another process is at is left to it, and done
+    here only if that fails. A file with the list of jobs lets `read_progress` follow the run.
+
+    With one process the jobs run in this one; with more, in new processes that share cores and CUDA devices and end
+    with this one; with an executor, wherever that runs them.
 
     Args:
         jobs: The jobs; one that is listed twice runs once.
         folder: Where the files are.
-        processes: The number of processes.
-        progress: Whether to draw a progress bar over the jobs.
+        executor: Of the standard library's kind, such as `distributed.Client(...).get_executor()`. Its workers share
+            the folder, the working directory and the code with this process: one whose code differs fails its job.
+        processes: The number of processes, without an executor.
+        progress: Whether to draw a progress bar over the jobs, and to name those that fail.
 
     Raises:
-        ValueError: A function cannot be imported, `processes` is below 1, or the folder cannot be written.
+        ValueError: A function cannot be imported, `processes` is below 1 or given beside an executor, or the folder
+            cannot be written or locked.
     """
     if processes < 1:
         raise ValueError(f"processes={processes}: give at least 1")
-    folder = writable_folder(folder)
+    if executor is not None and processes != 1:
+        raise ValueError(f"processes={processes} beside an executor, which has its own: leave one of them out")
+    folder = shared_folder(folder)
     versions = {name: code_version(name) for name in dict.fromkeys(job.function for job in jobs)}
     paths = {_path(folder, job, versions[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
-    attempts = _attempts_here(waiting) if processes == 1 else _parallel_attempts(waiting, min(processes, len(waiting)))
+    if paths:
+        _write_plan(folder, paths)
+    if executor is not None:
+        attempts = until_done(waiting, lambda left: _attempts_on(executor, left, versions))
+    elif processes == 1:
+        attempts = until_done(waiting, _attempts_here)
+    else:
+        attempts = until_done(waiting, lambda left: _attempts_in_processes(left, min(processes, len(left))))
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="job") as bar:
         for path, error in attempts:
             if error is not None:
                 failures.append(JobFailure(paths[path], error))
-                _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
+                if not path.exists():
+                    _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
+                if progress:
+                    bar.write(f"failed: {failures[-1]}", file=sys.stderr)
             bar.set_postfix(failed=len(failures), refresh=False)
             bar.update()
     if not failures:
-        for function, version in versions.items():
-            for of_function in (f"{_prefix(function)}-*", f".{_prefix(function)}-*.partial"):
-                for path in folder.glob(of_function):
-                    if f"-{version}-" not in path.name:
-                        path.unlink(missing_ok=True)
-    rows = {path: json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [] for path in paths}
-    joined = [{**job.config, **job.seeded, **row} for path, job in paths.items() for row in rows[path]]
+        _remove_earlier(folder, versions)
+    rows = {path: _rows(path) for path in paths}
+    joined = [row for path, job in paths.items() for row in _with_config(job, rows[path])]
     by_job = tuple(rows[_path(folder, job, versions[job.function])] for job in jobs)
     return JobResults(pd.DataFrame(joined), tuple(failures), by_job)
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """How far a run of `run_jobs` is, by the files of its folder."""
+
+    started: float
+    """When, in seconds since 1970; of a run that was repeated, the last time."""
+    done: int
+    running: int
+    """Jobs that a process is at now."""
+    waiting: int
+    """Jobs that are neither done, running nor failed."""
+    failures: tuple[JobFailure, ...]
+    """Jobs whose last attempt failed and that no process is at."""
+    seconds_left: float | None
+    """At the speed since the start; None before the first job is done, and where nothing runs."""
+
+
+def read_progress(folder: str | Path) -> list[Progress]:
+    """Returns how far each run in a folder of `run_jobs` is, the latest first, while it runs or afterwards.
+
+    Raises:
+        ValueError: No run has begun there.
+    """
+    return [_progress(Path(folder), plan) for plan in _plans(folder)]
+
+
+def collect_rows(folder: str | Path) -> pd.DataFrame:
+    """Returns the rows of all jobs that are done in a folder of `run_jobs`, as in `JobResults`, while others run.
+
+    Raises:
+        ValueError: No run has begun there.
+    """
+    jobs = {Path(folder) / name: Job(**job) for plan in _plans(folder) for name, job in plan["jobs"].items()}
+    return pd.DataFrame([row for path, job in jobs.items() for row in _with_config(job, _rows(path))])
+
+
+def _plans(folder: str | Path) -> list[dict[str, Any]]:
+    """What `_write_plan` wrote, the latest first."""
+    plans = [json.loads(plan.read_text(encoding="utf-8")) for plan in Path(folder).glob(".plan-*.json")]
+    if not plans:
+        raise ValueError(f"{str(folder)!r} holds no run of jobs: give the folder of a run that has begun")
+    return sorted(plans, key=lambda plan: -plan["started"])
+
+
+def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
+    jobs = {folder / name: Job(**job) for name, job in plan["jobs"].items()}
+    done = {path: job for path, job in jobs.items() if path.exists()}
+    running = {path for path in jobs.keys() - done.keys() if is_claimed(path)}
+    failures = tuple(
+        JobFailure(job, path.with_suffix(".error").read_text(encoding="utf-8"))
+        for path, job in jobs.items()
+        if path not in done and path not in running and path.with_suffix(".error").exists()
+    )
+    fresh = sum(path.stat().st_mtime >= plan["started"] for path in done)
+    waiting = len(jobs) - len(done) - len(running) - len(failures)
+    a_job = (time.time() - plan["started"]) / fresh if fresh else None
+    left = a_job * (waiting + len(running)) if a_job is not None and running else None
+    return Progress(plan["started"], len(done), len(running), waiting, failures, left)
+
+
+def _write_plan(folder: Path, paths: Mapping[Path, Job]) -> None:
+    """Lists the jobs of a run; the same jobs again replace the list."""
+    plan = {"started": time.time(), "jobs": {path.name: asdict(job) for path, job in paths.items()}}
+    path = folder / f".plan-{_digest(sorted(plan['jobs']))}.json"
+    with claimed(path) as mine:
+        if mine:  # else another run of the same jobs is writing it
+            remove_partial(path)
+            _write(path, json.dumps(plan) + "\n")
+
+
+def _remove_earlier(folder: Path, versions: Mapping[str, str]) -> None:
+    """Removes what earlier code has left of functions whose jobs are all finished."""
+    gone = set()
+    for function, version in versions.items():
+        for of_function in (
+            f"{_prefix(function)}-*",
+            f".{_prefix(function)}-*.partial",
+            f".{_prefix(function)}-*.claim",
+        ):
+            for path in folder.glob(of_function):
+                if f"-{version}-" not in path.name:
+                    path.unlink(missing_ok=True)
+                    gone.add(path.name)
+    for plan in folder.glob(".plan-*.json") if gone else ():
+        if gone & json.loads(plan.read_text(encoding="utf-8"))["jobs"].keys():
+            plan.unlink(missing_ok=True)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def _with_config(job: Job, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**job.config, **job.seeded, **row} for row in rows]
 
 
 def code_version(function: str) -> str:
@@ -233,7 +360,7 @@ def _digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _attempts_here(jobs: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]]:
+def _attempts_here(jobs: Mapping[Path, Job]) -> Attempts:
     """Runs each job in this process, and sets back the number of threads that a job may choose for itself."""
     threads = torch.get_num_threads()
     for path, job in jobs.items():
@@ -244,72 +371,57 @@ def _attempts_here(jobs: Mapping[Path, Job]) -> Iterator[tuple[Path, str | None]
         yield path, error
 
 
-def _parallel_attempts(jobs: Mapping[Path, Job], processes: int) -> Iterator[tuple[Path, str | None]]:
-    """Gives each process one job at a time; a process that dies ends only its own job, and is replaced."""
-    # Each process would take all cores, and threads that wait for each other are slower than one.
-    threads = max(1, (os.cpu_count() or 1) // max(processes, 1))
-    waiting = deque(jobs.items())
-    idle: list[_Worker] = []
-    busy: dict[Connection, tuple[_Worker, Path]] = {}
+def _attempts_in_processes(jobs: Mapping[Path, Job], processes: int) -> Attempts:
+    executor = ProcessExecutor(processes)
     try:
-        while waiting or busy:
-            while waiting and len(busy) < processes:
-                worker = idle.pop() if idle else _Worker(threads)
-                path, job = waiting.popleft()
-                worker.connection.send((path, job))
-                busy[worker.connection] = worker, path
-            for connection in wait(list(busy)):
-                worker, path = busy.pop(cast(Connection, connection))
-                try:
-                    yield path, worker.connection.recv()
-                    idle.append(worker)
-                except EOFError:
-                    yield path, f"its process died with exit code {worker.end()} (-9: killed, perhaps for memory)\n"
+        yield from _attempts_on(executor, jobs, {})
+    finally:  # also of an interrupt: nobody waits for what is running
+        executor.shutdown(cancel_futures=True)
+
+
+def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], versions: Mapping[str, str]) -> Attempts:
+    here = Path.cwd()
+    futures = {
+        executor.submit(_attempt, path, job, versions.get(job.function), here): path for path, job in jobs.items()
+    }
+    try:
+        for future in as_completed(futures):
+            try:
+                error = future.result()
+            except (Exception, CancelledError) as lost:  # the job's own errors are returned
+                error = why_lost(lost)
+            yield futures[future], error
     finally:
-        for worker in [*(worker for worker, _ in busy.values()), *idle]:
-            worker.end()
+        for future in futures:
+            future.cancel()
 
 
-class _Worker:
-    """A process that runs the jobs it is sent, and replies to each with its error or None."""
+def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | None = None) -> str | Taken | None:
+    """Runs a job and writes its result; returns the traceback if it fails.
 
-    def __init__(self, threads: int):
-        # A forked process inherits torch's thread pool without its threads, and hangs on first use.
-        context = multiprocessing.get_context("spawn")
-        own_end, other_end = context.Pipe()
-        self.connection = cast(Connection, own_end)
-        self._process = context.Process(target=_work, args=(other_end, threads), daemon=True)
-        self._process.start()
-        # While this process holds the other end too, `recv` would wait for a dead worker instead of raising EOFError.
-        other_end.close()
-
-    def end(self) -> int | None:
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-        return self._process.exitcode
-
-
-def _work(connection: Connection, threads: int) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    # `daemon` ends a worker only if its parent exits in order; one that is killed would leave workers behind.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    torch.set_num_threads(threads)
-    while True:
-        connection.send(_attempt(*connection.recv()))
-
-
-def _attempt(path: Path, job: Job) -> str | None:
-    """Runs a job and writes its result; returns the traceback if it fails."""
-    remove_partial(path)  # of a killed attempt at this very job; other jobs may be writing now
+    Args:
+        path: Of its result.
+        job: The job.
+        version: What `code_version` must be, if that is known.
+        folder: Where relative paths begin; None: where this process is.
+    """
     try:
-        frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
-        rows = frame.to_dict("records")
-        _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n")
+        if folder is not None:
+            os.chdir(folder)  # for good: a worker of several threads would set it back under its other jobs
+        with claimed(path) as mine:
+            if not mine:
+                return Taken.TAKEN
+            if path.exists():  # another process was faster
+                return None
+            remove_partial(path)  # of a killed attempt at this very job; other jobs may be writing now
+            if version not in (None, code_version(job.function)):
+                raise RuntimeError(f"the code of {job.function} is not that of the process which submits it: update it")
+            frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
+            rows = frame.to_dict("records")
+            _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n")
+            path.with_suffix(".error").unlink(missing_ok=True)
     except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
-    path.with_suffix(".error").unlink(missing_ok=True)
     return None
 
 

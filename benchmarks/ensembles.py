@@ -9,6 +9,7 @@ Then the share of a training's time that goes to accuracies and progress measure
 sequences that the figures of that size take: the time of `measure` over that of the steps between probes and `measure`.
 
     python benchmarks/ensembles.py [--size paper] [--members 6] [--steps 30] [--rounds 7] [--threads 1] [--device cuda]
+        [--out FOLDER]
 """
 
 import argparse
@@ -17,12 +18,15 @@ import tempfile
 import time
 from dataclasses import replace
 
+import pandas as pd
 import torch
+from patching import processor
 from torch import nn
 
 from align_circuits.papers.abrupt.grid import CPU, PAPER, Size, network, train_on_exemplars
 from align_circuits.papers.abrupt.progress_measures import Evaluation, measure
 from align_circuits.papers.abrupt.task import Worlds
+from align_circuits.tables.tables import Provenance, Table
 
 
 class Plain(nn.Module):
@@ -112,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     size = {"paper": PAPER, "cpu": CPU}[arguments.size]
@@ -143,6 +148,19 @@ def main() -> None:
         f"probing {size.probe} sequences of each kind every {size.log_every} steps takes "
         f"{100 * statistics.median(shares):.2f}% of the time ({100 * min(shares):.2f} to {100 * max(shares):.2f})"
     )
+    if arguments.out:
+        measured = {
+            ("plain loops", "steps a second"): plains,
+            ("one ensemble", "steps a second"): ours,
+            ("one ensemble", "times as fast"): ratios,
+            ("one ensemble", "share of probing"): shares,
+        }
+        rows = [(about, *key, statistics.median(v), min(v), max(v), len(v)) for key, v in measured.items()]
+        frame = pd.DataFrame(rows, columns=["sweep", "contestant", "measure", "value", "low", "high", "n"])
+        machine = processor() if arguments.device == "cpu" else torch.cuda.get_device_name()
+        given = {name: value for name, value in vars(arguments).items() if name != "out"}
+        settings = {**given, "processor": machine, "width": size.task.d_in}
+        Table(frame, Provenance("benchmark", settings)).save(arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,24 @@
 """Sphinx configuration: an offline site whose code cells run when it is built; a warning fails the build."""
 
 import os
+import re
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import version as installed
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
-os.environ["PLOTLY_RENDERER"] = "notebook"  # plotly's script stands in each page: the site needs no network
+from plotly.offline import get_plotlyjs
+from sphinx.ext.napoleon import GoogleDocstring
+
+os.environ["PLOTLY_RENDERER"] = "notebook"  # needs no network; see `share_plotly`
 
 project = "align_circuits"
 author = "The align_circuits developers"
 release = version = installed("align-circuits")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "conf.py", "images", "jupyter_execute"]
+exclude_patterns = ["_build", "conf.py", "images", "jupyter_execute", "kept_results.py", "style"]
 source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "force"
@@ -29,3 +37,44 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "align_circuits"
+html_static_path = ["style"]
+html_css_files = ["tables.css"]
+html_show_copyright = False
+
+# napoleon reads what stands before a colon as a type; in an attribute's docstring it is a sentence like any other.
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+
+
+def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
+    """Lets all pages load one copy of plotly's script (4.8 MB), and none load MathJax from the network."""
+    if "body" in context:
+        script = f'<script src="{context["pathto"]("_static/plotly.min.js", 1)}"></script>'
+        body = context["body"].replace(f"<script>{get_plotlyjs()}</script>", script)
+        context["body"] = re.sub(r'<script src="https://cdnjs[^"]*mathjax[^"]*"></script>', "", body)
+
+
+def write_plotly(app: Any, error: Exception | None) -> None:
+    """Puts plotly's script where the pages load it from."""
+    if error is None:
+        (Path(app.outdir) / "_static" / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
+
+
+def write_cli(_app: Any) -> None:
+    """Writes the reference of the command line from the parsers themselves."""
+    from align_circuits.cli.entry import GROUPS, OTHERS, PROGRAM, main
+
+    parts = ["# Command line", "", f"`{PROGRAM} --version` prints the version."]
+    for group, verbs in GROUPS.items():
+        for name, description in verbs.items():
+            with redirect_stdout(StringIO()) as options, suppress(SystemExit):
+                main([name, "--help"])
+            parts += ["", f"## {name}", "", f"{description} ({group}.)", "", "```text", options.getvalue(), "```"]
+    parts += [line for name, text in OTHERS.items() for line in ("", f"## {name}", "", text)]
+    Path(__file__).with_name("cli.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+def setup(app: Any) -> None:
+    """Connects the functions above."""
+    app.connect("builder-inited", write_cli)
+    app.connect("html-page-context", share_plotly)
+    app.connect("build-finished", write_plotly)

@@ -44,6 +44,10 @@ class PatternProbe:
     """Called once a layer, with the layer and the rows in float32 or wider."""
     layers_read: int = 0
 
+    def on(self, device: torch.device) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
+        """Returns prompt and query of each row on a layer's device."""
+        return self.prompt.to(device), self.query.to(device)
+
     def rows(
         self,
         query: Float[Tensor, "prompt head pos d_head"],
@@ -59,21 +63,21 @@ class PatternProbe:
         at least, as in Hugging Face's eager attention. No mask means causal.
         """
         prompts, _, length, width = query.shape
+        prompt, queries = self.on(query.device)
         # rows ascend by prompt: a row's slot is its distance from the first row of its prompt
-        slot = torch.arange(len(self.prompt), device=self.prompt.device)
-        slot = slot - torch.searchsorted(self.prompt, self.prompt)
+        slot = torch.arange(len(prompt), device=prompt.device) - torch.searchsorted(prompt, prompt)
         position = torch.zeros(prompts, int(slot.max()) + 1, dtype=torch.long, device=query.device)
-        position[self.prompt, slot] = self.query
+        position[prompt, slot] = queries
         at_slots = query.gather(2, repeat(position, "prompt slot -> prompt head slot d", head=query.shape[1], d=width))
         folded = rearrange(at_slots, "prompt (key group) slot d -> prompt key (group slot) d", key=key.shape[1])
         scores = folded @ key.transpose(2, 3) * scaling
         scores = rearrange(
             scores, "prompt key (group slot) pos -> prompt slot (key group) pos", slot=position.shape[1]
-        )[self.prompt, slot]
+        )[prompt, slot]
         if mask is None:
-            visible = torch.arange(length, device=query.device) <= self.query[:, None, None]
+            visible = torch.arange(length, device=query.device) <= queries[:, None, None]
         else:
-            visible = mask.expand(prompts, -1, -1, -1)[self.prompt, :, self.query]
+            visible = mask.expand(prompts, -1, -1, -1)[prompt, :, queries]
         wide = torch.promote_types(scores.dtype, torch.float32)
         return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=wide)
 
@@ -143,7 +147,8 @@ def probe_attention(
         if pattern is None:
             rows = attention_probe.rows(query, key, attention_mask, kwargs["scaling"])
         else:
-            rows = pattern[attention_probe.prompt, :, attention_probe.query]
+            prompt, queries = attention_probe.on(pattern.device)
+            rows = pattern[prompt, :, queries]
         attention_probe.reduce(compat.layer_of(module), rows)
     return z if attention_parts is None else attention_parts.change("z", module, z), None
 

@@ -6,7 +6,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,68 @@ def parameter_name(name: str) -> str:
     return name.replace("._original_component", "")
 
 
+@contextmanager
+def brought(*modules: Any) -> Iterator[None]:
+    """Brings parameters that accelerate keeps in memory or on disk until their layer runs; parts may be None."""
+    with ExitStack() as stack:
+        for module in modules:
+            if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+                from accelerate.utils import align_module_device
+
+                for part in module.modules():
+                    if "_hf_hook" in vars(part):  # the parts of a bridge pass on the attributes of what they wrap
+                        stack.enter_context(align_module_device(part))
+        yield
+
+
+def stored(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Returns the value of a parameter, which may be that of an offloaded layer."""
+    if not value.is_meta:
+        return value
+    owner, _, attribute = name.rpartition(".")
+    with brought(module := model.get_submodule(owner)):
+        return getattr(module, attribute)
+
+
+def norm_weights(norm: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the scale and the shift of a norm, inside `brought` where they may be offloaded."""
+    scale, shift = getattr(norm, "w", None), getattr(norm, "b", None)
+    if scale is not None and scale.is_meta:  # a bridge does not see what is brought
+        scale, shift = component(norm).weight, getattr(component(norm), "bias", None)
+    return scale, shift
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether accelerate moves what the modules of a model read to their devices, or their weights."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def leave_indices(model: PreTrainedModel) -> None:
+    """Keeps accelerate from moving `logits_to_keep`, indices for the last layer, to the device of the first."""
+    hook: Any = getattr(model, "_hf_hook", None)
+    if hook is not None:
+        hook.skip_keys = [
+            *([hook.skip_keys] if isinstance(hook.skip_keys, str) else hook.skip_keys or ()),
+            "logits_to_keep",
+        ]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device on which a module runs: of offloaded weights, where they are brought to."""
+    first = next(module.parameters())
+    if not first.is_meta:
+        return first.device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    return torch.device(next(hook.execution_device for hook in hooks if hook is not None and hook.offload))
+
+
 def head_weight(attention: Any, name: str) -> Tensor | None:
     """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
 
     A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`.
     """
-    weight = getattr(attention, f"_{name}", getattr(attention, name, None))
+    with brought(component(attention)):
+        weight = getattr(attention, f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()
 
 
@@ -239,8 +295,9 @@ def rotation(bridge: Any, residual: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 
 def unembed(bridge: Any, residual: Tensor) -> Tensor:
-    """Returns logits from the last residual stream, without hooks."""
-    return component(bridge.unembed)(component(bridge.ln_final)(residual))
+    """Returns logits from the last residual stream, without hooks, on the device of the first layer."""
+    norm = component(bridge.ln_final)
+    return component(bridge.unembed)(norm(residual.to(device_of(norm)))).to(device_of(component(bridge.embed)))
 
 
 def attend(block: Any, residual: Tensor, **options: Any) -> Tensor:
@@ -260,10 +317,10 @@ def norm(part: Any, residual: Tensor) -> Tensor:
     """Returns what a norm makes of the residual stream, without hooks.
 
     transformers' RMSNorm (the one with `variance_epsilon`) is written out with fewer passes over memory. In float32
-    alone: for narrower types transformers rounds in between.
+    alone: for narrower types transformers rounds in between. An offloaded weight comes when the module is called.
     """
     module = component(part)
-    if residual.dtype != torch.float32 or not hasattr(module, "variance_epsilon"):
+    if residual.dtype != torch.float32 or not hasattr(module, "variance_epsilon") or module.weight.is_meta:
         return module(residual)
     mean_square = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).square_().div_(residual.shape[-1])
     return torch.mul(residual, mean_square.add_(module.variance_epsilon).rsqrt_()).mul_(module.weight)

@@ -29,6 +29,8 @@ def gradients_at(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns activations, after any change, and the gradient of a scalar with respect to them, by hook point.
 
+    Both are on the device of the tokens.
+
     Parameters get no gradients. Prompts do not interact, so the gradient of a sum over prompts holds that of each.
 
     Args:
@@ -69,4 +71,7 @@ def gradients_at(
         probes.check()
         activations = [kept[name] for name in names]
         gradients = torch.autograd.grad(scalar(logits), activations, materialize_grads=True)
-    return {name: (kept[name].detach(), gradient) for name, gradient in zip(names, gradients, strict=True)}
+    return {
+        name: (kept[name].detach().to(tokens.device), gradient.to(tokens.device))
+        for name, gradient in zip(names, gradients, strict=True)
+    }

@@ -125,8 +125,8 @@ def evaluating(model: Any) -> Iterator[None]:
     """Switches dropout off, and afterwards restores the mode of every module."""
     training = {module for module in (*model.modules(), *compat.wrapped(model).modules()) if module.training}
     try:
-        if training:  # switching is slow on a bridge
-            model.eval()
+        for module in training:  # `model.eval()` walks the modules of a bridge many times
+            module.training = False
         yield
     finally:
         for module in training:

@@ -143,7 +143,7 @@ class Replay:
     past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values of each layer, before the last column from which an edited run starts."""
     logits: Float[Tensor, "prompt query d_vocab"] = field(default_factory=lambda: torch.empty(0, 0, 0))
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
     def run(
@@ -233,7 +233,7 @@ class Replay:
         for layer in range(first, end):
             all_positions = layer < last or any(batch.needs(site, last) for site in _AFTER_ATTENTION)
             residual = self._layer(batch, layer, residual, None if all_positions else batch.queries)
-        return residual[:, :, batch.queries] if all_positions and end > last else residual
+        return residual[:, :, batch.queries.to(residual.device)] if all_positions and end > last else residual
 
     def _layer(self, batch: _Batch, layer: int, residual: Tensor, queries: Int[Tensor, " query"] | None) -> Tensor:
         """Runs the running edit sets through a layer; others join at the site of their first edit.
@@ -246,6 +246,8 @@ class Replay:
         - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
         """
         block = self.bridge.blocks[layer]
+        device = compat.device_of(block)
+        residual, queries = residual.to(device), None if queries is None else queries.to(device)
         # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
         # of every tensor, and no tensor is ever reordered.
         residual = batch.edit("resid_pre", layer, self._with_joining(batch, "resid_pre", layer, residual))
@@ -322,7 +324,7 @@ class Replay:
             # With padding every prompt has positions of its own, once for each edit set; else one row of angles serves
             # all.
             options["position_embeddings"] = tuple(
-                part[:, batch.start :].repeat(copies, 1, 1) for part in self.rotation
+                part[:, batch.start :].repeat(copies, 1, 1).to(residual.device) for part in self.rotation
             )
         hooks = [
             # q and k before rotation exist only inside Hugging Face's layer, where nothing but a hook reaches them.
@@ -358,7 +360,7 @@ class Replay:
             mask = None
             if queries is not None or window is not None or self.real is not None:
                 copies = len(batch.running) if self.real is not None else 1
-                mask = self._visible(0, window, queries).repeat(copies, 1, 1)[:, None]
+                mask = self._visible(0, window, queries, key.device).repeat(copies, 1, 1)[:, None]
             z, _ = compat.sdpa(module, at_queries, key, value, mask, scaling=scaling)
         if queries is not None:  # the layer's output matrix expects all positions; the others are not read
             all_positions = z.new_zeros(len(query), query.shape[2], *z.shape[2:])
@@ -383,7 +385,7 @@ class Replay:
         # folded into queries too.
         start, sets, key_heads = batch.start, len(batch.running), key.shape[1]
         sizes = {"set": sets, "key": key_heads, "query": query.shape[2]}
-        seen = self._visible(start, window, queries).repeat(1, query.shape[1] // key_heads, 1)[:, None]
+        seen = self._visible(start, window, queries, key.device).repeat(1, query.shape[1] // key_heads, 1)[:, None]
         past_keys, past_values = (part[:, :, :start] for part in self.past[layer])
         all_seen = window is None and self.real is None
         past, past_log = _softmax_attention(
@@ -410,18 +412,20 @@ class Replay:
         z = torch.lerp(own, past, share)
         return rearrange(z, "set prompt query key group d -> (set prompt) query (key group) d")
 
-    def _visible(self, start: int, window: int | None, queries: Tensor | None) -> Bool[Tensor, "#prompt query pos"]:
+    def _visible(
+        self, start: int, window: int | None, queries: Tensor | None, device: torch.device
+    ) -> Bool[Tensor, "#prompt query pos"]:
         """The columns that each query sees: itself, and earlier ones in its window that hold a token."""
-        if (start, window) not in self._masks:
-            column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        if (start, window, device) not in self._masks:
+            column = torch.arange(self.tokens.shape[1], device=device)
             distance = column[start:, None] - column
             seen = (distance >= 0)[None]
             if window is not None:
                 seen = seen & (distance < window)
             if self.real is not None:
-                seen = seen & self.real[:, None] | (distance == 0)  # padding sees itself, or it would be NaN
-            self._masks[start, window] = seen
-        seen = self._masks[start, window]
+                seen = seen & self.real[:, None].to(device) | (distance == 0)  # padding sees itself, or it would be NaN
+            self._masks[start, window, device] = seen
+        seen = self._masks[start, window, device]
         return seen if queries is None else seen[:, queries]
 
 

@@ -21,7 +21,8 @@ EMBEDDED = name_of("resid_pre", 0)
 class ResidualEdges:
     """The weights by which the heads and MLPs of a model write to its residual stream and read from it.
 
-    Layer norms, projections and MLPs are the model's own, without its hooks; gradients pass through them.
+    Layer norms, projections and MLPs are the model's own, without its hooks; gradients pass through them. Where layers
+    are on several devices, what is computed comes back to the device of what was given.
     """
 
     def __init__(self, model: Any):
@@ -43,12 +44,15 @@ class ResidualEdges:
 
     def written(self, layer: int, z: Float[Tensor, "prompt pos head d_head"]) -> Float[Tensor, "prompt pos head d"]:
         """Returns what each head adds to the residual stream; the layer's bias belongs to none of them."""
-        return torch.einsum("nphe,hed->nphd", z, self._weights[layer]["W_O"])
+        weight = self._weights[layer]["W_O"]
+        return torch.einsum("nphe,hed->nphd", z.to(weight.device), weight).to(z.device)
 
-    def bias(self, layer: int) -> Float[Tensor, " d_model"] | float:
-        """Returns what the attention of a layer adds beside its heads."""
+    def with_bias(
+        self, layer: int, residual: Float[Tensor, "prompt pos d_model"]
+    ) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns a residual stream with what the attention of a layer adds beside its heads."""
         bias = self._weights[layer]["b_O"]
-        return 0.0 if bias is None else bias
+        return residual if bias is None else residual + bias.to(residual.device)
 
     def read(
         self, site: Reading, layer: int, residual: Float[Tensor, "prompt pos column d_model"]
@@ -60,12 +64,13 @@ class ResidualEdges:
         """
         if site == "logits":
             return residual
-        block = self._blocks[layer]
+        block, given = self._blocks[layer], residual.device
+        weights, bias = (self._weights[layer].get(f"{kind}_{site.upper()}") for kind in "Wb")
+        residual = residual.to(compat.device_of(block))
         if site == "mlp":
-            return compat.component(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None]
-        weights, bias = (self._weights[layer][f"{kind}_{site.upper()}"] for kind in "Wb")
+            return compat.component(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None].to(given)
         out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias).to(given)
 
     def pulled(
         self,
@@ -197,8 +202,10 @@ class PatchEdges(_ByCopy):
             residual = activation if site[0] == "logits" else stream[reads_from(graph, *site)]
             change = torch.zeros_like(residual)[:, :, None].repeat(1, 1, patched_edges.shape[1], 1)
             for sender in [sender for sender in senders if sender in other]:
-                change = change + torch.einsum("npsd,nrs->nprd", other[sender], patched_edges[:, :, columns[sender]])
-            new = residual_edges.read(*site, residual[:, :, None] + change)
+                written = other[sender].to(change.device)
+                carried = patched_edges[:, :, columns[sender]].to(change.device)
+                change = change + torch.einsum("npsd,nrs->nprd", written, carried)
+            new = residual_edges.read(*site, residual[:, :, None] + change).to(activation.device)
             return new if site[0] in ("q", "k", "v") else new[:, :, 0]
 
         def change_at(name: str) -> Change:

@@ -131,7 +131,7 @@ def random_hf_model():
 
     def make(architecture: str, seed: int = 0, **changes):
         kind, settings = configs[architecture]
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(kind(**(settings | changes))).eval()
             for part in model.parameters():

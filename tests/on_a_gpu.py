@@ -72,6 +72,15 @@ def llamas(folder):
     return [ac.load(folder, device=device) for device in DEVICES]
 
 
+SPLIT = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+
+
+@pytest.fixture(scope="module")
+def split(folder):
+    """The same model here and on two devices."""
+    return [ac.load(folder, device="cpu"), ac.load(folder, device_map={**SPLIT, "lm_head": 1})]
+
+
 @pytest.fixture(scope="module")
 def prompts(char_tokenizer):
     return TASK.sample(4, char_tokenizer, seed=0)
@@ -151,11 +160,11 @@ def test_what_crosses_devices():
 
 
 def test_load(folder, llamas):
-    assert {value.device.type for value in parameters_of(llamas[1]).values()} == {"cuda"}
+    assert {value.device.type for value in dict(parameters_of(llamas[1])).values()} == {"cuda"}
     assert next(llamas[1].parameters()).device == torch.device("cuda:0")
     assert next(ac.load(folder).parameters()).is_cuda, "where there is a GPU, it is the default"
     half = ac.load(folder, device="cuda", dtype=torch.bfloat16)
-    assert {value.dtype for value in parameters_of(half).values()} == {torch.bfloat16}
+    assert {value.dtype for value in dict(parameters_of(half)).values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
@@ -320,7 +329,7 @@ def test_tuning(llamas, tmp_path):
         for model, device in zip(llamas, DEVICES, strict=True)
     )
     alike(here.table, there.table, atol=1e-4)
-    assert {value.device.type for value in parameters_of(there.model).values()} == {"cuda"}
+    assert {value.device.type for value in dict(parameters_of(there.model)).values()} == {"cuda"}
     again = ac.load(tmp_path / "cuda" / "adapter", device="cuda")
     prompts = TASK.sample(2, again.tokenizer, seed=1)
     alike(ac.evaluate(here.model, prompts), ac.evaluate(again, prompts), atol=1e-4)
@@ -394,3 +403,66 @@ def test_ensembles(override):
         how: Any = {"batch_size": 8, "probe": 16, "intervention": intervention, "progress": False}
         found.append(train_on_exemplars(net, worlds, config, **how).frame)
     alike(*found)
+
+
+# On two devices
+
+
+def test_a_model_on_two_devices(split, prompts):
+    assert [str(device_of(model)) for model in split] == ["cpu", "cuda:0"]
+    assert {str(value.device) for _, value in parameters_of(split[1])} == {"cuda:0", "cuda:1"}
+    there_as_here(split, lambda model: model(prompts.tokens.to(device_of(model))))
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+@pytest.mark.parametrize("verb", [ac.score_heads, ac.evaluate])
+def test_measures_on_two_devices(split, prompts, verb, engine):
+    there_as_here(split, lambda model: verb(model, prompts, options=ac.RunOptions(engine=engine)))
+
+
+@pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["replay", "pattern"])
+def test_patches_on_two_devices(split, pair, sites):
+    there_as_here(split, lambda model: ac.patch_heads(model, pair, sites=sites))
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_edits_on_two_devices(split, pair, engine):
+    later = torch.zeros_like(pair.clean.mask)
+    later[:, 5:] = True
+    heads = [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+    def edited(model: Any) -> ac.Table:
+        names = [name_of("v", layer) for layer in range(2)]
+        cached = capture(model, pair.corrupted, names, options=ac.RunOptions(engine=engine))
+        edits = [
+            ac.Patch(heads, "v", positions=later, values=cached),
+            ac.Clamp([(0, 1), (1, 1)], "lookup"),
+            ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32)),
+        ]
+        return ac.evaluate(model, pair.clean, edits=edits, options=ac.RunOptions(engine=engine))
+
+    there_as_here(split, edited)
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
+def test_ablations_on_two_devices(split, prompts, how):
+    there_as_here(split, lambda model: ac.ablate_heads(model, prompts, how=how))
+
+
+def test_attribution_on_two_devices(split, noise):
+    there_as_here(split, lambda model: attribute_heads(model, noise))
+    there_as_here(split, lambda model: attribute_edges(model, noise, method="eap_ig_activations", steps=2))
+
+
+def test_edges_on_two_devices(split, noise, prompts):
+    edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L1H1", "M1"), ("L0H0", "logits")]
+    there_as_here(split, lambda model: patch_edges(model, noise, edges=edges))
+    there_as_here(split, lambda model: patch_paths(model, noise, senders=["L0H1"], receivers=["L1H0.q", "logits"]))
+    there_as_here(split, lambda model: direct_logits(model, prompts))
+    pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
+    there_as_here(split, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
+
+
+def test_localization_on_two_devices(split):
+    task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
+    there_as_here(split, lambda model: ac.localize(model, task, n=8, seed=1, draws=1).table)

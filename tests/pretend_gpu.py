@@ -1,15 +1,17 @@
-"""A GPU for tests where there is none: the CPU's arithmetic behind tensors that say `cuda:0` and refuse to be mixed.
+"""Two GPUs for tests where there is none: the CPU's arithmetic behind tensors that say `cuda:0` or `cuda:1` and refuse
+to be mixed.
 
 What it can show: code that mixes devices, asks a CUDA tensor for NumPy, draws with a generator of the other device, or
 takes a kernel that only CPUs have, raises as it does with CUDA; code under `device.type == "cuda"` runs; and what it
 computes there is right. What it cannot show: speed, memory, what the kernels of CUDA round differently or do not
-support, streams, and a second GPU. Its random numbers are another stream than the CPU's, as with CUDA, but not CUDA's.
+support, and streams. Its random numbers are another stream than the CPU's, as with CUDA, but not CUDA's.
 
 A `Cuda` tensor wraps a CPU tensor. A dispatch mode sees every operation beneath autograd, unwraps its arguments, checks
 that they are on one device, and wraps what comes out.
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_utils
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+COUNT = 2
 FREE = 2**26
 """Bytes of memory that it says are free: enough for several prompts of a tiny model at a time, not for any number."""
 
@@ -44,10 +48,10 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex deviceCount() const override { return 2; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   DeviceIndex current_device() const override { return 0; }
-  int getNumGPUs() const override { return 1; }
+  int getNumGPUs() const override { return 2; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }
@@ -80,21 +84,21 @@ _OF_FLOATS = {
 
 
 class Cuda(torch.Tensor):
-    """A CPU tensor that says it is on `cuda:0`."""
+    """A CPU tensor that says it is on a GPU."""
 
     stored: torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, stored: torch.Tensor):
+    def __new__(cls, stored: torch.Tensor, device: torch.device = CUDA):
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             stored.size(),
             strides=stored.stride(),
             storage_offset=stored.storage_offset(),
             dtype=stored.dtype,
-            device=CUDA,
+            device=device,
         )
         made.stored = stored
         return made
@@ -105,7 +109,8 @@ class Cuda(torch.Tensor):
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first"
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first"
         )
 
     __array__ = numpy
@@ -160,12 +165,14 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors: list[torch.Tensor] = []
     _each(tensors.append, (*args, *kwargs.values()))
     requested = kwargs.get("device")
-    on_cuda = any(isinstance(tensor, Cuda) for tensor in tensors)
+    given = [tensor for tensor in tensors if isinstance(tensor, Cuda)]
+    on_cuda = bool(given)
     if requested is not None:
-        to_cuda = torch.device(requested).type == "cuda"
-        kwargs = {**kwargs, "device": CPU} if to_cuda else kwargs
+        target = _indexed(torch.device(requested))
+        kwargs = {**kwargs, "device": CPU} if target.type == "cuda" else kwargs
     else:
-        to_cuda = isinstance(args[0], Cuda) if func in _CROSSING or func in _INDEXING else on_cuda
+        target = args[0].device if func in _CROSSING or func in _INDEXING else (given[0].device if given else CPU)
+    to_cuda = target.type == "cuda"
     generator = kwargs.get("generator")
     if generator is not None and (_address(generator) in _drawing_on_cuda) != to_cuda:
         raise RuntimeError(f"Expected a '{'cuda' if to_cuda else 'cpu'}' device type for generator")
@@ -179,14 +186,19 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
     if func in _OF_FLOATS and not args[0].is_floating_point():
         raise RuntimeError(f"'{func}' is not implemented on CUDA for '{args[0].dtype}'")
-    given = [tensor for tensor in tensors if isinstance(tensor, Cuda)]
     drawing = to_cuda and generator is None and torch.Tag.nondeterministic_seeded in func.tags
     with _own_numbers() if drawing else contextlib.nullcontext():
         out = func(*_each(_unwrapped, args), **{name: _each(_unwrapped, value) for name, value in kwargs.items()})
     if any(tensor.shape != tensor.stored.shape or tensor.stride() != tensor.stored.stride() for tensor in given):
         raise NotImplementedError(f"{func} reshapes a tensor in place: the pretended GPU cannot follow")
     wrapped = {id(tensor.stored): tensor for tensor in given}
-    return _each(lambda made: wrapped.get(id(made)) if id(made) in wrapped else Cuda(made), out) if to_cuda else out
+    wrap = lambda made: wrapped.get(id(made)) if id(made) in wrapped else Cuda(made, target)  # noqa: E731
+    return _each(wrap, out) if to_cuda else out
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """`cuda` is the first GPU."""
+    return CUDA if device.type == "cuda" and device.index is None else device
 
 
 def _each(change: Any, value: Any) -> Any:
@@ -204,15 +216,19 @@ def _check_alike(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """CPU tensors beside CUDA tensors are numbers without dimensions, in arithmetic that returns CUDA tensors."""
     arithmetic = torch.Tag.pointwise in func.tags or func in _WITH_SCALARS
     written = [args[0]] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else []
+    gpus = sorted({str(tensor.device) for tensor in tensors if isinstance(tensor, Cuda)})
+    if len(gpus) > 1 and any(isinstance(tensor, Cuda) and tensor.ndim for tensor in tensors):
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {' and '.join(gpus)} in {func}")
     for tensor in tensors:
         if not isinstance(tensor, Cuda) and (tensor.ndim or not arithmetic or any(tensor is out for out in written)):
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {func}")
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {gpus[0]} and cpu in {func}")
 
 
 def _check_indexing(indexed: torch.Tensor, indices: Any, values: torch.Tensor | None = None, *_: Any) -> None:
-    if not isinstance(indexed, Cuda) and any(isinstance(index, Cuda) for index in indices):
-        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-    if values is not None and values.ndim and isinstance(values, Cuda) != isinstance(indexed, Cuda):
+    here = (CPU, indexed.device)
+    if any(index is not None and index.device not in here for index in indices):
+        raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({here[1]})")
+    if values is not None and values.ndim and values.device != indexed.device:
         raise RuntimeError("Expected all tensors to be on the same device, but values are not where they are put")
 
 
@@ -237,7 +253,7 @@ def pretend() -> contextlib.ExitStack:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
-        "device_count": lambda: 1,
+        "device_count": lambda: COUNT,
         "current_device": lambda: 0,
         "_exchange_device": lambda _: 0,
         "_maybe_exchange_device": lambda _: 0,
@@ -248,11 +264,13 @@ def pretend() -> contextlib.ExitStack:
         "get_device_name": lambda *_: "pretended",
         "get_device_capability": lambda *_: (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
-        "default_generators": (Generator(CUDA),),
+        "default_generators": (Generator(CUDA),) * COUNT,
     }
     for name, value in answers.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.current_device = answers["current_device"]
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the mode belongs to this thread
+    modeling_utils.caching_allocator_warmup = lambda *_: None  # it reckons with more than a gigabyte of free memory
     torch.Generator = Generator
     _device_constructors()  # remembers the functions that `with torch.device(...)` is about, before they are wrapped
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (torch.Tensor, "new_tensor")):

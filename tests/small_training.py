@@ -13,7 +13,7 @@ quiet = partial(train, progress=False)
 
 def network(seed=0, width=16, momentum=0.1):
     """Dropout draws random numbers in the forward pass; the batch norm's running mean is a buffer that changes."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = [
             nn.Linear(8, width),
@@ -55,7 +55,7 @@ def llama(**shape):
         tie_word_embeddings=True,
         **shape,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config)
 

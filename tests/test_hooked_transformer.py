@@ -46,7 +46,7 @@ def both(hf: Any, tokenizer: Any, *, folded: bool) -> tuple[Any, Any]:
         rotary_base=int(hf.config.rope_parameters["rope_theta"]),
         original_architecture="LlamaForCausalLM",
     )
-    with torch.random.fork_rng(), pytest.warns(DeprecationWarning, match="removed in 4.0"):
+    with torch.random.fork_rng(devices=[]), pytest.warns(DeprecationWarning, match="removed in 4.0"):
         hooked = tl.HookedTransformer(cfg)
     with torch.no_grad():
         for name, weight in hf.named_parameters():

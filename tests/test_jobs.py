@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits.jobs import Job, code_version, run_jobs
+from align_circuits import files
+from align_circuits.executors import ProcessExecutor
+from align_circuits.files import claimed
+from align_circuits.jobs import Job, code_version, collect_rows, read_progress, run_jobs
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["align_circuits.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
@@ -146,7 +150,7 @@ def test_a_cell_that_succeeds_later_loses_its_error(code, tmp_path, monkeypatch)
     assert "not yet" in run([job], tmp_path / "results").failures[0].error
     monkeypatch.setenv("READY", "1")
     assert run([job], tmp_path / "results").frame["y"].tolist() == [1]
-    assert [path.suffix for path in (tmp_path / "results").iterdir()] == [".json"]
+    assert [path.suffix for path in (tmp_path / "results").glob("[!.]*")] == [".json"]
 
 
 def run_in_a_process(path, jobs, folder, processes):
@@ -161,7 +165,7 @@ def test_a_killed_run_goes_on_with_the_unfinished_jobs(code, tmp_path, processes
     process.start()
 
     def finished():
-        return {json.loads(path.read_text())["config"]["x"] for path in (tmp_path / "results").glob("*.json")}
+        return {json.loads(path.read_text())["config"]["x"] for path in (tmp_path / "results").glob("[!.]*.json")}
 
     limit = time.monotonic() + 60
     while time.monotonic() < limit and not (finished() == done and "3" in calls(tmp_path)):
@@ -191,15 +195,19 @@ def alive(pid):
 def test_a_result_that_was_being_written_is_not_taken_for_one(code, tmp_path, monkeypatch):
     job, *_ = jobs_of(code, 2)
 
-    def killed(*_):
-        raise KeyboardInterrupt
+    replace = os.replace
+
+    def killed(source, target):
+        if "square-" in str(target):
+            raise KeyboardInterrupt
+        replace(source, target)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", killed)
         patched.setattr(Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             run([job], tmp_path / "results")
-    assert [path.suffix for path in (tmp_path / "results").glob(".*.json*")] == [".partial"]
+    assert [path.suffix for path in (tmp_path / "results").glob(".square-*.json.*.partial")] == [".partial"]
     assert run([job], tmp_path / "results").frame["y"].tolist() == [4, 4]
     assert not list((tmp_path / "results").glob(".*.partial"))
 
@@ -229,10 +237,10 @@ def test_old_results_are_not_taken_for_those_of_new_code_and_go_once_these_are_t
     abandoned.with_name(f".{abandoned.name}.01234567.partial").touch()
     (code / "power.py").write_text("def power(x):\n    return x**2 + 0\n")
     run([job, failing], tmp_path / "results")
-    assert len(list((tmp_path / "results").glob("*.json"))) == 3, "removed although the round is not finished"
+    assert len(list((tmp_path / "results").glob("[!.]*.json"))) == 3, "removed although the round is not finished"
     run([job], tmp_path / "results")
     assert calls(tmp_path) == ["2", "2", "3"]
-    left = sorted(path.name.partition("-")[0] for path in (tmp_path / "results").iterdir())
+    left = sorted(path.name.partition("-")[0] for path in (tmp_path / "results").glob("[!.]*"))
     assert left == ["rows", "square", "square"], "one of another function, the new one, and the error of a failed job"
     assert not abandoned.exists()
 
@@ -284,3 +292,124 @@ def test_a_job_that_chooses_its_threads_leaves_those_of_the_process(code, tmp_pa
 
 def test_no_jobs_give_no_rows(tmp_path):
     assert run([], tmp_path, processes=3).frame.empty
+
+
+def race(path, name, folders, barrier):
+    sys.path.insert(0, path)
+    files.PATIENCE = 0.005
+    for number, folder in enumerate(folders):
+        barrier.wait(60)
+        run([Job(f"{name}.functions:square", {"x": x, "trouble": str(number)}) for x in range(6)], folder)
+
+
+def test_two_runs_on_one_folder_never_repeat_a_job(code, tmp_path):
+    """Twenty races; both runs return only when every job is done."""
+    folders = [tmp_path / f"results_{number}" for number in range(20)]
+    barrier = FORK.Barrier(2)
+    runs = [FORK.Process(target=race, args=(str(tmp_path), code.name, folders, barrier)) for _ in range(2)]
+    for process in runs:
+        process.start()
+    for process in runs:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(calls(tmp_path)) == sorted(str(x) for x in range(6) for _ in folders)
+    assert len(set((tmp_path / "pids").read_text().split())) == 2, "both took part"
+    assert not [path for folder in folders for path in folder.glob(".*.claim")]
+
+
+def test_a_job_of_another_run_is_waited_for(code, tmp_path, monkeypatch):
+    (job,) = jobs_of(code, 2)
+    run([job], tmp_path / "results")
+    (result,) = (tmp_path / "results").glob("square-*.json")
+    kept = result.read_text()
+    result.unlink()
+
+    def other_run_finishes(_):
+        result.write_text(kept.replace("4", "5"))
+        claim.__exit__(None, None, None)
+
+    claim = claimed(result)
+    assert claim.__enter__()
+    monkeypatch.setattr(files.time, "sleep", other_run_finishes)
+    assert run([job], tmp_path / "results").frame["y"].tolist() == [5, 5], "what the other run wrote"
+
+
+def test_any_executor_gives_the_same_frame(code, tmp_path):
+    jobs = jobs_of(code, 3, 1, 2)
+    with ThreadPoolExecutor(2) as executor:
+        results = run_jobs(jobs, tmp_path / "threads", executor=executor, progress=False)
+    pd.testing.assert_frame_equal(results.frame, run(jobs, tmp_path / "results").frame)
+    with pytest.raises(ValueError, match="processes=2 beside an executor"):
+        run_jobs(jobs, tmp_path / "results", executor=executor, processes=2)
+
+
+def test_a_job_that_its_executor_loses_fails_alone(code, tmp_path):
+    class Losing(Executor):
+        def submit(self, fn, /, *args, **kwargs):
+            future = Future()
+            if args[1].config["x"] == 2:
+                future.set_exception(ConnectionError("no worker"))
+            else:
+                future.set_result(fn(*args, **kwargs))
+            return future
+
+    results = run_jobs(jobs_of(code, 1, 2, 3), tmp_path / "results", executor=Losing(), progress=False)
+    assert results.frame["x"].tolist() == [1, 1, 3, 3]
+    assert results.failures[0].error == "its executor lost it: ConnectionError: no worker\n"
+    assert str(results.failures[0]) == "square(x=2, seed=0): its executor lost it: ConnectionError: no worker"
+
+
+def test_a_job_that_takes_too_long_fails_alone(code, tmp_path):
+    executor = ProcessExecutor(1, seconds=2.0)
+    executor.submit(abs, 1).exception()  # the process starts, which takes longer
+    jobs = [*jobs_of(code, 1, trouble="wait"), *jobs_of(code, 2)]
+    results = run_jobs(jobs, tmp_path / "results", executor=executor, progress=False)
+    executor.shutdown(cancel_futures=True)
+    assert results.failures[0].error == "it took longer than its executor allows\n"
+    assert results.frame["x"].tolist() == [2, 2]
+
+
+def test_a_worker_with_other_code_fails_its_jobs(code, tmp_path):
+    class Changing(Executor):
+        def submit(self, fn, /, *args, **kwargs):
+            (code / "power.py").write_text("def power(x):\n    return x**3\n")
+            future = Future()
+            future.set_result(fn(*args, **kwargs))
+            return future
+
+    results = run_jobs(jobs_of(code, 2), tmp_path / "results", executor=Changing(), progress=False)
+    assert "is not that of the process which submits it: update it" in results.failures[0].error
+    assert results.frame.empty and not (tmp_path / "calls").exists()
+
+
+def test_each_process_sees_one_device_and_its_share_of_the_cores(code, tmp_path, monkeypatch):
+    (code / "devices.py").write_text(
+        "import os, time, torch\n\n\ndef devices(*, seed):\n    time.sleep(0.3)\n    return [{'pid': os.getpid(), "
+        "'device': os.environ['CUDA_VISIBLE_DEVICES'], 'threads': torch.get_num_threads()}]\n"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    frame = run([Job(f"{code.name}.devices:devices", {}, seed) for seed in range(6)], tmp_path / "results", 2).frame
+    devices = frame.groupby("pid")["device"].unique()
+    assert sorted(device for (device,) in devices) == ["3", "5"]
+    assert set(frame["threads"]) == {3}
+
+
+def test_progress_is_read_from_the_folder(code, tmp_path):
+    jobs = [*jobs_of(code, 1), *jobs_of(code, 2, trouble="raise"), *jobs_of(code, 3, 4)]
+    run(jobs, tmp_path / "results")
+    paths = {json.loads(path.read_text())["config"]["x"]: path for path in (tmp_path / "results").glob("square-*.json")}
+    paths[3].unlink()
+    paths[4].unlink()
+    with claimed(paths[3]):
+        (progress,) = read_progress(tmp_path / "results")
+    assert (progress.done, progress.running, progress.waiting) == (1, 1, 1)
+    assert [failure.job for failure in progress.failures] == [jobs[1]]
+    elapsed = time.time() - progress.started
+    assert progress.seconds_left is not None and 0 < progress.seconds_left <= 2 * elapsed
+    (progress,) = read_progress(tmp_path / "results")
+    assert (progress.running, progress.waiting, progress.seconds_left) == (0, 2, None)
+    assert collect_rows(tmp_path / "results")["y"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="holds no run of jobs"):
+        read_progress(tmp_path)

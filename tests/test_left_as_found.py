@@ -1,9 +1,11 @@
 """Models and the process are after a verb as they were before it: after errors and interrupts, too."""
 
+import inspect
 import os
 import signal
 import threading
 import warnings
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from found import TASK, VERBS, WITHOUT_BLOCKS, changed, found, pair_of, with_a_callers_things
 
 import align_circuits as ac
+from align_circuits.circuits import faithful
+from align_circuits.heads import task_vector_effects
 from align_circuits.hooks import left_as_found
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
@@ -132,6 +136,31 @@ def test_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
     frozen.grad, free.grad = torch.ones_like(frozen), torch.ones_like(free)
     restore(generator=False)
     assert not changed(before, found(model))
+
+
+def test_of_several_hooks_at_one_point_only_the_added_go(make):
+    model, _ = make("reference")
+    point = model.hook_dict["blocks.0.hook_resid_pre"]
+    for _ in range(2):
+        point.add_hook(lambda activation, **_: activation)
+    before, restore = found(model), left_as_found.compat.remembered(model)
+    point.add_hook(lambda activation, **_: activation)
+    restore(generator=False)
+    assert len(point.fwd_hooks) >= 2 and not changed(before, found(model))
+
+
+def test_every_public_function_of_a_model_makes_the_promise():
+    """Those that call each other hide it where one does not."""
+    modules = [vars(module).values() for module in (faithful, task_vector_effects)]
+    here = [each for each in chain(*modules) if getattr(each, "__module__", "").endswith(("faithful", "effects"))]
+    functions = [*(getattr(ac, name) for name in ac.__all__), *here]
+    checked = 0
+    for function in filter(inspect.isfunction, functions):
+        if function.__name__.startswith("_") or [*inspect.signature(function).parameters][:1] != ["model"]:
+            continue
+        assert "@leaves_as_found\n" in inspect.getsource(function), function.__name__
+        checked += 1
+    assert checked > 15
 
 
 def test_a_hook_that_removes_itself_does_not_come_back(make, pair):

@@ -53,7 +53,7 @@ class World:
 
     def __init__(self, place: Path) -> None:
         tokenizer = char_tokenizer()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             config = LlamaConfig(
                 vocab_size=len(tokenizer),
@@ -77,7 +77,7 @@ class World:
         self.edges = ac.attribute_edges(self.model, self.noise, method="eap")
         self.log = pd.DataFrame({"step": [0, 1, 2], "value": [0.1, 0.5, 0.9]})
         self.folder, self.adapter = place / "model", place / "adapter"
-        with warnings.catch_warnings(), torch.random.fork_rng():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             self.network.save_pretrained(self.folder)
             lora = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
@@ -252,7 +252,7 @@ class _TooLong(BaseException):
 def outcome_of(name: str, argument: str, value: Any, call: Callable[[], Any]) -> Outcome:
     """Runs a call and says how it ended."""
     shown = (type(value).__name__ + " " + repr(value).replace("\n", " "))[:60]
-    with warnings.catch_warnings(), torch.random.fork_rng():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
             with limited(TIME_LIMIT_S):

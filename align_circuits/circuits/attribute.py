@@ -268,7 +268,7 @@ def _runs(
         share = 1 / steps if method == "eap_ig_activations" else 1 / (steps * len(moved))
         for step in range(1, steps + 1):
             value = cached.between(name, step / steps)
-            yield scored, {name: lambda _, value=value: value}, share
+            yield scored, {name: lambda now, value=value: value.to(now.device)}, share
 
 
 def _without(layer: int | None) -> Mapping[str, Change]:

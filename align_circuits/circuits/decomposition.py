@@ -52,7 +52,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
             check_same(f"the residual stream before layer {layer}", stream, cached[name_of("resid_pre", layer)])
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
                 stream = stream + written_by(residual_edges, name, cached[name]).sum(2)
-            stream = stream + residual_edges.bias(layer)
+            stream = residual_edges.with_bias(layer, stream)
             for site, at in [site for site in sites_of(graph) if site[1] == layer]:
                 read, output = cached[reads_from(graph, site, at)], cached[lands_at(graph, site, at)]
                 output = output[:, :, None] if site == "mlp" else output

@@ -13,6 +13,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.circuits.decomposition import check_same, residual_edges_of
 from align_circuits.heads.score import score_heads
+from align_circuits.hooks import compat
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
@@ -223,22 +224,27 @@ def _readout(
 
     The last norm is linear once what it divides by is known.
     """
-    unembedding = model.W_U.detach()
+    norm = getattr(model, "ln_final", None)
+    centred = str(model.cfg.normalization_type).startswith("LN")
+    with compat.brought(getattr(model, "unembed", None), norm):
+        unembedding = model.W_U.detach().to(residual.device)
+        scale, shift = compat.norm_weights(norm)
+        bias, scale, shift = (
+            None if weight is None else weight.detach().to(residual.device)
+            for weight in (getattr(model, "b_U", None), scale, shift if centred else None)
+        )
     # Centred over the vocabulary, since a constant added to all logits changes no prediction.
     other = unembedding.mean(1, keepdim=True) if wrong is None else unembedding[:, wrong]
     direction = (unembedding[:, gold] - other).T
-    bias = getattr(model, "b_U", None)
     offset = direction.new_zeros(len(gold))
     if bias is not None:
-        offset = bias.detach()[gold] - (bias.detach().mean() if wrong is None else bias.detach()[wrong])
-    norm = getattr(model, "ln_final", None)
+        offset = bias[gold] - (bias.mean() if wrong is None else bias[wrong])
     if norm is None:
         return direction, offset
-    centred = str(model.cfg.normalization_type).startswith("LN")
-    if getattr(norm, "b", None) is not None and centred:
-        offset = offset + direction @ norm.b.detach()
-    if getattr(norm, "w", None) is not None:  # else it was folded into the unembedding
-        direction = direction * norm.w.detach()
+    if shift is not None:
+        offset = offset + direction @ shift
+    if scale is not None:  # else it was folded into the unembedding
+        direction = direction * scale
     stream = residual - residual.mean(1, keepdim=True) if centred else residual
     # A layer norm subtracts the mean of what it reads; subtracting the direction's mean gives the same product with
     # every part, none of which then has to be centred.

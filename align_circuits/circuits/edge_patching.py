@@ -85,13 +85,15 @@ def patch_edges(
         after, engine = targets.measure(model, [edit], len(senders), options=options)
         return targets.by_prompt((after - before)[0])[0], engine
 
-    effects = []
+    effects: dict[str, Float[ndarray, "sender prompt"]] = {}
     parts = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
     with progress_bar(options, int(selected.sum()), "edge") as bar:
-        for receiver in selected.any(1).nonzero()[:, 0].tolist():
-            effects.append(parts.measure(f"receiver-{receiver:05d}", partial(patch, receiver))[0])
-            bar.update(len(effects[-1]))
-    return pair.edge_table(graph, selected, np.concatenate(effects), pair.provenance("patch_edges", model, {}, engine))
+        receivers = selected.any(1).nonzero()[:, 0].tolist()
+        computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
+        for name, effects[name], _ in parts.measure(computes):
+            bar.update(len(effects[name]))
+    values = np.concatenate([effects[name] for name in computes])
+    return pair.edge_table(graph, selected, values, pair.provenance("patch_edges", model, {}, engine))
 
 
 @checked
@@ -157,10 +159,10 @@ def patch_paths(
 
     parts = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
     with progress_bar(options, int(selected.sum()), "path") as bar:
-        for place in selected.any(0).nonzero()[:, 0].tolist():
-            readers = selected[:, place].nonzero()[:, 0]
-            effects[readers, place], _ = parts.measure(f"sender-{place:05d}", partial(patch, place))
-            bar.update(len(readers))
+        places = {f"sender-{place:05d}": place for place in selected.any(0).nonzero()[:, 0].tolist()}
+        for name, values, _ in parts.measure({name: partial(patch, place) for name, place in places.items()}):
+            effects[selected[:, places[name]], places[name]] = values
+            bar.update(len(values))
     provenance = pair.provenance("patch_paths", model, {}, engine)
     return pair.edge_table(graph, selected, effects[selected.numpy()], provenance)
 

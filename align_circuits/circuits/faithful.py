@@ -251,14 +251,15 @@ class _CircuitRuns:
             values, engine = self.targets.measure(self._model, [edit], len(part), options=self._options)
             return self.targets.by_prompt(values[0])[0], engine
 
-        values: list[Float[ndarray, "circuit prompt"]] = []
+        values: dict[str, Float[ndarray, "circuit prompt"]] = {}
         edges = [row.nonzero().tolist() for row in patched] if self._options.out is not None else None
         parts = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
         with progress_bar(self._options, len(circuits), "circuit") as bar:
-            for start, part in enumerate(patched.split(EDIT_SETS_A_PART)):
-                values.append(parts.measure(f"circuits-{start:05d}", partial(run, part))[0])
-                bar.update(len(part))
-        return np.concatenate(values)
+            splits = enumerate(patched.split(EDIT_SETS_A_PART))
+            computes = {f"circuits-{place:05d}": partial(run, part) for place, part in splits}
+            for name, values[name], _ in parts.measure(computes):
+                bar.update(len(values[name]))
+        return np.concatenate([values[name] for name in computes])
 
     def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
         """Returns where the runs came from."""

@@ -5,12 +5,12 @@ from typing import Literal
 
 from align_circuits.cli.effects import MetricName, best_heads, sections
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb
+from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.heads.ablate import ablate_heads
 
 
 @dataclass(frozen=True)
-class Ablate(PromptVerb):
+class Ablate(SweepVerb):
     """Ablates every head alone with `ablate_heads`."""
 
     how: Literal["mean", "resample", "zero"] = "mean"
@@ -18,8 +18,8 @@ class Ablate(PromptVerb):
     metric: MetricName = "log_prob"
     """What is measured of each target; "logit_diff" needs a file with wrong answers."""
 
-    def __call__(self, results: Results) -> None:
-        """Runs the verb."""
+    def measure(self, results: Results) -> None:
+        """Measures and writes."""
         model, prompts, _ = self.prepare()
         table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), options=self.options)
         best = best_heads(table, self.metric)

@@ -6,12 +6,12 @@ from typing import Literal
 from align_circuits.circuits.attribute import HeadMethod, attribute_heads
 from align_circuits.cli.effects import best_heads, sections
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb
+from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.run.pairs import Direction
 
 
 @dataclass(frozen=True)
-class Attribute(PromptVerb):
+class Attribute(SweepVerb):
     """Scores every head with `attribute_heads`."""
 
     method: HeadMethod = "atp"
@@ -23,8 +23,8 @@ class Attribute(PromptVerb):
     direction: Direction = "denoise"
     """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs."""
 
-    def __call__(self, results: Results) -> None:
-        """Runs the verb."""
+    def measure(self, results: Results) -> None:
+        """Measures and writes."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = attribute_heads(model, pair, method=self.method, sites=(self.site,), options=self.options)
         best = best_heads(table, self.metric)

@@ -30,7 +30,9 @@ GROUPS = {
     },
     "Repeat results": {
         "reproduce": "Reproduce a figure or table of a paper and test its claims.",
+        "collect": "Write the rows of the jobs that are done, while others run.",
         "rerun": "Repeat a run from its provenance and say whether the numbers are the same.",
+        "compare": "Put two runs side by side: settings, claims and numbers that differ.",
     },
 }
 
@@ -38,6 +40,7 @@ VERBS = {name: description for group in GROUPS.values() for name, description in
 """The verbs that write results, by name."""
 
 OTHERS = {
+    "status": "Say how far a run of jobs is: done, running, failed, time left.",
     "open": "Open the report of a run in the browser, or print its path where there is no display.",
     "completion": "Print the completions for a shell: bash, zsh or tcsh.",
 }
@@ -74,6 +77,8 @@ def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in VERBS | OTHERS:
         return _help(arguments)
     name, *options = arguments
+    if name == "status":
+        return _status(options)
     if name == "open":
         return _open(options)
     if name == "completion":
@@ -113,14 +118,34 @@ def _help(arguments: Sequence[str]) -> int:
     return 0 if arguments else 2
 
 
+def _usage(name: str, options: Sequence[str], usage: str) -> int | None:
+    """Prints the help of a verb of one argument and returns the exit status; None if the argument is there."""
+    usage = f"usage: {PROGRAM} {name} {usage}"
+    if len(options) != 1:
+        return _refuse(usage)
+    if options[0] in ("-h", "--help"):
+        print(f"{usage}\n\n{OTHERS[name]}")
+        return 0
+    return None
+
+
+def _status(options: Sequence[str]) -> int:
+    """Prints how far the runs in a folder are."""
+    if (status := _usage("status", options, "FOLDER, the --out of `reproduce`, or runs, its default")) is not None:
+        return status
+    from align_circuits.cli.collect_command import print_progress
+
+    try:
+        print_progress(Path(options[0]))
+    except ValueError as error:
+        return _refuse(str(error))
+    return 0
+
+
 def _open(options: Sequence[str]) -> int:
     """Opens a report, the one of the folder that was named."""
-    usage = f"usage: {PROGRAM} open FOLDER, such as runs/score/latest"
-    if len(options) != 1 or options[0] in ("-h", "--help"):
-        if len(options) == 1:
-            print(f"{usage}\n\n{OTHERS['open']}")
-            return 0
-        return _refuse(usage)
+    if (status := _usage("open", options, "FOLDER, such as runs/score/latest")) is not None:
+        return status
     path = Path(options[0])
     report = (path / "report.html" if path.is_dir() else path).resolve()
     if report.suffix != ".html" or not report.is_file():
@@ -134,12 +159,10 @@ def _open(options: Sequence[str]) -> int:
 
 def _completion(options: Sequence[str]) -> int:
     """Prints the completions of all verbs with their options."""
-    usage = f"usage: {PROGRAM} completion bash|zsh|tcsh > FILE, where the shell looks for completions"
-    if len(options) != 1 or options[0] not in ("bash", "zsh", "tcsh"):
-        if len(options) == 1 and options[0] in ("-h", "--help"):
-            print(f"{usage}\n\n{OTHERS['completion']}")
-            return 0
-        return _refuse(usage)
+    usage = "bash|zsh|tcsh > FILE, where the shell looks for completions"
+    known = options if options and options[0] in ("bash", "zsh", "tcsh", "-h", "--help") else ()
+    if (status := _usage("completion", known, usage)) is not None:
+        return status
     import tyro
 
     verbs: dict[str, Any] = {name: verb_class(name) for name in VERBS}

@@ -17,7 +17,7 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
         folder: Where results of earlier runs stand, as NAME/SCALE.
         scale: The scale whose results are looked for.
     """
-    lines = ["smoke takes seconds, cpu up to 30 minutes on two cores, paper hours or days."]
+    lines = ["smoke takes seconds, cpu up to 30 minutes on two cores, paper hours or days. No durations are kept."]
     ordered = sorted(experiments, key=lambda each: _paper(each.name))  # stable: within a paper as they stand
     for paper, group in groupby(ordered, key=lambda each: _paper(each.name)):
         lines.append(f"\n{paper}:")

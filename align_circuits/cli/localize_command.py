@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, as_json, head_value
+from align_circuits.cli.sweep_verb import SweepVerb
+from align_circuits.cli.verb import head_value
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.permutation_tests import smallest_p_values
 from align_circuits.report.localize_report import save_localization
@@ -11,7 +12,7 @@ from align_circuits.tasks.own_prompts import as_task, first_half
 
 
 @dataclass(frozen=True)
-class Localize(PromptVerb):
+class Localize(SweepVerb):
     """Names heads with `localize`."""
 
     model: str = "toy-llama-ica"
@@ -22,8 +23,8 @@ class Localize(PromptVerb):
     smallest: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
 
-    def __call__(self, results: Results) -> None:
-        """Runs the verb."""
+    def measure(self, results: Results) -> None:
+        """Measures and writes."""
         model, prompts, corrupted = self.prepare()
         tested = prompts[first_half(prompts) :]
         task = as_task(prompts, corrupted) if self.prompts is not None else self.task
@@ -54,6 +55,7 @@ class Localize(PromptVerb):
             rows = [scores.where(layer=layer, head=head).frame.iloc[0] for layer, head in heads]
             print(f"  {role:<12} " + ("   ".join(head_value(row, roles) for row in rows) or "none"))
         print(f"\n{result.summary}")
-        provenance = replace(result.table.provenance, settings=as_json(self))
-        save_localization(replace(result, table=replace(result.table, provenance=provenance)), results.new)
+        provenance = replace(result.table.provenance, settings=self.settings)
+        result = replace(result, table=replace(result.table, provenance=provenance))
+        save_localization(result, results.new, facts=self.facts("localize"))
         print(f"\nreport: {results.folder / 'report.html'}")

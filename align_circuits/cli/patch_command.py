@@ -5,13 +5,13 @@ from typing import Literal
 
 from align_circuits.cli.effects import MetricName, best_heads, sections
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb
+from align_circuits.cli.sweep_verb import SweepVerb
 from align_circuits.heads.patch import patch_heads
 from align_circuits.run.pairs import Direction
 
 
 @dataclass(frozen=True)
-class Patch(PromptVerb):
+class Patch(SweepVerb):
     """Patches every head alone with `patch_heads`."""
 
     site: Literal["z", "q", "k", "v", "pattern"] = "z"
@@ -21,8 +21,8 @@ class Patch(PromptVerb):
     direction: Direction = "denoise"
     """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs."""
 
-    def __call__(self, results: Results) -> None:
-        """Runs the verb."""
+    def measure(self, results: Results) -> None:
+        """Measures and writes."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
         table = patch_heads(model, pair, sites=(self.site,), options=self.options)
         best = best_heads(table, self.metric)

@@ -1,9 +1,10 @@
 """The base classes of the verbs, and what they write and print."""
 
 import json
+import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +99,11 @@ class PromptVerb(Verb):
         return RunOptions(self.engine, self.batch_size)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The options as JSON, from which `from_settings` makes the verb again."""
+        return as_json(self)
+
+    @property
     def count(self) -> int:
         """How many prompts are sampled from a task."""
         return 64 if self.n is None else self.n
@@ -154,12 +160,17 @@ class PromptVerb(Verb):
 
     def finish(self, verb: str, results: Results, table: Table, **report: Any) -> None:
         """Writes the table, the report and the provenance."""
-        provenance = replace(table.provenance, verb=verb, settings=as_json(self))
-        write_results(results, replace(table, provenance=provenance), **report)
+        provenance = replace(table.provenance, verb=verb, settings=self.settings)
+        write_results(results, replace(table, provenance=provenance), facts=self.facts(verb), **report)
+
+    def facts(self, verb: str) -> dict[str, str]:
+        """Returns what the report says on top: how many prompts, and the command that repeats the run."""
+        number = str(self.count) if self.prompts is None else f"{self.n or 'all'} of {self.prompts}"
+        return {"prompts": number, "command": command_line(verb, self, type(self)())}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
-        """Makes a verb from the settings that `finish` wrote."""
+        """Makes a verb from its `settings`."""
         values: dict[str, Any] = {"out": out}
         for option in fields(cls):
             if option.name in settings and option.name not in ("out", "overwrite"):
@@ -178,6 +189,28 @@ def write_results(results: Results, table: Table, **report: Any) -> None:
     write_report(results.new / "report.html", provenance=table.provenance, **report)
     table.save(results.new)
     print(f"\nreport: {results.folder / 'report.html'}")
+
+
+def command_line(verb: str, settings: Any, default: Any) -> str:
+    """Returns the command that repeats a run, with what is not at its default but for where it works and writes."""
+    return shlex.join(["align-circuits", *verb.split(), *_options(settings, default)])
+
+
+def _options(settings: Any, default: Any) -> Iterator[str]:
+    """The settings that differ from their defaults, as words of a command line."""
+    for option in fields(settings):
+        value, usual = getattr(settings, option.name), getattr(default, option.name)
+        name = option.name.replace("_", "-")
+        if value == usual or option.name in ("out", "overwrite", "parts", "workers"):
+            continue
+        if is_dataclass(value):
+            yield from _options(value, usual)
+        elif isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, list | tuple):
+            yield from (f"--{name}", *map(str, value))
+        else:
+            yield from (f"--{name}", str(value))
 
 
 def as_json(settings: Any) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, gr
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
-from align_circuits.models.protocol import HookedModel, provenance_of
+from align_circuits.models.protocol import HookedModel, model_provenance, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
+from align_circuits.run.sweeps import SweepParts
 from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -106,14 +107,24 @@ def ablation_baseline(
         raise ValueError(f"site={site!r}: choose one of {', '.join(HEAD_SITES + LAYER_SITES)}")
     names = [name_of(site, layer) for layer in (range(model.cfg.n_layers) if layers is None else layers)]
     names = names if hook is None else [hook]
-    if how == "zero":
+    if how == "zero" or not names:
         return AblationBaseline()
     if how == "resample":
         _check_resampling(prompts)
         return AblationBaseline(values=capture(model, prompts, names, options=options))
     if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
-    return AblationBaseline(means=_means_by_group(model, prompts, names, options))
+    identity = {
+        "verb": "ablation_baseline",
+        "model": model_provenance(model),
+        "prompts": prompts.digest,
+        "hooks": names,
+    }
+    parts = SweepParts(options, {**identity, "engine": options.engine, "batch_size": options.batch_size})
+    # Kept like the sweep that they serve, which is another one where they differ in the last bit.
+    computes = {"means": lambda: (_means_by_group(model, prompts, names, options).numpy(), "")}
+    ((_, means, _),) = parts.measure(computes)
+    return AblationBaseline(means={name: torch.from_numpy(values) for name, values in zip(names, means, strict=True)})
 
 
 def _check_resampling(prompts: Prompts) -> None:
@@ -132,7 +143,7 @@ def _next_prompts(prompts: Prompts) -> Prompts:
 
 def _means_by_group(
     model: HookedModel, prompts: Prompts, names: Sequence[str], options: RunOptions
-) -> dict[str, Float[Tensor, "group ..."]]:
+) -> Float[Tensor, "hook group ..."]:
     """The mean activation at each hook point of each group of tokens."""
     group, count = groups_of(prompts), 2 * len(Role)
     sums: dict[str, Tensor] = {}
@@ -159,7 +170,7 @@ def _means_by_group(
         options=options,
     )
     tokens = torch.bincount(group[prompts.mask], minlength=count)
-    return {name: (total.cpu() / tokens.view(-1, *[1] * (total.ndim - 1))).float() for name, total in sums.items()}
+    return torch.stack([(sums[name].cpu() / tokens.view(-1, *[1] * (sums[name].ndim - 1))).float() for name in names])
 
 
 def effects_table(

@@ -51,9 +51,9 @@ def p_values(
     - `induction` and `duplicate`, where two prompts mostly have their keys at the same positions, as in
       `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
-      attention to keys, redrawn at each target among 9,999 sets of as many positions; a single key of a single target
-      needs some 30 tokens to be established. This null keeps no positional bias: a head that attends to these positions
-      whatever they hold passes as well.
+      attention to keys, redrawn at each target among 9,999 sets of as many positions, without those of separators and
+      other tokens that the layout repeats; a single key of a single target needs some 30 tokens to be established. This
+      null keeps no positional bias: a head that attends to these positions whatever they hold passes as well.
     - Relations whose candidates are named (`Relation.exchangeable`): the score is the attention to keys, redrawn among
       prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
@@ -321,13 +321,19 @@ class _Ranks(_Test):
 
 
 class _Positions(_Test):
-    """Redraws which positions are keys, at each target of a prompt, the same for all prompts."""
+    """Redraws which positions are keys, at each target of a prompt, the same for all prompts.
+
+    Positions are exchangeable where what stands there differs. A token that the layout repeats, such as a separator, is
+    attended to alike wherever it stands: a head that leaves all separators out would seem to look for all other tokens.
+    So no key is drawn there.
+    """
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, layers, heads)
         keys, candidates = relation.expand()
         self.targets = len(relation) // len(prompts)
-        self.keys, self.candidates = keys[: self.targets].numpy(), candidates[: self.targets].numpy()
+        self.keys = keys[: self.targets].numpy()
+        self.candidates = candidates[: self.targets].numpy() & (~_repeated_by_layout(prompts) | self.keys)
         self.attention = torch.zeros(layers, self.targets, heads, keys.shape[1])  # summed over prompts
         self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
 
@@ -350,6 +356,13 @@ class _Positions(_Test):
             drawn = generator.permuted(np.tile(true, (REDRAWS, 1)), axis=1)
             scores += by_target[:, target][..., candidates] @ np.concatenate([true[None], drawn]).T.astype(float)
         return share_at_least_first(scores)
+
+
+def _repeated_by_layout(prompts: Prompts) -> Bool[ndarray, " pos"]:
+    """Where every prompt has the same token, which it has at another such position too."""
+    fixed = (prompts.tokens == prompts.tokens[:1]).all(0)
+    tokens, counts = prompts.tokens[0, fixed].unique(return_counts=True)
+    return (fixed & torch.isin(prompts.tokens[0], tokens[counts > 1])).numpy()
 
 
 def in_one_place(relation: Relation, prompts: Prompts) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 PATIENCE_S = 5
 """How long the patterns of an adapter may take; sane ones take milliseconds."""
@@ -88,13 +88,41 @@ def check_layers(place: Path, layers: Any, tensors: int) -> None:
         )
 
 
-def memory_of(config: Any, dtype: torch.dtype | None) -> int:
-    """Returns the bytes that a model of a configuration takes, whose number of layers is plausible."""
-    with torch.device("meta"):  # shapes alone
-        model = AutoModelForCausalLM.from_config(
+def outline_of(config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Returns the model of a configuration, whose number of layers is plausible, with shapes in place of weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
             config, dtype=dtype or config.dtype, attn_implementation="eager", trust_remote_code=False
         )
-    return sum(part.numel() * part.element_size() for part in (*model.parameters(), *model.buffers()))
+
+
+def memory_of(outline: PreTrainedModel) -> int:
+    """Returns the bytes that a model takes."""
+    return sum(part.numel() * part.element_size() for part in (*outline.parameters(), *outline.buffers()))
+
+
+PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""How accelerate spreads a model by itself."""
+
+
+def check_device_map(device_map: str | Mapping[str, int | str], outline: PreTrainedModel) -> None:
+    """Raises a ValueError unless a device map gives one place that exists to every parameter of a model."""
+    remedy = f"give {', '.join(map(repr, PLANS))}, or for each module of the model a GPU's number, 'cpu' or 'disk'"
+    if isinstance(device_map, str):
+        if device_map not in PLANS:
+            raise ValueError(f"device_map={device_map!r}: {remedy}")
+        return
+    modules, gpus = dict(outline.named_modules()), torch.cuda.device_count()
+    for name, place in device_map.items():
+        if name not in modules:
+            raise ValueError(f"device_map names {name!r}, which is no module of a {type(outline).__name__}: {remedy}")
+        number = place if isinstance(place, int) else place.removeprefix("cuda:")
+        known = number in ("cpu", "disk") or (str(number).isdecimal() and int(number) < gpus)
+        if not known:
+            raise ValueError(f"device_map puts {name!r} on {place!r}, but PyTorch finds {gpus} GPUs: {remedy}")
+    covered = tuple(f"{name}." if name else "" for name in device_map)
+    if missing := [name for name, _ in outline.named_parameters() if not name.startswith(covered)]:
+        raise ValueError(f"device_map has no place for {missing[0]!r} and {len(missing) - 1} other tensors: {remedy}")
 
 
 def check_memory(place: Path, needed: int, stored: int) -> None:

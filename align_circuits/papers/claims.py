@@ -13,12 +13,14 @@ from numpy import ndarray
 from align_circuits.tables.intervals import binomial_interval, t_interval, weighted_mean
 from align_circuits.tables.tables import Provenance, Table
 
-Scale = Literal["smoke", "cpu", "paper"]
-"""`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting."""
+Scale = Literal["smoke", "cpu", "paper", "smollm2"]
+"""`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made
+for the model of that name, a pretrained Llama, and takes hours on two cores."""
 
 Verdict = Literal["holds", "fails", "undecided"]
 
 SCALES: tuple[Scale, ...] = ("smoke", "cpu", "paper")
+"""Those that every experiment has."""
 
 
 @dataclass(frozen=True)

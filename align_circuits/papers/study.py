@@ -33,6 +33,7 @@ Files, all below the folder given to `run` (`runs` by default):
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -123,7 +124,15 @@ class Study:
     load: Callable[[str], Any] = stored
     """How they are loaded, for their provenance."""
 
-    def run(self, config: Any, *, models: Sequence[str] = (), jobs: int = 1, folder: str | Path) -> Table:
+    def run(
+        self,
+        config: Any,
+        *,
+        models: Sequence[str] = (),
+        jobs: int = 1,
+        folder: str | Path,
+        executor: Executor | None = None,
+    ) -> Table:
         """Measures what has not been measured yet.
 
         Args:
@@ -131,6 +140,7 @@ class Study:
             models: What `load` takes.
             jobs: Local processes.
             folder: Of all studies; see above.
+            executor: Runs the jobs in place of local processes, as in `run_jobs`.
 
         Raises:
             ValueError: A model cannot be loaded, or a job failed; what is finished stays, and the next call goes on
@@ -141,7 +151,7 @@ class Study:
         rows: dict[str, list[dict[str, Any]]] = {}
         for stage in (self.train, self.jobs):
             measurements = stage(config, inputs)
-            results = run_jobs([each.job for each in measurements], folder / "jobs", processes=jobs)
+            results = run_jobs([each.job for each in measurements], folder / "jobs", executor=executor, processes=jobs)
             results.all_rows()  # raises where one failed
             for each, returned in zip(measurements, results.rows, strict=True):
                 plain = [{**each.keys, **each.job.seeded, **row} for row in returned]

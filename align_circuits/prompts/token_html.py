@@ -75,5 +75,7 @@ def _attended(mark: Mark, text: str, weight: float) -> str:
     style = f"padding:1px 3px;margin:1px;{frame}"
     if not mark.shaded:
         return f'<span style="{style}">{text}</span>'
-    shade = f"border-radius:3px;background:rgba(0,114,178,{weight:.2f});{'color:#fff;' if weight > 0.5 else ''}"
+    # Mixed with white, not with the page: black letters have contrast on it in light and in dark.
+    red, green, blue = (round(255 + weight * (full - 255)) for full in (0, 114, 178))
+    shade = f"border-radius:3px;background:rgb({red},{green},{blue});color:{'#000' if weight < 0.95 else '#fff'};"
     return f'<span style="{style}{shade}">{text}<sub style="font-size:9px">{f"{weight:.2f}".lstrip("0")}</sub></span>'

@@ -1,5 +1,6 @@
 """The report of `localize`: the heads that it named, with all evidence, as tables and as one HTML page."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -48,10 +49,17 @@ THRESHOLDS = {
 """Descriptions of the thresholds."""
 
 
-def save_localization(localization: Localization, folder: str | Path) -> Path:
+def save_localization(
+    localization: Localization, folder: str | Path, *, facts: Mapping[str, str] | None = None
+) -> Path:
     """Writes `table.csv` with `provenance.json`, the other tables in folders of their own, and `report.html`.
 
     An earlier result there is replaced as a whole; other files stay.
+
+    Args:
+        localization: What `localize` returned.
+        folder: Where it is written.
+        facts: What the report says on top beside model, task and seed, such as `{"command": "..."}`.
 
     Returns:
         The path of the report.
@@ -67,9 +75,10 @@ def save_localization(localization: Localization, folder: str | Path) -> Path:
         write_report(
             new / "report.html",
             title="Alignment and lookup heads, and their causal role",
-            summary=localization.summary,
+            summary=answer_of(localization) or localization.summary,
             sections=list(_sections(localization)),
             provenance=localization.table.provenance,
+            facts=facts,
         )
         localization.table.save(new)
     return Path(folder) / "report.html"
@@ -82,8 +91,10 @@ def _sections(localization: Localization) -> Iterator[Section]:
         "The heads",
         f"{count} named. All numbers, with 95% intervals, come from prompts that had no part in choosing the heads. "
         "Control: the score on prompts with another alignment (permuted, if that of the task is monotonic). A head "
-        "that keeps its score there reads the alignment from the prompt; one that loses it knows this alignment only.",
-        named_heads(localization),
+        "that keeps its score there infers the alignment from the prompt; one that loses it follows a fixed alignment.",
+        Html(
+            re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
+        ),
     )
     yield (
         "Accuracy without them",
@@ -120,9 +131,9 @@ def _sections(localization: Localization) -> Iterator[Section]:
     if localization.interchanges is not None:
         yield (
             "Interchange interventions",
-            "How often the clean prompt runs into the corrupted one with a head's output and its answer comes along "
-            "(interchange), and how often the corrupted prompt's answer stays (kept): of the candidates alone, of the "
-            "heads of each role, of all named heads, and of as many random ones. Nothing: the unpatched run.",
+            "Outputs of heads on the clean prompt are patched into the corrupted one. Interchange: how often the model "
+            "then gives the clean prompt's answer; kept: how often it still gives the corrupted prompt's. For single "
+            "candidates, the heads of each role, all named heads, and as many random ones. Nothing: the unpatched run.",
             localization.interchanges,
         )
     if attention is not None:
@@ -139,6 +150,24 @@ def _sections(localization: Localization) -> Iterator[Section]:
             list(_drawings(localization, attention)),
         )
     yield "Methods", "", _methods(localization)
+
+
+def answer_of(localization: Localization) -> str:
+    """Returns the answer in a few sentences: which heads are named, and if the model needs them; "" without names."""
+    named = "; ".join(f"{role}: {describe(heads)}" for role, heads in localization.heads_by_role.items() if heads)
+    together = {verdict.claim: verdict for verdict in localization.verdicts if not (verdict.role or verdict.smallest)}
+    if not named or {"necessary", "sufficient"} - together.keys():
+        return ""  # nothing to shorten
+    needed, enough = together["necessary"], together["sufficient"]
+    roles = [verdict for verdict in localization.verdicts if verdict.role and verdict.claim == "necessary"]
+    alone = ", ".join(verdict.role for verdict in roles if verdict.role and verdict.holds)
+    return (
+        f"{len(needed.heads)} of {needed.total} heads are named ({named}). Together they are "
+        f"{'' if needed.holds else 'not shown to be '}necessary (accuracy {needed.value:.2f} without them, "
+        f"{needed.intact:.2f} in the intact model) and {'' if enough.holds else 'not shown to be '}sufficient "
+        f"({enough.value:.2f} with all other heads ablated)."
+        + (f" Role by role, necessary: {alone or 'none is shown to be'}." if roles else "")
+    )
 
 
 def figures(localization: Localization) -> dict[str, go.Figure]:

@@ -232,7 +232,7 @@ class Batch:
 
     def hand_over(self, on_pattern: OnPattern, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         """Gives rows in the caller's coordinates."""
-        wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+        wide = pattern.to(self.query.device, torch.promote_types(pattern.dtype, torch.float32))
         on_pattern(self.rows, layer, nn.functional.pad(wide, (self.cropped, 0)) if self.cropped else wide)
 
 
@@ -263,7 +263,8 @@ def _run_reference(
 ) -> Float[Tensor, "row d_vocab"]:
     def rows_of(layer: int, pattern: Float[Tensor, "prompt head pos pos"]) -> None:
         if on_pattern is not None:
-            batch.hand_over(on_pattern, layer, pattern[batch.prompt, :, batch.query])
+            prompt, query = batch.prompt.to(pattern.device), batch.query.to(pattern.device)
+            batch.hand_over(on_pattern, layer, pattern[prompt, :, query])
 
     layers = range(model.cfg.n_layers) if on_pattern is not None else ()
     probes = Probes(model, {name_of("pattern", layer): partial(rows_of, layer) for layer in layers})
@@ -284,7 +285,8 @@ def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) 
     if inputs:
         # Left to itself Hugging Face counts positions from the first column, padding included.
         inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    logits = run(batch.tokens, logits_to_keep=kept, use_cache=False, **inputs)
+    # Indices on the CPU serve on whatever device the last layer is.
+    logits = run(batch.tokens, logits_to_keep=kept.cpu(), use_cache=False, **inputs).to(batch.tokens.device)
     return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
 
 

@@ -113,7 +113,7 @@ class Pair:
         size = min(size, max(1, count))
         halve_to = length if options.batch_size == "auto" else None
         step = size if parts.kept else max(1, count)  # one part if none is kept: a batch once halved then stays small
-        measured: list[Tensor] = []
+        measured: dict[str, Tensor] = {}
         with progress_bar(options, count, "prompt") as bar:
 
             def compute(prompts: Int[Tensor, " part"]) -> tuple[Float[ndarray, "... part"], str]:
@@ -126,12 +126,14 @@ class Pair:
                 in_batches(run, prompts, length, size * length, halve_to=halve_to)
                 return torch.cat(batches, -1).numpy(), ""
 
-            for start in range(0, count, step):
-                prompts = torch.arange(start, min(start + step, count))
-                values, _ = parts.measure(f"prompts-{start:05d}", partial(compute, prompts))
-                measured.append(torch.from_numpy(values))
-                bar.update(max(0, start + len(prompts) - bar.n))
-        return torch.cat(measured, -1)
+            computes = {
+                f"prompts-{int(prompts[0]):05d}": partial(compute, prompts)
+                for prompts in torch.arange(count).split(step)
+            }
+            for name, values, _ in parts.measure(computes):
+                measured[name] = torch.from_numpy(values)
+                bar.update(max(0, sum(part.shape[-1] for part in measured.values()) - bar.n))
+        return torch.cat([measured[name] for name in computes], -1)
 
     def sweep_parts(
         self, verb: str, model: HookedModel, settings: Mapping[str, Any], options: RunOptions

@@ -1,8 +1,11 @@
-"""Long sweeps: a bar with the time left, and parts kept in a folder, so that a killed sweep goes on."""
+"""Long sweeps: a bar with the time left, and parts kept in a folder, so that a killed sweep goes on.
+
+Processes that make the same sweep with the same folder share its parts.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm.auto import tqdm
 
-from align_circuits.files import remove_partial, replacing, writable_folder
+from align_circuits.files import Taken, claimed, remove_partial, replacing, shared_folder, until_done
 from align_circuits.run.options import RunOptions
+
+Part = tuple[Float[ndarray, "..."], str]
+"""Numbers, and the engine that ran."""
+
+Compute = Callable[[], Part]
 
 EDIT_SETS_A_PART = 32
 """Edited runs in one part of a sweep that is kept."""
@@ -40,30 +48,48 @@ class SweepParts:
         if options.out is not None:
             text = json.dumps(identity, sort_keys=True, default=str)
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
-            self._folder = writable_folder(Path(options.out) / name)
+            self._folder = shared_folder(Path(options.out) / name)
 
     @property
     def kept(self) -> bool:
         """Whether the parts are kept."""
         return self._folder is not None
 
-    def measure(
-        self, name: str, compute: Callable[[], tuple[Float[ndarray, "..."], str]]
-    ) -> tuple[Float[ndarray, "..."], str]:
-        """Returns the numbers of a part and the engine that ran: read if they are there, else computed and kept."""
+    def measure(self, parts: Mapping[str, Compute]) -> Iterator[tuple[str, Float[ndarray, "..."], str]]:
+        """Yields the name, the numbers and the engine of each part: read if they are there, else computed and kept.
+
+        Several processes may measure a sweep together: a part that another one is at comes last, and is read.
+        """
         if self._folder is None:
-            return compute()
-        path = self._folder / f"{name}.safetensors"
+            for name, compute in parts.items():
+                yield name, *compute()
+            return
+        paths = {self._folder / f"{name}.safetensors": compute for name, compute in parts.items()}
+        for path, (values, engine) in until_done(paths, _attempts):
+            yield path.stem, values, engine
+
+
+def _attempts(paths: Mapping[Path, Compute]) -> Iterator[tuple[Path, Part | Taken]]:
+    for path, compute in paths.items():
         if path.is_file():
-            try:
-                with safe_open(path, "np") as file:
-                    return file.get_tensor("values"), (file.metadata() or {})["engine"]
-            except (SafetensorError, KeyError) as error:
-                raise ValueError(
-                    f"{str(path)!r} is no part of a sweep ({error}): remove it, or give another out="
-                ) from error
-        values, engine = compute()
-        remove_partial(path)
-        with replacing(path) as temporary:
-            save_file({"values": np.ascontiguousarray(values)}, temporary, {"engine": engine})
-        return values, engine
+            yield path, _read(path)
+            continue
+        with claimed(path) as mine:
+            if not mine:
+                part = Taken.TAKEN
+            elif path.is_file():  # another process was faster
+                part = _read(path)
+            else:
+                part = compute()
+                remove_partial(path)
+                with replacing(path) as temporary:
+                    save_file({"values": np.ascontiguousarray(part[0])}, temporary, {"engine": part[1]})
+        yield path, part
+
+
+def _read(path: Path) -> Part:
+    try:
+        with safe_open(path, "np") as file:
+            return file.get_tensor("values"), (file.metadata() or {})["engine"]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} is no part of a sweep ({error}): remove it, or give another out=") from error

@@ -260,18 +260,23 @@ class TargetMetrics:
     ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
         """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does."""
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
-        engine, step = "", max(1, len(edit_sets))
+        engine, step, done = "", max(1, len(edit_sets)), 0
         identity = {}
         if options.out is not None:
             step = EDIT_SETS_A_PART
             identity = self.identity(model, source, options) | {"edits": edits_digests(edit_sets)}
         parts = SweepParts(options, identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
-            for start in range(0, len(edit_sets), step):
-                part = slice(start, start + step)
-                compute = partial(self._measure_edit_sets, model, edit_sets[part], source, options, bar)
-                values[part], engine = parts.measure(f"edit-sets-{start:05d}", compute)
-                bar.update(max(0, min(start + step, len(edit_sets)) * len(self.token) - bar.n))
+            slices = {f"edit-sets-{start:05d}": slice(start, start + step) for start in range(0, len(edit_sets), step)}
+            computes = {
+                name: partial(self._measure_edit_sets, model, edit_sets[part], source, options, bar)
+                for name, part in slices.items()
+            }
+            for name, part, ran in parts.measure(computes):
+                engine = ran
+                values[slices[name]] = part
+                done += len(part) * len(self.token)
+                bar.update(max(0, done - bar.n))
         return values.swapaxes(0, 1), engine
 
     def _measure_edit_sets(

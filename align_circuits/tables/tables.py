@@ -500,16 +500,23 @@ def _with_integer_keys(frame: pd.DataFrame) -> pd.DataFrame:
     types = {}
     for name in (name for name in INTEGER_KEYS if name in frame):
         column: Any = frame[name]
-        if pd.api.types.infer_dtype(column, skipna=True) in _NUMBERS and (column.dropna() % 1 == 0).all():
+        if column.dtype == np.int64:
+            continue
+        nullable = column.dtype == pd.Int64Dtype()
+        if nullable or (_is_number(column) and (column.dropna() % 1 == 0).all()):
             # Nullable only where a key is missing, so that whole columns merge and save as plain integers.
-            types[name] = "Int64" if column.isna().any() else "int64"
-    return frame.astype(types)
+            needed = "Int64" if column.isna().any() else "int64"
+            if not (nullable and needed == "Int64"):
+                types[name] = needed
+    return frame.astype(types) if types else frame
+
+
+def _is_number(column: Any) -> bool:
+    return pd.api.types.infer_dtype(column, skipna=True) in ("integer", "integer-na", "floating", "empty")
 
 
 _PLACES = {"head": ("layer", "head"), "kv_head": ("layer", "head"), "layer": ("layer",), "edge": ("sender", "receiver")}
 """The parts of a model by level, and the keys that name one."""
-
-_NUMBERS = ("integer", "integer-na", "floating", "empty")
 
 
 @cache

@@ -217,7 +217,7 @@ def untrained(recipe: Recipe, seed: int) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
     )
     # Hugging Face draws weights, all replaced below, from the global generator, which must not move.
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

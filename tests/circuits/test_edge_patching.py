@@ -177,7 +177,7 @@ def test_refusals(models, random_hf_model, clean, corrupted):
 def test_an_adapter_that_is_not_merged_is_refused(random_hf_model, clean, corrupted):
     """In bfloat16 it would pass for rounding."""
     base = copy.deepcopy(random_hf_model("llama")).bfloat16()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
         for name, weight in adapted.named_parameters():

@@ -20,7 +20,8 @@ def run(*arguments: str, then: str = "sys.exit(status)") -> subprocess.Completed
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "scroe"])
 def test_help_imports_no_library(argument):
-    done = run(argument, then="print(*sorted({'numpy', 'pandas', 'torch', 'transformers', 'tyro'} & {*sys.modules}))")
+    libraries = {"distributed", "numpy", "pandas", "pebble", "submitit", "torch", "transformers", "tyro"}
+    done = run(argument, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
     assert done.stdout.splitlines()[-1] == ""
 
 

@@ -135,13 +135,14 @@ def test_control_sets_differ_from_each_other():
     assert [layer for [(layer, _)] in sets.controls([(1, 0)], 2, seed=0)["layers"]] == [1, 1], "nearest layers first"
 
 
-def test_the_smallest_sets_are_beginnings_of_one_order(monkeypatch):
+@pytest.mark.parametrize("intact", [1.0, 0.9])
+def test_the_smallest_sets_are_beginnings_of_one_order(intact, monkeypatch):
     costs = {(0, 1): 0.5, (1, 0): 0.3, (0, 3): 0.03, (1, 2): 0.12}
     loss = {(0, 1): -3.0, (1, 0): -2.0, (0, 3): -1.0, (1, 2): -0.5}
 
     class Sets(head_sets.HeadSets):
         def _accuracies(self, prompts, sets) -> Any:  # noqa: ARG002
-            right = [1 - sum(costs.get(head, 0.0) for head in heads) for heads in sets]
+            right = [intact - sum(costs.get(head, 0.0) for head in heads) for heads in sets]
             return None, np.array(right)[:, None].repeat(2, 1), "fast"
 
     table = SimpleNamespace(frame={"value": [loss.get((layer, head), 0.0) for layer in range(2) for head in range(4)]})

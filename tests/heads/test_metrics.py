@@ -118,7 +118,7 @@ def test_ov_copying_refuses_heads_that_cannot_share():
 
 
 def test_ov_copying_reads_a_loaded_model():
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         llama = LlamaForCausalLM(
             LlamaConfig(

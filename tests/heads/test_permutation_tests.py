@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
+from math import comb
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from align_circuits.heads import permutation_tests as nulls
 from align_circuits.heads.metrics import TIE
 from align_circuits.heads.permutation_tests import REDRAWS, fixed_offset, p_values
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.relations import Relation
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2, alignment="permutation", task_seed=2)
 NAMES = ("align_query", "align_key", "previous", "lookup", "induction", "duplicate")
@@ -318,6 +320,25 @@ class TestRefusals:
         with pytest.raises(ValueError, match="targets at different positions: test prompts of one layout"):
             p_values(model, padded, ["own"])
         assert p_values(model, padded, ["previous"])["previous"].shape == (2, 4)
+
+
+def test_a_head_that_leaves_separators_out_does_not_seem_to_look_for_the_rest():
+    """Words at odd places, "," at even ones; the keys are every second word."""
+    rows = torch.arange(100, 120).view(2, 10).repeat_interleave(2, 1)
+    rows[:, ::2] = 7
+    drawn = Prompts.from_tokens(rows.tolist())
+    keys = list(range(1, 19, 4))
+    words = Relation.from_pairs([(prompt, 18, keys) for prompt in range(2)], prompts=drawn)
+    test = nulls._Positions(words, drawn, 1, 3)
+    pattern = torch.zeros(2, 3, 20)
+    pattern[:, 0, 1:18:2] = 1 / 9  # all words alike
+    pattern[:, 1, keys] = 1 / 5
+    pattern[:, 2, keys[:2]] = 1 / 2
+    test.add(torch.arange(2), 0, pattern)
+    p = test.p_values(np.random.default_rng(0))[0]
+    assert p[0] == 1
+    assert p[1] == pytest.approx(1 / comb(9, 5), abs=0.003)
+    assert p[2] == pytest.approx(comb(7, 3) / comb(9, 5), abs=0.02)
 
 
 def test_fixed_offset(char_tokenizer, prompts):

@@ -54,6 +54,17 @@ def test_contexts_are_renamed_and_queries_replaced():
         assert (induction & kept).any(), "keys are left"
 
 
+def test_keys_are_those_of_the_prompt_itself():
+    prompts = ac.Prompts.from_tokens([[1, 5, 2, 6, 1], [3, 1, 5, 6, 1]])
+    induction = ac.Relation.from_pairs([(0, 4, [1]), (1, 4, [2])], prompts=prompts, name="induction")
+    chosen = _Queries(prompts, [induction], np.random.default_rng(0))
+    first_texts = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, 5)[:, 0, 0].tolist()
+    keys = [keys.nonzero()[:, 0].tolist() for keys in chosen.keys[0]]
+    assert sorted(keys) == [[1], [2]] and len(first_texts) == 2
+    for text, at in zip(first_texts, keys, strict=True):
+        assert at == [text.index(text[-1]) + 1]
+
+
 @pytest.mark.parametrize("name", ["induction", "duplicate"])
 def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
     model = ac.load(random_hf_model("llama"), tokenizer=bundled())

@@ -31,7 +31,7 @@ SHARP = 0.6
 @pytest.fixture(scope="module")
 def models(char_tokenizer):
     """The planted circuit, a GPT-2 and a grouped-query Llama with random weights."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gpt2 = GPT2Config(
             vocab_size=64,
@@ -288,7 +288,7 @@ def test_a_relation_of_ones_own_measures_mass(models, prompts):
 
 
 def test_bf16_models_are_scored(prompts):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=64,

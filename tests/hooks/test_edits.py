@@ -700,9 +700,9 @@ class TestRefusals:
         model, wrong = models("llama"), {"site": "attn"}
         with pytest.raises(ValueError, match="site='attn': choose one of z, q, k, v, pattern, rot_q, rot_k, resid_pre"):
             unchecked(ac.Ablate([(0, 0)]), **wrong).fwd_hooks(model)
-        wrong = {"site": "ln_final.hook_normalized"}
-        with pytest.raises(ValueError, match=r"is the name of a hook point: give it as hook='ln_final.hook_n"):
-            unchecked(ac.Ablate(layers=[0]), **wrong).__post_init__()
+        for name in ("ln_final.hook_normalized", "hook_embed"):
+            with pytest.raises(ValueError, match=f"is the name of a hook point: give it as hook='{name}'"):
+                unchecked(ac.Ablate(layers=[0]), site=name).__post_init__()
         with pytest.raises(ValueError, match="how='median': choose 'zero', 'mean' or 'resample'"):
             ac.evaluate(model, EQUAL, edits=[unchecked(ac.Ablate([(0, 0)]), how="median")])
         for edits in ([ac.Clamp([(0, 0)], "lookup")], [ac.Ablate([(0, 1)]), ac.Clamp([(0, 0)], "lookup")]):

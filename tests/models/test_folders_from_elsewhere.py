@@ -55,7 +55,7 @@ def folder(random_hf_model, char_tokenizer, tmp_path):
 
 @pytest.fixture
 def adapter(random_hf_model, folder, tmp_path):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
         wrapped: Any = get_peft_model(random_hf_model("llama"), config)

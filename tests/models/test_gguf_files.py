@@ -51,7 +51,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def plain(path: Path, **settings) -> Any:
     """The same file in plain transformers."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **settings)
 
 

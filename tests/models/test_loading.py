@@ -38,7 +38,7 @@ def lora(model, seed=0):
     """A PeftModel whose adapter changes the model: LoRA starts as the identity, so its second matrix is drawn anew."""
     gpt2 = model.config.model_type == "gpt2"
     targets = ["attn.c_proj"] if gpt2 else ["q_proj", "k_proj", "v_proj"]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", fan_in_fan_out=gpt2)
         wrapped = get_peft_model(model, config)
@@ -190,7 +190,7 @@ def test_adapter_that_would_be_lost_in_silence(folders, random_hf_model, tmp_pat
 
 @pytest.mark.parametrize(("name", "fused"), [("gpt2", "c_attn"), ("gpt_neox", "query_key_value")])
 def test_adapter_on_a_fused_projection_is_refused_and_merged_is_right(name, fused, random_hf_model):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         config = LoraConfig(r=2, target_modules=[fused], init_lora_weights=False, fan_in_fan_out=name == "gpt2")
         wrapped = get_peft_model(random_hf_model(name), config).eval()
     with pytest.raises(ValueError, match=f"an adapter on .*{fused} would be lost"):
@@ -201,7 +201,7 @@ def test_adapter_on_a_fused_projection_is_refused_and_merged_is_right(name, fuse
 
 
 def test_adapter_beside_the_model_is_refused(random_hf_model):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         beside = get_peft_model(
             random_hf_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         )
@@ -298,7 +298,7 @@ def test_unknown_architecture(tmp_path, random_hf_model):
     from transformers import LlamaForSequenceClassification
 
     with (
-        torch.random.fork_rng(),
+        torch.random.fork_rng(devices=[]),
         pytest.raises(ValueError, match="unknown architecture 'LlamaForSequenceClassification'"),
     ):
         load(LlamaForSequenceClassification(random_hf_model("llama").config))

@@ -355,7 +355,7 @@ def test_tokens_are_drawn_with_numbers_shades_and_frames():
     drawn = draw_tokens([[first, fifth, Mark("c")], attended], "a < b")
     assert re.sub("<[^>]+>", "", drawn) == "a1b5cd.75e.50fa &lt; b"
     assert drawn.count("<div>") == 2 and drawn.count("outline:2px solid;") == drawn.count("solid #E69F00;") == 1
-    assert drawn.count("rgba") == 2 and "rgba(0,114,178,0.75);color:#fff;" in drawn and drawn.count("double") == 1
+    assert drawn.count("background:rgb(") == 2 and "rgb(64,149,197);color:#000;" in drawn and drawn.count("double") == 1
     assert f"color:#000;background:{GROUP_COLOURS[0]}" in drawn and "color:#fff;background:#0072B2" in drawn
     assert f"background:{GROUP_COLOURS[1]}" in draw_tokens([[Mark("a", group=9)]]), "colours come round again"
     assert "font-size:12px" not in draw_tokens([[first]]), "there is no caption"

@@ -40,7 +40,7 @@ def plain():
     """The same file in plain transformers: the model and the tokenizer."""
     path, _ = installed_gguf()
     place: Any = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32), AutoTokenizer.from_pretrained(
             **place
         )

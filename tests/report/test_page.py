@@ -1,7 +1,10 @@
 """The report shows the named heads with their evidence, needs no network, and is drawn completely in a browser."""
 
+import os
 import re
 from dataclasses import replace
+from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import browser
@@ -116,7 +119,7 @@ def test_a_localization_shows_itself(localization):
 def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     text = page.read_text(encoding="utf-8")
     body = text[text.index("<body>") :]
-    assert body.index("Heads &lt;align&gt; &amp; look up.") < body.index("<h2>")
+    assert body.index("Heads &lt;align&gt; &amp; look up.") < body.index("<h2 ")
     headings = (
         "The heads",
         "without them",
@@ -157,13 +160,13 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
     assert "No head reached all thresholds" in text
     assert "No head was a candidate" in text
-    assert "CircuitsVis.render(" not in text
+    assert report.packed(report.circuitsvis_script()) not in text
 
 
 def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, tmp_path):
     text = page.read_text(encoding="utf-8")
-    assert text.count(report.get_plotlyjs()) == 1
-    assert text.count(report.circuitsvis_script()) == 1
+    assert text.count(report.packed(report.get_plotlyjs())) == 1
+    assert text.count(report.packed(report.circuitsvis_script())) == 1
     assert page.stat().st_size <= report.MAX_BYTES
     plain = write_report(tmp_path / "plain.html", title="t", summary="v", sections=[("h", "", "x")], provenance=MADE)
     assert plain.stat().st_size < 10_000
@@ -218,4 +221,51 @@ def test_a_press_on_a_heading_sorts_a_table_with_missing_values_last(tmp_path):
         "L10H1 L2H11 L2H3 L1H0",
         "L10H1 L2H11 L1H0 L2H3",
         "L1H0 L2H11 L10H1 L2H3",
+    ]
+
+
+def test_a_report_passes_axe(page, tmp_path):
+    if find_spec("axe_core_python") is None:
+        assert not os.environ.get("CI"), "CI needs axe-core: pip install axe-core-python"
+        pytest.skip("no axe-core: pip install axe-core-python")
+    axe = files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8").replace("</script", "<\\/script")
+    checked, spoilt = tmp_path / "checked.html", tmp_path / "spoilt.html"
+    text = page.read_text(encoding="utf-8").replace("<body>", f"<body><script>{axe}</script>")
+    checked.write_text(text, encoding="utf-8")
+    spoilt.write_text(text.replace("</main>", '<img src="data:,"></main>'), encoding="utf-8")
+    violations = "async () => (await axe.run()).violations.map(each => [each.id, each.nodes[0].html])"
+    assert browser.ran(checked, tmp_path, violations)[0] == []
+    assert [name for name, _ in browser.ran(spoilt, tmp_path, violations)[0]] == ["image-alt"]
+
+
+def test_a_term_is_defined_once_where_it_first_stands_and_at_the_end(tmp_path):
+    sections = [("Ablation", "An ablation & a lookup; a second lookup, but no prelookup.", "x")]
+    page = write_report(tmp_path / "r.html", title="t", summary="s", provenance=MADE, sections=sections)
+    text = page.read_text(encoding="utf-8")
+    assert re.findall('class="term" href="#(.*?)"', text) == re.findall('<dt id="(.*?)"', text)[::-1]
+    assert text.count(">lookup</a>") == 1 and "a second lookup, but no prelookup." in text
+    meaning = "A position that predicts a letter attends to earlier translations of the same symbol."
+    assert text.count(meaning) == 2
+
+
+def test_a_long_table_shows_its_first_rows_and_says_so(tmp_path):
+    rows = report.MAX_ROWS + 1
+    table = Table(pd.DataFrame({"metric": "m", "value": np.arange(rows) / 1, "low": 0.0, "high": 1.0, "n": 1}), MADE)
+    page = write_report(tmp_path / "r.html", title="t", summary="s", provenance=MADE, sections=[("a", "", table)])
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<tr>") == report.MAX_ROWS and f"{report.MAX_ROWS:,} of {rows:,} rows: table.csv has all." in text
+
+
+def test_the_card_names_model_task_seed_and_command(tmp_path):
+    model = {"name": "m<1>", "n_layers": 2, "n_heads": 3, "dtype": "float32", "device": "cpu"}
+    made = replace(MADE, model=model, data={"task": {"name": "seq2seq", "seed": 5}}, settings={"seed": 7})
+    page = write_report(
+        tmp_path / "r.html", title="t", summary="s", provenance=made, sections=[], facts={"command": "a --b c"}
+    )
+    card = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8"))
+    assert card == [
+        ("Model", "m&lt;1&gt; (2 layers of 3 heads, float32, cpu)"),
+        ("Task", "seq2seq"),
+        ("Seed", "7"),
+        ("Command", "<code>a --b c</code>"),
     ]

@@ -65,7 +65,7 @@ LOOK = """async () => {
     cells: texts(document, "td, th, h1, h2, h3, .summary, title, p b"),
     tags: Object.fromEntries(["script", "img", "b", "iframe", "object", "embed", "base", "form", "link"]
       .map(tag => [tag, document.querySelectorAll(tag).length])),
-    links: [...document.querySelectorAll("a")].filter(each => !each.classList.contains("modebar-btn")).length,
+    links: document.querySelectorAll("a:not([href^='#'], .modebar-btn)").length,
   };
 }"""
 

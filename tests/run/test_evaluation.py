@@ -23,7 +23,7 @@ TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
 
 @pytest.fixture(scope="module")
 def llama(char_tokenizer):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=64,

@@ -162,7 +162,7 @@ def test_bf16_runs_and_engines_stay_close(random_hf_model, prompts):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_adapter_on_and_off(random_hf_model, prompts):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
         wrapped = get_peft_model(random_hf_model("llama"), config)
@@ -215,7 +215,7 @@ def test_native_bridge_runs_by_reference(prompts):
     config = TransformerBridgeConfig(
         d_model=16, d_head=4, n_layers=2, n_heads=4, n_ctx=32, d_vocab=64, d_mlp=32, act_fn="relu", seed=0
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         model = boot_native(config)
     one, many = run(model, prompts, batch_size=1), run(model, prompts, batch_size=5)
     assert one[2] == "reference"

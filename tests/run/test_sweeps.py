@@ -1,15 +1,21 @@
 """Sweeps that are stopped and go on, in a folder that other sweeps may share."""
 
 import hashlib
+import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import align_circuits as ac
+from align_circuits import files
 from align_circuits.run import sweeps
 from align_circuits.run.sweeps import SweepParts, progress_bar
 
@@ -107,15 +113,66 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
         assert len(list(tmp_path.iterdir())) == count
 
 
+@pytest.mark.parametrize("name", VERBS)
+def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
+    """Another process is at every other part when this one comes to it, and finishes while this one waits."""
+    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
+    monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)
+    alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=tmp_path / "alone"))
+    shared = tmp_path / "shared"
+    theirs, claims = parts_in(tmp_path / "alone")[::2], []
+    for part in theirs:
+        there = shared / part.relative_to(tmp_path / "alone")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        claims.append(files.claimed(there))
+        assert claims[-1].__enter__()
+
+    def others_finish(_: float) -> None:
+        for part in theirs:
+            shutil.copy(part, shared / part.relative_to(tmp_path / "alone"))
+        while claims:
+            claims.pop().__exit__(None, None, None)
+
+    monkeypatch.setattr(files.time, "sleep", others_finish)
+    written = []
+    write = sweeps.save_file
+    monkeypatch.setattr(sweeps, "save_file", lambda *part: (written.append(part[1]), write(*part)))
+    table = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=shared))
+    assert len(written) == len(parts_in(shared)) - len(theirs), "a part of the other process was computed again"
+    pd.testing.assert_frame_equal(table.frame, alone.frame, check_exact=True)
+    if alone.values is not None and table.values is not None:
+        assert np.array_equal(table.values, alone.values, equal_nan=True)
+    assert table.provenance == alone.provenance
+
+
+def test_no_part_is_computed_twice_in_twenty_races(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.001)
+    computed = []
+
+    def part(number: int) -> tuple[np.ndarray, str]:
+        computed.append(number)
+        time.sleep(1e-4)
+        return np.full(2, float(number)), "fast"
+
+    def race(number: int) -> dict[str, float]:
+        parts = SweepParts(ac.RunOptions(out=tmp_path), {"race": number})
+        return {name: values[0] for name, values, _ in parts.measure({f"{n}": partial(part, n) for n in range(6)})}
+
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(race, [number for number in range(20) for _ in range(3)]))
+    assert all(result == {f"{n}": n for n in range(6)} for result in results)
+    assert sorted(computed) == sorted([*range(6)] * 20)
+
+
 def test_a_file_that_is_no_part_is_refused(tmp_path):
     parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
-    parts.measure("a", lambda: (np.zeros(2), "fast"))
+    assert [name for name, _, _ in parts.measure({"a": lambda: (np.zeros(2), "fast")})] == ["a"]
     [path] = parts_in(tmp_path)
     name = hashlib.sha256(b'{"of": "this"}').hexdigest()[:16]
     assert path == tmp_path / name / "a.safetensors", "under another name no kept sweep would be found"
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is no part of a sweep"):
-        parts.measure("a", lambda: (np.zeros(2), "fast"))
+        list(parts.measure({"a": lambda: (np.zeros(2), "fast")}))
 
 
 @pytest.mark.parametrize(("progress", "shown"), [("auto", False), (False, False), (True, True)])

@@ -125,7 +125,8 @@ RANDOM_NAMES = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder but locks, without what differs between any two runs.
 
-    That is the random names of drawings in pages, and the order of the entries in the header of safetensors.
+    That is the random names of drawings in pages, the order of the entries in the header of safetensors, and the lists
+    of jobs, which say when a run began.
     """
 
     def same_each_time(path: Path) -> bytes:
@@ -138,7 +139,11 @@ def contents(folder: Path) -> dict[str, bytes]:
         return read
 
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: same_each_time(path) for name, path in sorted(files.items()) if path.name != ".lock"}
+    return {
+        name: same_each_time(path)
+        for name, path in sorted(files.items())
+        if not path.name.startswith((".lock", ".plan-"))
+    }
 
 
 def is_half(folder: Path, whole: Sequence[Mapping[str, bytes]]) -> bool:
@@ -228,6 +233,7 @@ def parsed() -> argparse.Namespace:
 
 if __name__ == "__main__":
     options = parsed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     for verb in VERBS:  # before any fork
         importlib.import_module(f"align_circuits.cli.{verb}_command")
     importlib.import_module("align_circuits.papers.experiments")

@@ -1,8 +1,11 @@
 """Prompts from a finite set of examples, beside prompts put together by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from align_circuits.checks import WrongArgument
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import REFERENCES, Role
 from align_circuits.tasks.finite_dataset import in_context, sample_finite_dataset
@@ -56,5 +59,8 @@ def test_what_cannot_be_drawn_is_refused():
         in_context(TASK, dataset)
     with pytest.raises(ValueError, match="3 examples, but 4 different"):
         in_context(TASK, dataset[:3], sample_finite_dataset(TASK, 1, TOKENIZER, seed=1))
+    wrong: Any = "three"
+    with pytest.raises(WrongArgument, match="sample_finite_dataset: n is the text 'three', not an int"):
+        sample_finite_dataset(TASK, wrong, TOKENIZER)
     with pytest.raises(ValueError, match="automata='task'"):
         sample_finite_dataset(Seq2SeqTask(), 4, TOKENIZER)

@@ -92,6 +92,15 @@ def test_prompts_without_a_partner_of_their_length():
         OwnPrompts(prompts).pairs(OwnPrompts(prompts).sample(2))
 
 
+def test_two_prompts_of_one_length_are_each_others_partners():
+    prompts = OwnPrompts(Prompts.from_tokens([[1, 2, 3], [4, 5, 6], [7, 8]])).sample(3)
+    clean, corrupted = OwnPrompts(prompts).pairs(prompts)
+    assert [row.tolist() for row in (clean.inputs, corrupted.inputs)] == [
+        [[1, 2, 3], [4, 5, 6]],
+        [[4, 5, 6], [1, 2, 3]],
+    ]
+
+
 def test_roles():
     prompts = replace(numbered(3), positions={"END": torch.tensor([1, 1, 1]), "start": torch.tensor([0, 0, 0])})
     assert OwnPrompts(prompts).roles == TOKEN_ROLES

@@ -1,7 +1,7 @@
 """Seq2SeqTask.sample: layout, tokens in every tokenizer, seeds, relations, errors."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -269,3 +269,11 @@ def test_more_letters_than_the_tables_hold_are_refused():
 def test_a_form_of_the_prior_without_a_prior_is_refused():
     with pytest.raises(ValueError, match="only alignment='prior' has a form"):
         Seq2SeqTask(prior_form="code")
+
+
+def test_what_tasks_share_cannot_be_changed():
+    tokenizer = bundled()
+    ids = look_up(tokenizer, "AB", "xy", ":", "\n", "", False)
+    assert ids is look_up(tokenizer, "AB", "xy", ":", "\n", "", False)
+    with pytest.raises(FrozenInstanceError):
+        setattr(ids, "letters", ())  # noqa: B010

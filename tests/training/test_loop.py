@@ -15,7 +15,7 @@ from align_circuits.training.loop import TrainConfig, learning_rate
 
 
 def linear():
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Linear(8, 8)
 

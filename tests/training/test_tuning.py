@@ -53,16 +53,16 @@ def test_the_given_model_stays_as_it_was(name, random_hf_model, char_tokenizer):
     model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
     tokens = TASK.sample(2, char_tokenizer, seed=0).tokens
     before, modules = model(tokens), [type(module) for module in model.modules()]
-    weights = {key: value.clone() for key, value in parameters_of(model).items()}
+    weights = {key: value.clone() for key, value in parameters_of(model)}
     requires_grad = [weight.requires_grad for weight in model.parameters()]
     tuned = run(model).model
     assert torch.equal(model(tokens), before)
     assert [type(module) for module in model.modules()] == modules
     assert [weight.requires_grad for weight in model.parameters()] == requires_grad
-    assert all(torch.equal(value, weights[key]) for key, value in parameters_of(model).items())
+    assert all(torch.equal(value, weights[key]) for key, value in parameters_of(model))
     assert (tuned(tokens) - before).abs().max() > 1e-3, "nothing was learned"
-    pointers = {value.data_ptr() for value in parameters_of(model).values()}
-    kept = {key: value for key, value in parameters_of(tuned).items() if "lora" not in key}
+    pointers = {value.data_ptr() for value in dict(parameters_of(model)).values()}
+    kept = {key: value for key, value in parameters_of(tuned) if "lora" not in key}
     assert {value.data_ptr() for value in kept.values()} == pointers, "the weights were copied"
 
 
@@ -74,7 +74,7 @@ def test_the_adapter_loads_elsewhere_with_identical_logits(llama, folder, tmp_pa
     assert names and not any("_original_component" in name for name in names)
     plain = type(llama.original_model).from_pretrained(folder)
     base = plain(tokens).logits
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         elsewhere = PeftModel.from_pretrained(plain, str(adapter)).eval()(tokens).logits
         torch.testing.assert_close(tuned(tokens), elsewhere, atol=1e-5, rtol=0)
         torch.testing.assert_close(ac.load(adapter)(tokens), elsewhere, atol=1e-5, rtol=0)
@@ -260,7 +260,7 @@ def test_bf16_and_checkpointing_compute_the_same(llama):
 
 def test_a_narrow_model_has_a_wide_adapter(folder):
     tuned = run(ac.load(folder, dtype=torch.bfloat16)).model
-    dtypes = {key: value.dtype for key, value in parameters_of(tuned).items()}
+    dtypes = {key: value.dtype for key, value in parameters_of(tuned)}
     assert {dtype for key, dtype in dtypes.items() if "lora" in key} == {torch.float32}
     assert {dtype for key, dtype in dtypes.items() if "lora" not in key} == {torch.bfloat16}
 
@@ -296,7 +296,7 @@ def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, 
     np.testing.assert_allclose(*lost[:, 1:], rtol=0.1)
     assert (lost[0, 1:] != lost[1, 1:]).all()
     assert first[0, 0] == first[1, 0], "the probe at step 0 read the quantised weights"
-    plain, tuned = parameters_of(llama), parameters_of(narrow.model)
+    plain, tuned = dict(parameters_of(llama)), dict(parameters_of(narrow.model))
     same = [key for key in tuned if key in plain]
     assert same and all(torch.equal(tuned[key], plain[key]) for key in same)
 

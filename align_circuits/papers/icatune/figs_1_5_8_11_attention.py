@@ -17,7 +17,15 @@ from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of, mean_rows
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG10, ICA, PAPER_ICA, SMOKE_ICA, Layers, best_arm
+from align_circuits.papers.icatune.figs_4_6_7_10_tuning import (
+    FIG10,
+    ICA,
+    PAPER_ICA,
+    SMOKE_ICA,
+    SMOLLM2_ICA,
+    Layers,
+    best_arm,
+)
 from align_circuits.papers.icatune.tuned_models import (
     Arm,
     Tunings,
@@ -152,7 +160,7 @@ FIG1 = Experiment(
     "Agarwal and Sarawagi (2025), Fig. 1",
     Study(
         "icatune/fig1",
-        {"smoke": Pairs(n=6), "cpu": Pairs(), "paper": Pairs()},
+        {"smoke": Pairs(n=6), "cpu": Pairs(), "paper": Pairs(), "smollm2": Pairs()},
         lambda config, inputs: [Measurement(pairs, {**inputs.model, **asdict(config)}, None)],
         models="one",
         load=loaded,
@@ -265,6 +273,7 @@ FIG5 = Experiment(
         smoke=Tunings((SMOKE_ICA,), n=4),
         cpu=Tunings((ICA,)),
         paper=Tunings((replace(PAPER_ICA, task={"x_len": 3, "phrase_len": 2, "n_examples": 15}),)),
+        smollm2=Tunings((SMOLLM2_ICA,), n=32),
         measured=[attention],
     ),
     _draw_maps,

@@ -24,6 +24,9 @@ from align_circuits.papers.icatune.tuned_models import (
     PAPER,
     SMOKE,
     SMOKE_TASK,
+    SMOLLM2,
+    SMOLLM2_PAPER,
+    SMOLLM2_TASK,
     TASK,
     TOY,
     Arm,
@@ -46,8 +49,19 @@ ICA = Arm("ICA-Tune")
 PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
+SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (0, 1, 2))
+"""The tuning of SmolLM2 that most figures are about."""
+
+SMOLLM2_ARMS = (SMOLLM2_ICA, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (0, 1, 2)))
+
 SHOWN = ("in distribution", "OOD")
 """The conditions that figures show."""
+
+
+def arms_of(table: Table) -> dict[str, Table]:
+    """Returns the rows of each arm by a text for titles: its name, or nothing where there is one arm."""
+    arms = [str(arm) for arm in table.frame["arm"].dropna().unique()]
+    return {f"{arm}: " if len(arms) > 1 else "": table.where(arm=arm) for arm in arms}
 
 
 def summarize_courses(config: Tunings, rows: Rows) -> pd.DataFrame:
@@ -115,6 +129,14 @@ def draw_layers(course: Table, panels: Mapping[str, str]) -> go.Figure:
 
 
 def _check_emergence(table: Table) -> list[Check]:
+    return [
+        replace(check, claim=title + check.claim)
+        for title, rows in arms_of(table).items()
+        for check in _check_emergence_of_arm(rows)
+    ]
+
+
+def _check_emergence_of_arm(table: Table) -> list[Check]:
     def gain(kind: str) -> Measured:
         return difference_of(*(first_token(table, part, kind=kind) for part in ("after", "before")))
 
@@ -173,6 +195,14 @@ def order_checks(table: Table) -> list[Check]:
 
 
 def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
+    return {
+        title + name: figure
+        for title, rows in arms_of(table).items()
+        for name, figure in _draw_emergence_of_arm(rows).items()
+    }
+
+
+def _draw_emergence_of_arm(table: Table) -> Mapping[str, go.Figure]:
     course = table.where(part="course")
     right: Any = course.where(of="model", kind=["first", "later"]).frame
     right = right[right["metric"] != "oracle"]
@@ -206,6 +236,7 @@ FIG4 = Experiment(
         smoke=Tunings((SMOKE_ICA,), n=4, every=1),
         cpu=Tunings((ICA,)),
         paper=Tunings((PAPER_ICA,)),
+        smollm2=Tunings(SMOLLM2_ARMS, every=1),
         measured=[ends],
     ),
     _draw_emergence,
@@ -302,6 +333,7 @@ FIG6 = Experiment(
         smoke=Tunings(_methods(SMOKE_TASK, SMOKE, 4, (0,), (5,)), every=1),
         cpu=Tunings(_methods(TASK, {**TOY, "probe_every": 50, "probe_prompts": 32}, 88, (0, 1), _SIZES), every=1),
         paper=Tunings(_methods(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2), _SIZES), every=5),
+        smollm2=Tunings(_methods(SMOLLM2_TASK, {**SMOLLM2, "probe_every": 50}, 32, (0,), (50, 800)), every=1),
     ),
     _draw_methods,
     _check_methods,
@@ -374,6 +406,7 @@ FIG7 = Experiment(
         paper=_decays(
             replace(PAPER_ICA, task={"x_len": 8, "phrase_len": 1, "n_examples": 15}, seeds=(0, 1, 2)), 1, 4, 16
         ),
+        smollm2=_decays(replace(SMOLLM2_ICA, seeds=(0,)), 1, 4, 16),
     ),
     _draw_decays,
     _check_decays,
@@ -460,6 +493,9 @@ FIG10 = Experiment(
         cpu=Layers(),
         paper=Layers(
             replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
+        ),
+        smollm2=Layers(
+            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)), (4, 8, 12, 16, 20, 24)
         ),
         measured=[ends],
         arms=Layers.arms,

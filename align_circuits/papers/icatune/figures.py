@@ -1,5 +1,6 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its figures."""
 
+from align_circuits.papers.icatune.build_or_unmask import UNMASK
 from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
 from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
@@ -7,9 +8,11 @@ from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FI
 from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
 from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG7, FIG10
 from align_circuits.papers.icatune.known_lexicons import LEXICON
+from align_circuits.papers.icatune.table_1_symbols import SYMBOLS_OF_TABLE1
 
 ICATUNE = (
     TABLE1,
+    SYMBOLS_OF_TABLE1,
     FIG1,
     FIG2,
     FIG3,
@@ -24,6 +27,7 @@ ICATUNE = (
     PRIOR,
     APPF,
     CAUSAL,
+    UNMASK,
     CONJECTURE,
     LEXICON,
 )

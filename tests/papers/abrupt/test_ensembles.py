@@ -60,7 +60,7 @@ class Plain(nn.Module):
 
 
 def plain_of(member: Any) -> Plain:
-    with torch.random.fork_rng():  # nn.Linear draws weights, which are then replaced
+    with torch.random.fork_rng(devices=[]):  # nn.Linear draws weights, which are then replaced
         return Plain(member)
 
 

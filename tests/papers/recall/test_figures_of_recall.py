@@ -260,7 +260,7 @@ def test_trainings_in_two_processes_are_those_of_one(tmp_path):
     trained = {path.name for path in (tmp_path / "alone" / "trained").iterdir()}
     assert {path.name for path in (tmp_path / "together" / "trained").iterdir()} == trained
     assert len(trained) == 2 + 4
-    jobs = [path.name.partition("-")[0] for path in (tmp_path / "together" / "jobs").glob("*.json")]
+    jobs = [path.name.partition("-")[0] for path in (tmp_path / "together" / "jobs").glob("[!.]*.json")]
     assert sorted(jobs) == ["finetune"] * 4 + ["pretrain"] * 2  # both cells of the grid share the pretrainings
 
 

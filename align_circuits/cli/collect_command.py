@@ -1,0 +1,43 @@
+"""`align-circuits collect`, and what `align-circuits status` prints."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from align_circuits.cli.folders import Results
+from align_circuits.cli.verb import Verb
+from align_circuits.jobs import collect_rows, read_progress
+
+
+@dataclass(frozen=True)
+class Collect(Verb):
+    """Writes rows.csv, the rows of all jobs that are done: their settings, then what they measured."""
+
+    run: tyro.conf.Positional[Path]
+    """The folder --out of `reproduce`, or runs, its default."""
+
+    def __call__(self, results: Results) -> None:
+        """Runs the verb."""
+        rows = collect_rows(_jobs_folder(self.run))
+        rows.to_csv(results.new / "rows.csv", index=False)
+        print_progress(self.run)
+        print(f"{len(rows)} rows: {results.folder / 'rows.csv'}")
+
+
+def print_progress(run: Path) -> None:
+    """Prints how far the runs in a folder are, a line each, and the jobs that failed."""
+    for progress in read_progress(_jobs_folder(run)):
+        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
+        counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
+        left = progress.seconds_left
+        soon = "" if left is None else f", {max(left, 1) / 60:.1f} minutes left"
+        print(f"begun {begun}: {counts}, {len(progress.failures)} failed{soon}")
+        for failure in progress.failures:
+            print(f"  failed: {failure}")
+
+
+def _jobs_folder(run: Path) -> Path:
+    """The folder of the jobs: that of a verb's results, or itself."""
+    return run / "jobs" if (run / "jobs").is_dir() else run

@@ -1,0 +1,139 @@
+"""`align-circuits compare`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tyro
+
+from align_circuits.cli.folders import Results
+from align_circuits.cli.verb import Verb, write_results
+from align_circuits.report.page import Section
+from align_circuits.tables.tables import VALUES, Provenance, Table
+
+SHOWN = 10
+"""The rows that are printed; the report has more and the table all."""
+
+
+@dataclass(frozen=True)
+class Compare(Verb):
+    """Puts two runs side by side."""
+
+    first: tyro.conf.Positional[Path]
+    """A folder that a verb wrote."""
+    second: tyro.conf.Positional[Path]
+    """Another one, of the same verb."""
+
+    def __call__(self, results: Results) -> None:
+        """Runs the verb."""
+        tables = [_loaded(folder) for folder in (self.first, self.second)]
+        table, paired = differences(*tables)
+        settings, claims = (part(*tables) for part in (settings_that_differ, claims_of))
+        values: Any = table.frame["value"]
+        equal = int((values == 0).sum())
+        left_out = [f"{len(each) - len(table)} only in {name}" for each, name in zip(tables, ("A", "B"), strict=True)]
+        summary = (
+            f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)}). Differences are B minus A, "
+            + ("with 95% intervals over the same prompts." if paired else "without intervals: the prompts differ.")
+        )
+        print(f"A: {self.first}\nB: {self.second}\n\n{summary}\n")
+        for name, rows in (("settings that differ", settings), ("claims", claims)):
+            if len(rows):
+                print(f"{name}:\n{rows.to_string(index=False)}\n")
+        print(f"largest differences:\n{table.frame.head(SHOWN).to_string(index=False, float_format='{:.3f}'.format)}")
+        sections: list[Section] = [
+            ("Settings that differ", "Of the command, the model, the prompts and the versions.", _html(settings)),
+            *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
+            ("Numbers", "The largest differences first; value, low and high are of B minus A.", table),
+        ]
+        write_results(
+            results,
+            table,
+            title=f"{tables[0].provenance.verb}: two runs",
+            summary=summary,
+            sections=sections,
+            facts={"A": str(self.first), "B": str(self.second)},
+        )
+
+
+def _loaded(folder: Path) -> Table:
+    if not (folder / "provenance.json").is_file():
+        raise ValueError(f"{str(folder)!r} is no run: give a folder that a verb wrote, which has a provenance.json")
+    return Table.load(folder)
+
+
+def differences(first: Table, second: Table) -> tuple[Table, bool]:
+    """Returns the rows that both tables have, with the difference second minus first, largest first.
+
+    Returns:
+        The table, with the numbers of both in the columns `A` and `B`, and whether its intervals are paired by prompt.
+
+    Raises:
+        ValueError: Tables of different verbs, or without a common row.
+    """
+    verbs = [table.provenance.verb for table in (first, second)]
+    if verbs[0] != verbs[1] or sorted(first.keys) != sorted(second.keys):
+        raise ValueError(f"a run of {verbs[0]!r} and one of {verbs[1]!r} differ: give two of one verb")
+    keys = first.keys
+    both: Any = first.frame[[*keys, "value", "n"]].merge(
+        second.frame[[*keys, "value", "n"]], on=keys, suffixes=("_a", "_b")
+    )
+    if not len(both):
+        raise ValueError("the runs have no row in common: compare runs that measure the same heads or targets")
+    frame: Any = both[keys].assign(A=both["value_a"], B=both["value_b"], value=both["value_b"] - both["value_a"])
+    frame = frame.assign(low=float("nan"), high=float("nan"), n=both[["n_a", "n_b"]].min(axis=1))
+    try:
+        exact = (second - first).frame[[*keys, "low", "high"]]
+        frame = frame.drop(columns=["low", "high"]).merge(exact, on=keys)[[*keys, "A", "B", *VALUES]]
+    except ValueError:
+        pass  # other rows, such as other lengths: no pairs of prompts, and no intervals
+    frame = frame.sort_values("value", key=lambda values: values.abs(), ascending=False, kind="stable")
+    made = Provenance("compare", {"A": asdict(first.provenance), "B": asdict(second.provenance)})
+    return Table(frame.reset_index(drop=True), made), bool(frame["low"].notna().any())
+
+
+def settings_that_differ(first: Table, second: Table) -> pd.DataFrame:
+    """Returns what differs between two runs' provenances, but for where they were written."""
+    one, other = (
+        {
+            name: value
+            for part in ("settings", "model", "data", "versions")
+            for name, value in _flat(getattr(table.provenance, part), part)
+        }
+        for table in (first, second)
+    )
+    names = [name for name in one | other if one.get(name) != other.get(name) and not name.startswith("settings out")]
+    rows = [(name, str(one.get(name, "–")), str(other.get(name, "–"))) for name in names]
+    return pd.DataFrame(rows, columns=["setting", "A", "B"])
+
+
+def claims_of(first: Table, second: Table) -> pd.DataFrame:
+    """Returns how each claim of an experiment stands in two of its runs; nothing for runs of other verbs."""
+    columns = ["claim", "A", "verdict A", "B", "verdict B"]
+    names = {table.provenance.settings.get("name") for table in (first, second)}
+    if first.provenance.verb != "reproduce" or len(names) != 1:
+        return pd.DataFrame(columns=columns)
+    from align_circuits.papers.experiments import EXPERIMENTS
+
+    experiment = EXPERIMENTS[first.provenance.settings["name"]]
+    checks = [{check.claim: check for check in experiment.check(table)} for table in (first, second)]
+    rows = [
+        (claim, *(text for each in checks for text in (f"{each[claim].measured}", each[claim].verdict)))
+        for claim in checks[0]
+        if claim in checks[1]
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _flat(part: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name} {key}")
+        else:
+            yield f"{name} {key}", value
+
+
+def _html(rows: pd.DataFrame) -> str:
+    return f'<div class="wide wrapped">{rows.to_html(index=False, border=0)}</div>' if len(rows) else "<p>None.</p>"

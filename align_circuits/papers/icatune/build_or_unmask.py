@@ -1,0 +1,254 @@
+"""Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does tuning build its heads, or unmask them?"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from align_circuits.heads.ablate import effects_table
+from align_circuits.heads.localize_heads import Localization, localize
+from align_circuits.hooks.edits import Clamp
+from align_circuits.hooks.heads import describe, heads_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of, share_of
+from align_circuits.papers.icatune.figs_4_6_7_10_tuning import ICA, PAPER_ICA, SMOKE_ICA, SMOLLM2_ARMS
+from align_circuits.papers.icatune.tuned_models import FRESH, Tunings, as_rows, course, loaded, of_tuned, tuned
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.report import plots
+from align_circuits.run.target_metrics import TargetMetrics, by_kind
+from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+ROLES = ("align_query", "align_key", "lookup")
+
+TOP = 3
+"""A head that tuning makes was there before if it was one of so many."""
+
+COLUMNS = ("arm", "part", "seed", "what", "role", "layer", "head", "of", "metric")
+"""The key columns. `what` is "clamped", "named", "ablated" or "interchanged"."""
+
+
+@dataclass(frozen=True)
+class Unmasking(Tunings):
+    """As `Tunings`, where `n` is how many prompts `localize` takes."""
+
+    clamped: int = 32
+    """Prompts on which heads are clamped, one at a time."""
+
+
+def clamped(*, model: str, task: Mapping[str, Any], role: str, prompts: int, seed: int, **_: str) -> pd.DataFrame:
+    """Returns what clamping each head of the untuned model onto gold gains; the function of a job.
+
+    Args:
+        model: What `load` takes.
+        task: The task's arguments.
+        role: The relation that heads are clamped onto.
+        prompts: How many.
+        seed: Of the task and its prompts.
+        **_: The hash of the model's weights.
+
+    Returns:
+        A row for each head: by how many nats the log-probability of gold first tokens rises.
+    """
+    network = loaded(model)
+    drawn = Seq2SeqTask(**task, task_seed=seed).sample(prompts, network.tokenizer, FRESH + seed, references=False)
+    heads = heads_of(network.cfg)
+    targets = TargetMetrics.of(drawn, ["log_prob"])
+    values = targets.measure_edited(network, [[], *([Clamp([head], role)] for head in heads)])[0]
+    keys = pd.DataFrame(heads, columns=["layer", "head"])
+    gains = effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(drawn), Provenance("clamped"))
+    return gains.where(kind="first").frame.assign(what="clamped", part="before", role=role)
+
+
+def before(*, model: str, task: Mapping[str, Any], prompts: int, seed: int, **_: str) -> pd.DataFrame:
+    """Localizes heads in the untuned model; the function of a job. Arguments as for `clamped`, rows as of `after`."""
+    return _localized(loaded(model), task, prompts, seed).assign(part="before")
+
+
+def after(*, prompts: int, **run: Any) -> pd.DataFrame:
+    """Localizes heads in a tuned model; the function of a job.
+
+    Args:
+        prompts: How many `localize` takes.
+        **run: As for `tuned`.
+
+    Returns:
+        "named": the score of each head that `localize` names for a role, beside `of="random"`, as many others of the
+        same layers for each; "ablated": the accuracy of first tokens without groups of heads, and "interchanged": how
+        often patching them brings the other prompt's answer, by group (`of`; random and matched ones once a draw).
+    """
+    return _localized(tuned(**run).model, run["task"], prompts, run["seed"]).assign(part="after")
+
+
+def _localized(model: Any, task: Mapping[str, Any], prompts: int, seed: int) -> pd.DataFrame:
+    found = localize(model, Seq2SeqTask(**task, task_seed=seed), prompts, seed=FRESH + seed)
+    groups = found.group_ablations.where(kind="first").frame.rename(columns={"ablated": "of"})
+    frames = [_named(found, model, seed), groups.assign(what="ablated", metric="accuracy")]
+    if found.interchanges is not None:
+        patched = found.interchanges.where(metric="interchange").frame.rename(columns={"patched": "of"})
+        frames.append(patched.assign(what="interchanged"))
+    keys = [column for column in COLUMNS if column not in ("arm", "part", "seed")]  # the job's own
+    return pd.concat([frame.reindex(columns=[*keys, *VALUES]) for frame in frames])
+
+
+def _named(found: Localization, model: Any, seed: int) -> pd.DataFrame:
+    """The named heads with their scores, each beside another head of its layer that was not named for the role."""
+    generator, rows = np.random.default_rng(seed), []
+    for role, heads in found.heads_by_role.items():
+        if role not in ROLES:
+            continue
+        for head in heads:
+            others = [other for other in heads_of(model.cfg) if other[0] == head[0] and other not in heads]
+            chosen = {"named": head} | ({"random": others[generator.integers(len(others))]} if others else {})
+            for of, (layer, at) in chosen.items():
+                score = found.table.where(role=role, metric="score", layer=layer, head=at).frame
+                rows.append(score.assign(what="named", of=of, role=role))
+    return pd.concat(rows) if rows else pd.DataFrame(columns=list(COLUMNS))
+
+
+def _train(config: Unmasking, inputs: Inputs) -> list[Measurement]:
+    return of_tuned(course, config.arms, inputs)
+
+
+def _jobs(config: Unmasking, inputs: Inputs) -> list[Measurement]:
+    """What is measured before tuning is so once for all arms of one task."""
+    tasks = {str(arm.task): arm for arm in config.arms}
+    untuned = [
+        Measurement(function, {**inputs.model, "task": dict(arm.task), "prompts": n, **more}, seed)
+        for arm in tasks.values()
+        for function, n, seeds, parts in (
+            (clamped, config.clamped, arm.seeds[:1], [{"role": role} for role in ROLES]),
+            (before, config.n, arm.seeds, [{}]),
+        )
+        for seed in seeds
+        for more in parts
+    ]
+    return [*untuned, *of_tuned(after, config.arms, inputs, prompts=config.n)]
+
+
+def _summarize(_: Unmasking, rows: Rows) -> pd.DataFrame:
+    return as_rows([rows[name] for name in ("clamped", "before", "after")], COLUMNS)
+
+
+def _ranks(table: Table) -> Any:
+    """Where each head stands by what clamping it gains, from 1, by role, layer and head."""
+    gains: Any = table.where(what="clamped").frame.set_index(["role", "layer", "head"])["value"]
+    return gains.groupby("role").rank(ascending=False, method="first")
+
+
+def _among_the_top(table: Table, of: str) -> Measured:
+    """The share of named heads, or of random ones of their layers, that were among the `TOP` before tuning.
+
+    0 without an interval, so undecided, where there is none.
+    """
+    heads: Any = table.frame[
+        (table.frame["what"] == "named") & (table.frame["part"] == "after") & (table.frame["of"] == of)
+    ]
+    if not len(heads):
+        return Measured(0.0, float("nan"), float("nan"))
+    ranks = _ranks(table).loc[list(zip(heads["role"], heads["layer"], heads["head"], strict=True))]
+    return share_of(ranks.to_numpy() <= TOP)
+
+
+def _check(table: Table) -> list[Check]:
+    gains: Any = table.where(what="clamped").frame
+    middle = gains.loc[gains.sort_values("value").groupby("role")["value"].apply(lambda of: of.index[len(of) // 2])]
+    checks = [
+        Claim("Clamping a single head onto gold lifts the untuned model's first tokens (nats, the best head)").at_least(
+            0.1,
+            extreme_of(table.where(what="clamped"), highest=True),
+            mean_of(Table(middle, table.provenance)),
+            "heads in the middle of the ranking",
+        )
+    ]
+    frame: Any = table.frame
+    for arm in frame["arm"].dropna().unique():
+        # What was measured before tuning has no arm: it is the same for all.
+        own = Table(frame[frame["arm"].isna() | (frame["arm"] == arm)], table.provenance)
+        checks += [_unmasked(own, arm), *_localized_checks(own, arm)]
+    return checks
+
+
+def _unmasked(table: Table, arm: str) -> Check:
+    return Claim(
+        f"{arm}: tuning unmasks heads: of those named after it, these were among the {TOP} whose clamping gains most "
+        "before it (share)"
+    ).at_least(0.5, *both(lambda of: _among_the_top(table, of), "named", "random"), "random heads of their layers")
+
+
+def _localized_checks(table: Table, arm: str) -> list[Check]:
+    frame: Any = table.frame
+    seeds = sorted(set(frame[frame["part"] == "after"]["seed"]))
+
+    def names(role: str) -> Callable[[str], Measured]:
+        def share(part: str) -> Measured:
+            rows = frame[(frame["what"] == "named") & (frame["part"] == part) & (frame["role"] == role)]
+            return share_of(np.isin(seeds, [*rows["seed"]]))
+
+        return share
+
+    def rows(what: str, of: str) -> Table:
+        return table.where(part="after", what=what, of=of)
+
+    checks = [
+        Claim(f"{arm}: localize names {role} heads (share of seeds)").at_least(
+            0.8, *both(names(role), "after", "before"), "before tuning"
+        )
+        for role in ROLES
+    ]
+    measured = frame[frame["part"] == "after"].groupby("what")["of"].agg(set).to_dict()
+    if {"named", "random"} <= measured.get("ablated", set()):
+        checks.append(
+            Claim(f"{arm}: without the named heads the first token is lost (difference of accuracy)").at_most(
+                -0.2,
+                *both(lambda of: difference_of(rows("ablated", of), rows("ablated", "nothing")), "named", "random"),
+                "random heads of their layers",
+            )
+        )
+    if {"named", "random 0"} <= measured.get("interchanged", set()):
+        checks.append(
+            Claim(f"{arm}: the named heads carry the answer (interchange accuracy)").at_least(
+                0.5, *both(lambda of: mean_of(rows("interchanged", of)), "named", "random 0"), "random heads"
+            )
+        )
+    return checks
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    gains: Any = table.where(what="clamped").frame
+    best = gains.loc[gains.groupby("role")["value"].nlargest(12).index.get_level_values(1)]
+    best = best.assign(head=[describe([head]) for head in zip(best["layer"], best["head"], strict=True)])
+    groups: Any = table.where(what=["ablated", "interchanged"]).frame
+    groups = groups[groups["of"].isin(["nothing", *ROLES, "named", "random", "random 0"])]
+    groups = groups.assign(when=groups["part"] + (", " + groups["arm"]).fillna(""))
+    groups = groups.groupby(["what", "when", "seed", "of"], as_index=False)[[*VALUES]].mean()
+    figures = {
+        f"{what} {when}": plots.dots(rows.assign(seed="seed " + rows["seed"].astype(str)), "of", "seed", what)
+        for (what, when), rows in groups.groupby(["what", "when"])
+    }
+    return {"clamped": plots.dots(best, "head", "role", "gain by clamping (nats)"), **figures}
+
+
+UNMASK = Experiment(
+    "icatune/unmask",
+    "Build or unmask: were the heads that tuning makes there before?",
+    "beyond Agarwal and Sarawagi (2025)",
+    Study(
+        "icatune/unmask",
+        {
+            "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
+            "cpu": Unmasking((ICA,)),
+            "paper": Unmasking((PAPER_ICA,)),
+            "smollm2": Unmasking(SMOLLM2_ARMS, n=32, clamped=16),
+        },
+        _jobs,
+        _summarize,
+        _train,
+        models="one",
+        load=loaded,
+    ),
+    _draw,
+    _check,
+)

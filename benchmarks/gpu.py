@@ -1,0 +1,131 @@
+"""All that a GPU should be asked, in one command (`make gpu`), in under 25 minutes; `--pretend` tries it on a CPU.
+
+The tests of `tests/on_a_gpu.py`; `real_shapes.py` at the shapes of 1B and 8B in bf16, beside a bare forward pass of
+Hugging Face and TransformerLens; `ensembles.py`; then three checks: the memory against "What fits" of "Your own data",
+the ensemble against its floor, and no step failed. A step that fails or takes too long does not keep the others from
+running. Tables go to `--out`, by default `docs/results/benchmarks/DEVICE-STEP`.
+
+`--pretend`: small sizes on the CPU, without 8B, so that what is wrong with this script is found before the minutes of a
+GPU count. The memory and the floor are printed there, not checked. Tables go to runs/benchmarks.
+
+    python benchmarks/gpu.py [--pretend] [--out FOLDER]
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from align_circuits.tables.tables import Table
+
+HERE = Path(__file__).parent
+FLOOR = 5.0
+"""How many times as fast as plain loops an ensemble of six must be."""
+
+FITS = {"real-shapes-1b": 4.0, "real-shapes-8b": 20.0}
+"""The memory that "What fits" promises, in GB."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One script."""
+
+    name: str
+    minutes: float
+    """When it is stopped."""
+    command: tuple[str, ...]
+    keeps: bool = False
+    """Whether it takes `--out`."""
+
+
+def steps(*, pretend: bool) -> list[Step]:
+    """Returns what runs, the tests first."""
+    device = "cpu" if pretend else "cuda"
+    small = ("--layers", "1", "--heads", "2", "--theirs", "1", "--rounds", "1") if pretend else ()
+    few = ("--size", "cpu", "--steps", "2", "--rounds", "1") if pretend else ()
+    shapes = [
+        Step(
+            f"real-shapes-{shape}",
+            minutes,
+            (str(HERE / "real_shapes.py"), "--shape", shape, "--device", device, *small),
+            keeps=True,
+        )
+        for shape, minutes in (("1b", 5.0), ("8b", 9.0))
+        if shape == "1b" or not pretend
+    ]
+    return [
+        Step("tests", 5.0, ("-m", "pytest", "-q", str(HERE.parent / "tests" / "test_on_a_gpu.py"))),
+        *shapes,
+        Step("ensembles", 5.0, (str(HERE / "ensembles.py"), "--device", device, *few), keeps=True),
+    ]
+
+
+def run(step: Step, out: Path) -> bool:
+    """Runs a step and shows its output; returns whether it succeeded."""
+    keep = ["--out", str(out)] if step.keeps else []
+    print(f"\n== {step.name}", flush=True)
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *step.command, *keep],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60 * step.minutes,
+            check=False,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        ended, output = f"exit status {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as error:
+        ended, output = f"stopped after {step.minutes:g} minutes", (error.stdout or b"").decode()
+    print(f"{output}{step.name}: {ended}, {time.monotonic() - started:.0f} s", flush=True)
+    return ended == "exit status 0"
+
+
+def memory(folder: Path) -> float:
+    """Returns the weights and the highest peak above them of this package's verbs, in GB."""
+    table = Table.load(folder)
+    frame = table.frame
+    ours = frame[frame["measure"].str.startswith("peak") & ~frame["contestant"].str.startswith("TransformerLens")]
+    return table.provenance.settings["weights, GB"] + float(ours["value"].max())
+
+
+def main() -> int:
+    """Runs all steps; returns 1 if a check fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pretend", action="store_true", help="small sizes on the CPU")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.pretend and not torch.cuda.is_available():
+        print("no CUDA device: --pretend tries everything on the CPU", file=sys.stderr)
+        return 2
+    name = "pretended" if arguments.pretend else torch.cuda.get_device_name()
+    kept = Path("runs" if arguments.pretend else "docs/results") / "benchmarks"
+    out = arguments.out or kept
+    device = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    todo = steps(pretend=arguments.pretend)
+    succeeded = {step.name: run(step, out / f"{device}-{step.name}") for step in todo}
+    print(f"\n== {name}")
+    checks: list[tuple[str, bool | None]] = [(f"{step} ran", ran) for step, ran in succeeded.items()]
+    for step, most in FITS.items():
+        if succeeded.get(step):
+            taken = memory(out / f"{device}-{step}")
+            checks.append((f"{step}: {taken:.1f} GB, at most {most:g}", None if arguments.pretend else taken <= most))
+    if succeeded["ensembles"]:
+        fast = float(Table.load(out / f"{device}-ensembles").where(measure="times as fast").frame["value"].iloc[0])
+        checks.append(
+            (f"ensembles: {fast:g} times plain loops, at least {FLOOR:g}", None if arguments.pretend else fast >= FLOOR)
+        )
+    for text, holds in checks:
+        print(f"{'not checked' if holds is None else 'ok' if holds else 'FAIL':<11} {text}")
+    return 1 if any(holds is False for _, holds in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

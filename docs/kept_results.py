@@ -1,0 +1,48 @@
+"""What the pages of results show of the tables that are kept in the folder `results`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import HTML, Markdown, display
+
+from align_circuits.papers.claims import checks_html, verdicts
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.study import Experiment
+from align_circuits.tables.tables import Table
+
+PAPERS = ("icatune", "recall", "abrupt")
+
+
+def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
+    """Yields the experiments of a paper, or of "validation", each with a folder of its results."""
+    for name, experiment in EXPERIMENTS.items():
+        part = name.partition("/")[0]
+        if paper == (part if part in PAPERS else "validation"):
+            for folder in sorted(Path("results").glob(f"{experiment.study.name.replace('/', '-')}/*")):
+                yield experiment, folder
+
+
+def show(paper: str) -> None:
+    """Shows how many claims hold in each experiment, then every experiment with its claims and figures."""
+    display(HTML(f'<div style="overflow-x:auto">{overview(paper).to_html(index=False, border=0)}</div>'))
+    for experiment, folder in kept(paper):
+        table = Table.load(folder)
+        models = table.provenance.settings["models"]
+        about = f"{experiment.source}; scale `{folder.name}`{', models: ' + ', '.join(models) if models else ''}."
+        display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
+        if checks := experiment.check(table):
+            display(Markdown(verdicts(checks)))
+            display(HTML(f'<div style="overflow-x:auto">{checks_html(checks)}</div>'))
+        for figure in experiment.draw(table).values():
+            display(figure)
+
+
+def overview(paper: str) -> pd.DataFrame:
+    """Returns how many claims of each experiment hold, fail and are undecided."""
+    rows = []
+    for experiment, folder in kept(paper):
+        found = [check.verdict for check in experiment.check(Table.load(folder))]
+        counts = {verdict: found.count(verdict) for verdict in ("holds", "fails", "undecided")}
+        rows.append({"experiment": experiment.name, "what": experiment.title, "scale": folder.name, **counts})
+    return pd.DataFrame(rows)

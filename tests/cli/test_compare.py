@@ -1,0 +1,69 @@
+"""`compare` puts two runs side by side, with the differences that the tables themselves give."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from align_circuits.cli import main
+from align_circuits.cli.verb import command_line
+from align_circuits.tables.tables import Provenance, Table
+
+HEADS: Any = pd.DataFrame({"level": "head", "layer": [0, 0, 1], "head": [0, 1, 0], "metric": "lookup"})
+
+
+def run(values, folder, *, seed=0, digest="d", verb="score", heads=HEADS):
+    made = Provenance(verb, {"seed": seed, "out": str(folder)}, data={"digest": digest})
+    numbers = np.asarray(values, dtype=float)
+    table = Table.from_prompts(heads, numbers, np.ones_like(numbers), made, bounded=False)
+    table.save(folder)
+    return table
+
+
+@pytest.fixture
+def values():
+    return np.random.default_rng(0).normal(0, 1, (2, 3, 9))
+
+
+def test_differences_on_the_same_prompts_have_paired_intervals_and_the_largest_stands_first(values, tmp_path, capsys):
+    first, second = (run(part, tmp_path / name, seed=s) for part, name, s in zip(values, "ab", (0, 5), strict=True))
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]
+    assert main(command) == 0
+    exact: Any = (second - first).frame.sort_values("value", key=abs, ascending=False)
+    made: Any = Table.load(tmp_path / "both").frame
+    np.testing.assert_allclose(made[["value", "low", "high"]], exact[["value", "low", "high"]], atol=1e-6)
+    np.testing.assert_allclose(made["B"] - made["A"], exact["value"], atol=1e-6)
+    printed = capsys.readouterr().out
+    assert "settings seed 0 5" in " ".join(printed.split()) and "out" not in printed.split("claims")[0].split("A B")[1]
+
+
+def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_path, capsys):
+    run(values[0], tmp_path / "a")
+    run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 2 numbers are equal in A and B (1 only in A, 0 only in B)" in printed
+    assert "without intervals: the prompts differ" in printed
+    made: Any = Table.load(tmp_path / "both").frame
+    assert made["low"].isna().all()
+
+
+def test_what_is_no_run_and_what_measured_something_else_are_refused(values, tmp_path, capsys):
+    run(values[0], tmp_path / "a")
+    run(values[1], tmp_path / "b", verb="patch")
+    (tmp_path / "c").mkdir()
+    for other, message in (("b", "'score' and one of 'patch' differ"), ("c", "is no run")):
+        assert main(["compare", str(tmp_path / "a"), str(tmp_path / other), "--out", str(tmp_path / "both")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_the_command_has_only_what_was_set():
+    from align_circuits.cli.score_command import Score
+    from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+    verb = Score(model="a b", n=8, task=Seq2SeqTask(x_len=3, edge_range=(1, 2), bos=False))
+    assert command_line("score", verb, Score()) == (
+        "align-circuits score --model 'a b' --x-len 3 --no-bos --edge-range 1 2 --n 8"
+    )

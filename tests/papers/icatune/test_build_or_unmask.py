@@ -1,0 +1,53 @@
+"""Whether heads that tuning makes were there before."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import align_circuits as ac
+from align_circuits.hooks.edits import Clamp
+from align_circuits.papers.icatune import build_or_unmask
+from align_circuits.papers.icatune.build_or_unmask import TOP, UNMASK, clamped
+from align_circuits.run.evaluation import evaluate
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+
+TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
+
+
+def test_what_clamping_gains_is_the_difference_of_two_evaluations(random_hf_model, char_tokenizer, monkeypatch):
+    bridge = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+    monkeypatch.setattr(build_or_unmask, "loaded", lambda _: bridge)
+    rows = clamped(model="", task=TASK, role="align_query", prompts=4, seed=1)
+    assert len(rows) == bridge.cfg.n_layers * bridge.cfg.n_heads
+    prompts = Seq2SeqTask(**TASK, task_seed=1).sample(4, bridge.tokenizer, build_or_unmask.FRESH + 1)
+    head = (bridge.cfg.n_layers - 1, 1)
+    with_edit, without = (
+        evaluate(bridge, prompts, edits=edits)
+        .where(metric="log_prob", predictor="model", kind="first", offset=None)
+        .frame["value"]
+        .item()
+        for edits in ([Clamp([head], "align_query")], [])
+    )
+    gain = rows[(rows["layer"] == head[0]) & (rows["head"] == head[1])]["value"].item()
+    assert gain == pytest.approx(with_edit - without, abs=1e-6)
+    assert gain != 0
+
+
+def test_named_heads_are_looked_up_in_the_ranking_of_their_role():
+    gains = [
+        {"what": "clamped", "part": "before", "role": role, "layer": 0, "head": head, "value": sign * head}
+        for role, sign in (("align_query", 1.0), ("lookup", -1.0))
+        for head in range(8)
+    ]
+    heads = {("named", "align_query"): (7, 5), ("random", "align_query"): (4,), ("named", "lookup"): (0, 3)}
+    named = [
+        {"what": "named", "part": "after", "role": role, "layer": 0, "head": head, "of": of, "arm": "a", "seed": 0}
+        for (of, role), those in heads.items()
+        for head in those
+    ]
+    frame = pd.DataFrame([*gains, *named]).assign(metric="log_prob", low=0.0, high=1.0, n=1)
+    (check,) = (each for each in UNMASK.check(Table(frame, Provenance("test"))) if "unmasks" in each.claim)
+    assert TOP == 3
+    assert (check.measured.value, check.control.value) == (3 / 4, 0.0)
