@@ -120,17 +120,20 @@ class Localization:
     @property
     def summary(self) -> str:
         """The result in a few sentences."""
-        diffuse = self._diffuse_sentences()
         if not self.named_heads:
-            return " ".join(["No head passes every test.", *diffuse, *self.notes])
+            return " ".join(filter(None, ("No head passes every test.", self.caveats)))
         kind = "first" if "first" in set(self.group_ablations.frame["kind"]) else "all"
         intact: Any = self.group_ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
         names = "; ".join(f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads)
         accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
         verdicts = [verdict.sentence for verdict in self.verdicts if verdict.role is None] + self._role_sentences()
-        return " ".join(
-            [f"{names}. {self.target_name} is correct in {accuracy} of cases.", *verdicts, *diffuse, *self.notes]
-        )
+        answer = f"{names}. {self.target_name} is correct in {accuracy} of cases."
+        return " ".join(filter(None, (answer, *verdicts, self.caveats)))
+
+    @property
+    def caveats(self) -> str:
+        """What to bear in mind: heads that almost pass, and what cannot be established on this task."""
+        return " ".join([*self._diffuse_sentences(), *self.notes])
 
     def _role_sentences(self) -> list[str]:
         """The verdicts on the heads of each role."""

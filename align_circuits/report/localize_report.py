@@ -68,6 +68,7 @@ def save_localization(
         ValueError: The folder cannot be written, or holds other folders where the tables go.
     """
     others = ("patching_effects", "ablation_effects", "group_ablations", "interchanges")
+    answer = answer_of(localization)
     with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
         for name in others:
             if getattr(localization, name) is not None:
@@ -75,7 +76,7 @@ def save_localization(
         write_report(
             new / "report.html",
             title="Alignment and lookup heads, and their causal role",
-            summary=answer_of(localization) or localization.summary,
+            summary=f"{answer}\n\n{localization.caveats}" if answer else localization.summary,
             sections=list(_sections(localization)),
             provenance=localization.table.provenance,
             facts=facts,
@@ -94,6 +95,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
         "that keeps its score there infers the alignment from the prompt; one that loses it follows a fixed alignment.",
         Html(
             re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
+            + f"<details><summary>The whole result in words</summary><p>{escape(localization.summary)}</p></details>"
         ),
     )
     yield (

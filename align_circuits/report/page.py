@@ -144,7 +144,7 @@ def write_report(
     contents = [[content] if isinstance(content, Content) else list(content) for _, _, content in sections]
     scripts = list(_scripts({type(content) for part in contents for content in part}))
     words = Definitions()
-    answer, *details = (f"<p>{words.linked(text)}</p>\n" for text in summary.split("\n\n"))
+    answer, *details = (f"<p>{words.linked(text)}</p>\n" for text in summary.strip().split("\n\n"))
     blocks = [
         f'<h2 id="{_anchor(heading)}">{html.escape(heading)}</h2>\n<p>{words.linked(note)}</p>\n'
         + "".join(_block(content, f"{heading}. {note}") for content in part)
