@@ -100,13 +100,14 @@ class AttentionView:
                     mask[query - self.start + extra, max(0, key - self.start + extra)] = True
         return mask
 
-    def html(self, *, script: bool = True) -> str:
+    def html(self, *, script: bool = True, name: str | None = None) -> str:
         """Returns the CircuitsVis widget on a light card, which is legible on dark pages too.
 
         Args:
             script: Whether to include CircuitsVis's script: once on a page is enough.
+            name: The id of the widget, which no other element of the page may have; by default one drawn at random.
         """
-        name = f"attention-{uuid4().hex}"
+        name = name or f"attention-{uuid4().hex}"
         settings = {
             "attention": ((self.pattern.nan_to_num() * 1000).round() / 1000).tolist(),
             "tokens": self.tokens,

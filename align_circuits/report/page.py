@@ -147,7 +147,9 @@ def write_report(
     answer, *details = (f"<p>{words.linked(text)}</p>\n" for text in summary.strip().split("\n\n"))
     blocks = [
         f'<h2 id="{_anchor(heading)}">{html.escape(heading)}</h2>\n<p>{words.linked(note)}</p>\n'
-        + "".join(_block(content, f"{heading}. {note}") for content in part)
+        + "".join(
+            _block(content, f"{_anchor(heading)}-{place}", f"{heading}. {note}") for place, content in enumerate(part)
+        )
         for (heading, note, _), part in zip(sections, contents, strict=True)
     ]
     page = f"""<!doctype html>
@@ -217,16 +219,18 @@ def _scripts(kinds: set[type]) -> Iterator[str]:
         yield packed(circuitsvis_script())
 
 
-def _block(content: Content, description: str) -> str:
+def _block(content: Content, name: str, description: str) -> str:
+    """A content as HTML; a figure's own ids are made of `name`, so that the same results give the same page."""
     if isinstance(content, Table):
         return _rows(content)
     if isinstance(content, str):
         return content
     if isinstance(content, go.Figure):
         download = {"modeBarButtons": [["toImage"]], "toImageButtonOptions": {"format": "svg"}, "displaylogo": False}
-        text = content.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, **download})
+        config = {"responsive": True, **download}
+        text = content.to_html(full_html=False, include_plotlyjs=False, config=config, div_id=f"figure-{name}")
     else:
-        text = content.html(script=False)
+        text = content.html(script=False, name=f"attention-{name}")
     text = re.sub(r"<script[^>]*>(.*?)</script>", lambda script: packed(script[1]), text, flags=re.DOTALL)
     return f'<div role="figure" aria-label="{html.escape(description)}">{text}</div>\n'
 

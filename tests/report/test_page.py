@@ -172,6 +172,11 @@ def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, tmp_
     assert plain.stat().st_size < 10_000
 
 
+def test_the_same_results_give_the_same_page(page, tmp_path, localization):
+    again = save_localization(localization, tmp_path / "again")
+    assert again.read_bytes() == page.read_bytes()
+
+
 def test_a_page_that_is_too_large_is_refused_by_the_name_of_its_largest_part(tmp_path):
     sections = [("small", "", "x"), ("huge", "", "x" * report.MAX_BYTES)]
     with pytest.raises(ValueError, match="show less in 'huge'"):

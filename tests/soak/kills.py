@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -119,20 +118,14 @@ def finished(pid: int, within: float | None = None) -> int | None:
         time.sleep(0.001)
 
 
-RANDOM_NAMES = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|attention-[0-9a-f]{32}")
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder but locks, without what differs between any two runs.
 
-    That is the random names of drawings in pages, the order of the entries in the header of safetensors, and the lists
-    of jobs, which say when a run began.
+    That is the order of the entries in the header of safetensors, and the lists of jobs, which say when a run began.
     """
 
     def same_each_time(path: Path) -> bytes:
         read = path.read_bytes()
-        if path.suffix == ".html":
-            return RANDOM_NAMES.sub(b"", read)
         if path.suffix == ".safetensors" and len(read) >= 8:
             end = 8 + int.from_bytes(read[:8], "little")
             return json.dumps(json.loads(read[8:end]), sort_keys=True).encode() + read[end:]
