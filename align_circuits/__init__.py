@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from align_circuits.prompts.prompts import Prompts
     from align_circuits.prompts.relations import Relation
     from align_circuits.report import plots
+    from align_circuits.report.explorer import explore
     from align_circuits.run.evaluation import evaluate
     from align_circuits.run.options import RunOptions
     from align_circuits.run.pairs import Pair
@@ -60,6 +61,7 @@ _MODULES = {
     "direct_logits": "align_circuits.circuits.direct_effects",
     "emergence": "align_circuits.tables.emergence_times",
     "evaluate": "align_circuits.run.evaluation",
+    "explore": "align_circuits.report.explorer",
     "faithfulness": "align_circuits.circuits.faithful",
     "function_vectors": "align_circuits.circuits.direct_effects",
     "head_profile": "align_circuits.circuits.direct_effects",
@@ -106,6 +108,7 @@ __all__ = [
     "direct_logits",
     "emergence",
     "evaluate",
+    "explore",
     "faithfulness",
     "function_vectors",
     "head_profile",

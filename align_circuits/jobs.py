@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from align_circuits.executors import ProcessExecutor, why_lost
 from align_circuits.files import Taken, claimed, is_claimed, remove_partial, replacing, shared_folder, until_done

@@ -26,6 +26,8 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 1200  # seconds a cell: the tuning of a demo takes minutes on a busy machine
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]  # no kernel: static HTML
+nb_ipywidgets_js = {}  # and no scripts from the network
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 

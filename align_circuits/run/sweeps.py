@@ -14,7 +14,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from align_circuits.files import Taken, claimed, remove_partial, replacing, shared_folder, until_done
 from align_circuits.run.options import RunOptions

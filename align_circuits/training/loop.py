@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 

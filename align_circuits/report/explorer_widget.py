@@ -1,0 +1,157 @@
+"""The widget that `explore` returns; its page is HTML from here, its controls are those of `explorer.js`."""
+
+import html
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import pandas as pd
+import torch
+import traitlets
+from anywidget import AnyWidget
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from align_circuits.heads.ablate import ablation_baseline
+from align_circuits.heads.attention import attention_from
+from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
+from align_circuits.hooks.heads import Head, HeadLike, describe, head_of
+from align_circuits.models.protocol import HookedModel
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.prompts.token_html import readable
+from align_circuits.report.attention_view import AttentionView
+from align_circuits.run.edited_runs import run_edited
+from align_circuits.run.options import RunOptions
+
+
+class Explorer(AnyWidget):
+    """What `explore` returns: a widget for Jupyter, VS Code and marimo, and static HTML where there is no kernel.
+
+    All that the controls choose can be chosen from Python as well, such as `explorer.head = "L2H3"`.
+    """
+
+    _esm = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
+
+    prompt: Any = traitlets.Int(0).tag(sync=True)
+    """The prompt, counted from 0."""
+    relation: Any = traitlets.Unicode().tag(sync=True)
+    """The relation whose keys are framed."""
+    row: Any = traitlets.Int(0).tag(sync=True)
+    """Which of the relation's queries the attention comes from, counted from 0; beyond the last: the last."""
+    head: Any = traitlets.Any("").tag(sync=True)
+    """The head whose attention is drawn, such as `"L2H3"`."""
+    ablated: Any = traitlets.List().tag(sync=True)
+    """The heads that are ablated together, to their mean over tokens of the same role in all of the prompts."""
+    choices: Any = traitlets.Dict(read_only=True).tag(sync=True)
+    """What can be chosen: the number of prompts, the relations, the rows of the chosen one, the heads."""
+    shown: Any = traitlets.Unicode(read_only=True).tag(sync=True)
+    """The page as HTML."""
+
+    def __init__(
+        self, model: HookedModel, prompts: Prompts, heads: Sequence[Head], relations: Sequence[str], options: RunOptions
+    ):
+        self._model, self._prompts, self._options = model, prompts, options
+        self._means: dict[int, Mapping[str, Tensor]] = {}
+        self._names = [describe([head]) for head in heads]
+        self._relations = list(relations)
+        super().__init__(relation=self._relations[0], head=self._names[0])
+        self.observe(self._show, ["prompt", "relation", "row", "head", "ablated"])
+        self._show()
+
+    def __repr__(self) -> str:
+        without = f", without {', '.join(self.ablated)}" if self.ablated else ""
+        return f"Explorer(prompt {self.prompt} of {len(self._prompts)}, {self.head}, {self.relation}{without})"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        if bundle is None:
+            return None
+        data, about = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, "text/html": self.shown}, about
+
+    @traitlets.validate("prompt")
+    def _check_prompt(self, proposal: Any) -> int:
+        if not 0 <= proposal["value"] < len(self._prompts):
+            raise ValueError(f"prompt={proposal['value']}: give 0 to {len(self._prompts) - 1}")
+        return proposal["value"]
+
+    @traitlets.validate("row")
+    def _check_row(self, proposal: Any) -> int:
+        if proposal["value"] < 0:
+            raise ValueError(f"row={proposal['value']}: give 0 or more")
+        return proposal["value"]
+
+    @traitlets.validate("relation")
+    def _check_relation(self, proposal: Any) -> str:
+        if proposal["value"] not in self._relations:
+            raise ValueError(f"relation={proposal['value']!r}: choose from {', '.join(self._relations)}")
+        return proposal["value"]
+
+    @traitlets.validate("head")
+    def _check_head(self, proposal: Any) -> str:
+        return self._head(proposal["value"])
+
+    @traitlets.validate("ablated")
+    def _check_ablated(self, proposal: Any) -> list[str]:
+        return list(dict.fromkeys(map(self._head, proposal["value"])))
+
+    def _head(self, given: HeadLike) -> str:
+        """The name of a head that is offered."""
+        name = describe([head_of(given)])
+        if name not in self._names:
+            raise ValueError(f"head {name}: choose from {', '.join(self._names)}")
+        return name
+
+    def _show(self, _: Any = None) -> None:
+        prompt = self._prompts[self.prompt]
+        relation = prompt.relations[self.relation]
+        parts = [f"<h4>Gold</h4>{prompt.drawing()}"]
+        if rows := len(relation):
+            row = min(self.row, rows - 1)
+            head, query = head_of(self.head), relation.query[row : row + 1]
+            attention = attention_from(self._model, prompt, [head], query, self._options)
+            drawing = AttentionView(prompt, query.tolist(), attention).drawing(head, self.relation, row=row)
+            parts.append(f"<h4>Attention</h4>{drawing}")
+        else:
+            parts.append(f"<p>This prompt has no row of {html.escape(self.relation)}.</p>")
+        parts.append(f"<h4>Answers</h4>{self._answers(prompt)}")
+        self.set_trait(
+            "choices", {"prompts": len(self._prompts), "relations": self._relations, "rows": rows, "heads": self._names}
+        )
+        self.set_trait("shown", "".join(parts))
+
+    def _answers(self, prompt: Prompts) -> str:
+        """A table of the targets, and of what the model predicts with and without the ablated heads."""
+        heads = [head_of(name) for name in self.ablated]
+        runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
+        target, predicted = prompt.column("token"), torch.zeros(len(runs), len(prompt.targets), dtype=torch.long)
+        chance = torch.zeros(len(runs), len(prompt.targets))
+
+        def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
+            predicted[index, rows] = logits.argmax(-1).cpu()
+            chance[index, rows] = logits.softmax(-1).cpu()[range(len(rows)), target[rows]]
+
+        run_edited(
+            self._model,
+            prompt,
+            list(runs.values()),
+            prompt=prompt.column("prompt"),
+            query=prompt.column("query_pos"),
+            on_logits=keep,
+            options=self._options,
+        )
+        texts = [[readable(prompt.string_of(int(token))) for token in tokens] for tokens in (target, *predicted)]
+        columns = {"target": texts[0]}
+        for name, text, right, p in zip(runs, texts[1:], predicted == target, chance, strict=True):
+            columns[name] = [f"{t}{'' if r else ' ✗'}" for t, r in zip(text, right.tolist(), strict=True)]
+            columns[f"p, {name}"] = [f"{value:.2f}" for value in p.tolist()]
+        return pd.DataFrame(columns).to_html(index=False, border=0) + (
+            "<p>p: the probability of the target's token; ✗: another token is more probable.</p>"
+        )
+
+    def _edits(self, heads: Sequence[Head]) -> list[Edit]:
+        for layer in {layer for layer, _ in heads} - self._means.keys():
+            baseline = ablation_baseline(self._model, self._prompts, layers=[layer], options=self._options)
+            self._means[layer] = baseline.means
+        means = {name: mean for of_layer in self._means.values() for name, mean in of_layer.items()}
+        return [Ablate(heads, how="mean", reference=AblationBaseline(means=means))]

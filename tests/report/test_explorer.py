@@ -1,0 +1,172 @@
+"""The explorer shows gold, attention and answers of what is chosen, from Python and in a browser."""
+
+import html
+import json
+import re
+import sys
+from importlib.resources import files
+
+import browser
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.heads.attention import attention_from
+
+TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
+
+# What Jupyter gives a widget: its traits, told apart by name, and who is told of their changes.
+PAGE = """<!doctype html><html lang="en"><body><div id="widget"></div><script type="module">
+CODE
+const traits = TRAITS, listeners = {}, saved = [];
+const model = {
+  get: name => traits[name],
+  set: (name, value) => { traits[name] = value; saved.push([name, value]); },
+  save_changes: () => saved.push("saved"),
+  on: (name, act) => { (listeners[name] ??= []).push(act); },
+  off: (name, act) => { listeners[name] = listeners[name].filter(each => each !== act); },
+};
+const change = (name, value) => { traits[name] = value; for (const act of listeners[`change:${name}`]) act(); };
+const leave = widget.render({model, el: document.getElementById("widget")});
+Object.assign(window, {saved, change, leave, listeners});
+</script></body></html>"""
+
+USE = """() => {
+  const [prompt, relation, row, head, ablate] = document.querySelectorAll("input, select");
+  const press = (control, change) => { change(control); control.dispatchEvent(new Event("change")); };
+  const first = document.querySelector("#widget > div:last-child").textContent;
+  press(head, control => { control.value = "L3H2"; });
+  press(row, control => { control.value = 2; });
+  ablate.click();
+  press(relation, control => { control.value = "lookup"; });
+  press(prompt, control => { control.value = 4; });
+  change("ablated", ["L3H2"]);
+  change("shown", "<p>the next page</p>");
+  const seen = {
+    first, saved, checked: ablate.checked, status: document.querySelector("[role=status]").textContent,
+    page: document.querySelector("#widget > div:last-child").textContent,
+    labels: [...document.querySelectorAll("label")].map(label => label.firstChild.textContent.trim()),
+  };
+  leave();
+  return {...seen, left: Object.values(listeners).flat().length};
+}"""
+
+
+@pytest.fixture(scope="module")
+def planted():
+    model = ac.planted_circuit(TASK, seed=0)
+    return model, TASK.sample(8, model.tokenizer, seed=0)
+
+
+def test_it_shows_the_attention_from_the_chosen_query_to_the_framed_keys(planted):
+    model, prompts = planted
+    aligner = next(head for head, role in model.roles.items() if role == "align_query")
+    explorer = ac.explore(model, prompts)
+    explorer.head, explorer.prompt, explorer.row = f"L{aligner[0]}H{aligner[1]}", 3, 1
+    relation = prompts[3].relations["align_query"]
+    query, keys = relation.query[1:2], relation.keys_of(1)
+    share = attention_from(model, prompts[3], [aligner], query)[aligner][0, keys].sum()
+    assert f"{share:.2f} of its attention is on the framed keys" in explorer.shown
+    assert share > 0.9
+    explorer.row = 99
+    assert explorer.choices["rows"] == len(relation)
+    assert "is on the framed keys" in explorer.shown  # the last query
+    assert prompts[3].drawing() in explorer.shown
+
+
+def test_ablated_heads_change_the_answers_as_ablate_heads_says(planted):
+    model, prompts = planted
+    explorer = ac.explore(model, prompts, relations=["lookup"])
+    lookup = [head for head, role in model.roles.items() if role == "lookup"]
+    before = chances(explorer.shown)
+    assert len(before) == len(prompts[0].targets)
+    explorer.ablated = [lookup[0], lookup[0]]
+    assert explorer.ablated == [f"L{lookup[0][0]}H{lookup[0][1]}"]
+    columns = chances(explorer.shown, columns=2)
+    assert [row[0] for row in columns] == [row[0] for row in before]
+    changed = ac.ablate_heads(model, prompts, heads=lookup[:1], metrics=["prob"]).where(kind="all").frame["value"]
+    mean = torch.tensor([intact_and_ablated(explorer, index) for index in range(len(prompts))]).mean(0)
+    assert mean[1] - mean[0] == pytest.approx(float(changed.iloc[0]), abs=0.01)  # the page has two digits
+
+
+def chances(page: str, columns: int = 1) -> list[list[float]]:
+    """The probabilities in the table of answers, a list a target."""
+    rows = re.findall(
+        r"<tr>(.*?)</tr>", page.split("Answers")[1], flags=re.DOTALL
+    )  # not the heading, which has a style
+    cells = [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
+    return [[float(row[2 * column + 2]) for column in range(columns)] for row in cells]
+
+
+def intact_and_ablated(explorer, prompt: int) -> list[float]:
+    """The mean probability of a prompt's targets."""
+    explorer.prompt = prompt
+    return torch.tensor(chances(explorer.shown, columns=2)).mean(0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("trait", "value", "message"),
+    [
+        ("prompt", 8, "prompt=8: give 0 to 7"),
+        ("row", -1, "give 0 or more"),
+        ("relation", "gold", "choose from align_query, "),
+        ("head", "L9H9", "head L9H9: choose from L0H0"),
+        ("ablated", ["L9H9"], "head L9H9: choose from L0H0"),
+    ],
+)
+def test_a_wrong_choice_is_refused_and_changes_nothing(planted, trait, value, message):
+    explorer = ac.explore(*planted)
+    before = explorer.shown, getattr(explorer, trait)
+    with pytest.raises(ValueError, match=message):
+        setattr(explorer, trait, value)
+    assert (explorer.shown, getattr(explorer, trait)) == before
+
+
+def test_prompts_that_have_nothing_to_explore_are_refused(planted):
+    model, prompts = planted
+    with pytest.raises(KeyError, match="no relation 'gold' in these prompts; they have align_query"):
+        ac.explore(model, prompts, relations=["gold"])
+    with pytest.raises(ValueError, match="nothing to explore: give prompts with targets"):
+        ac.explore(model, prompts, relations=[])
+    with pytest.raises(ValueError, match="no head L9H9"):
+        ac.explore(model, prompts, heads=["L9H9"])
+
+
+def test_without_anywidget_it_says_what_to_install(planted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'align-circuits[notebook]'")):
+        ac.explore(*planted)
+
+
+def test_a_page_without_a_kernel_shows_the_first_view(planted):
+    explorer = ac.explore(*planted)
+    data, _ = explorer._repr_mimebundle_()
+    assert data["text/html"] == explorer.shown
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert repr(explorer) == "Explorer(prompt 0 of 8, L0H0, align_query)"
+
+
+def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
+    explorer = ac.explore(*planted)
+    names = ("prompt", "relation", "row", "head", "ablated", "choices", "shown")
+    traits = json.dumps({name: getattr(explorer, name) for name in names}).replace("<", "\\u003c")
+    code = files("align_circuits.report").joinpath("explorer.js").read_text(encoding="utf-8")
+    page = tmp_path / "page.html"
+    code = code.replace("export default {render}", "const widget = {render}")
+    page.write_text(PAGE.replace("CODE", code).replace("TRAITS", traits), encoding="utf-8")
+    seen, console = browser.ran(page, tmp_path, USE)
+    assert console == []
+    assert "is on the framed keys" in seen["first"]
+    assert [each for each in seen["saved"] if each != "saved"] == [
+        ["head", "L3H2"],
+        ["row", 2],
+        ["ablated", ["L3H2"]],
+        ["relation", "lookup"],
+        ["prompt", 4],
+    ]
+    assert seen["saved"].count("saved") == 5
+    assert seen["checked"]
+    assert seen["status"] == "ablated: L3H2"
+    assert seen["page"] == "the next page"
+    assert seen["labels"] == ["prompt", "relation", "query", "head", "ablate this head"]
+    assert seen["left"] == 0
