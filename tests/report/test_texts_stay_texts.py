@@ -151,7 +151,9 @@ def reports(names: tuple[str, ...], model: Any, prompts: ac.Prompts) -> tuple[li
     view = plots.attention(model, prompts[0], [heads[0] for heads in found.heads_by_role.values() if heads][:2])
     table = measured({"metric": names, names[0]: names})
     parts = [found, table, found.prompts, ac.Pair(prompts, prompts)]
-    drawings = [*(part._repr_html_() for part in parts), table, view, view.drawing((*view.rows,)[0], "align_query")]
+    explored = ac.explore(model, found.prompts, heads=[(0, 0)]).shown
+    drawing = view.drawing((*view.rows,)[0], "align_query")
+    drawings = [*(part._repr_html_() for part in parts), table, view, drawing, explored]
     figures = drawn_figures(names, view)
     return [*_sections(found), *((name, name, part) for name, part in zip(names, drawings, strict=False))], figures
 
