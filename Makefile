@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 # Waiting for each other, threads make small models slower.
 demos cluster docs mutants soak test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu mutants soak check lint types audit demos docs wheel clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu mutants soak check lint types audit demos docs wheel release clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
@@ -134,6 +134,10 @@ $(READYREAL): $(READY) Makefile
 $(READYMUTANTS): $(READY) Makefile
 	$(call overlay,$(VENVMUTANTS),cosmic-ray==8.7.0 coverage==7.17.3)
 	touch $@
+
+# Not in `check`: the checklist of a release, with new environments under every Python here; takes many minutes.
+release: $(READY)
+	$(BIN)/python tests/release.py
 
 clean:
 	rm -rf $(VENV) $(VENV3) $(VENV4) $(VENVREAL) $(VENVMUTANTS) build dist *.egg-info docs/_build runs
