@@ -1,9 +1,11 @@
 """All that a GPU should be asked, in one command (`make gpu`), in under 25 minutes; `--pretend` tries it on a CPU.
 
 The tests of `tests/on_a_gpu.py`; `real_shapes.py` at the shapes of 1B and 8B in bf16, beside a bare forward pass of
-Hugging Face and TransformerLens; `ensembles.py`; then three checks: the memory against "What fits" of "Your own data",
-the ensemble against its floor, and no step failed. A step that fails or takes too long does not keep the others from
-running. Tables go to `--out`, by default `docs/results/benchmarks/DEVICE-STEP`.
+Hugging Face with torch's fused attention, TransformerLens and nnsight; `ensembles.py`; in what is left of the time,
+experiments of the papers at their own scale, job by job (`CELLS`). Then the checks: no step failed, the memory against
+"What fits" of "Your own model", the ensemble against its floor. A step that fails or takes too long does not keep the
+others from running. Tables go to `--out`, by default `docs/results/benchmarks/DEVICE-STEP`; the rows of the jobs that
+are done to `DEVICE-EXPERIMENT/rows.csv`; the jobs stay in runs/gpu, where the next call goes on.
 
 `--pretend`: small sizes on the CPU, without 8B, so that what is wrong with this script is found before the minutes of a
 GPU count. The memory and the floor are printed there, not checked. Tables go to runs/benchmarks.
@@ -25,8 +27,16 @@ import torch
 from align_circuits.tables.tables import Table
 
 HERE = Path(__file__).parent
+VERB = ("-c", "import sys; from align_circuits.cli import main; sys.exit(main())")
+JOBS = Path("runs") / "gpu"
 FLOOR = 5.0
 """How many times as fast as plain loops an ensemble of six must be."""
+
+MINUTES = 24.0
+"""What all steps may take together."""
+
+CELLS = ("icatune/fig3", "abrupt/fig1")
+"""The experiments that fill the time that is left, in this order."""
 
 FITS = {"real-shapes-1b": 4.0, "real-shapes-8b": 20.0}
 """The memory that "What fits" promises, in GB."""
@@ -42,12 +52,15 @@ class Step:
     command: tuple[str, ...]
     keeps: bool = False
     """Whether it takes `--out`."""
+    resumes: bool = False
+    """Whether the next call goes on where it was stopped, which is then no failure."""
 
 
 def steps(*, pretend: bool) -> list[Step]:
     """Returns what runs, the tests first."""
     device = "cpu" if pretend else "cuda"
     small = ("--layers", "1", "--heads", "2", "--theirs", "1", "--rounds", "1") if pretend else ()
+    scale = "smoke" if pretend else "paper"
     few = ("--size", "cpu", "--steps", "2", "--rounds", "1") if pretend else ()
     shapes = [
         Step(
@@ -56,36 +69,41 @@ def steps(*, pretend: bool) -> list[Step]:
             (str(HERE / "real_shapes.py"), "--shape", shape, "--device", device, *small),
             keeps=True,
         )
-        for shape, minutes in (("1b", 5.0), ("8b", 9.0))
+        for shape, minutes in (("1b", 4.0), ("8b", 8.0))
         if shape == "1b" or not pretend
     ]
     return [
-        Step("tests", 5.0, ("-m", "pytest", "-q", str(HERE.parent / "tests" / "test_on_a_gpu.py"))),
+        Step("tests", 4.0, ("-m", "pytest", "-q", str(HERE.parent / "tests" / "test_on_a_gpu.py"))),
         *shapes,
-        Step("ensembles", 5.0, (str(HERE / "ensembles.py"), "--device", device, *few), keeps=True),
+        Step("ensembles", 4.0, (str(HERE / "ensembles.py"), "--device", device, *few), keeps=True),
+        *(
+            Step(name, MINUTES, (*VERB, "reproduce", name, "--scale", scale, "--out", str(JOBS / name)), resumes=True)
+            for name in CELLS
+        ),
     ]
 
 
-def run(step: Step, out: Path) -> bool:
-    """Runs a step and shows its output; returns whether it succeeded."""
+def run(step: Step, out: Path, ends: float) -> bool:
+    """Runs a step, until `ends` on the monotonic clock at most, and shows its output; returns if it succeeded."""
     keep = ["--out", str(out)] if step.keeps else []
     print(f"\n== {step.name}", flush=True)
     started = time.monotonic()
+    seconds = max(1.0, min(60 * step.minutes, ends - started))
     try:
         done = subprocess.run(
             [sys.executable, *step.command, *keep],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60 * step.minutes,
+            timeout=seconds,
             check=False,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
         ended, output = f"exit status {done.returncode}", done.stdout
     except subprocess.TimeoutExpired as error:
-        ended, output = f"stopped after {step.minutes:g} minutes", (error.stdout or b"").decode()
+        ended, output = "stopped, the next call goes on" if step.resumes else "stopped", (error.stdout or b"").decode()
     print(f"{output}{step.name}: {ended}, {time.monotonic() - started:.0f} s", flush=True)
-    return ended == "exit status 0"
+    return ended == "exit status 0" or (step.resumes and ended.startswith("stopped"))
 
 
 def memory(folder: Path) -> float:
@@ -109,8 +127,13 @@ def main() -> int:
     kept = Path("runs" if arguments.pretend else "docs/results") / "benchmarks"
     out = arguments.out or kept
     device = re.sub(r"[^a-z0-9]+", "-", name.lower())
-    todo = steps(pretend=arguments.pretend)
-    succeeded = {step.name: run(step, out / f"{device}-{step.name}") for step in todo}
+    todo, ends = steps(pretend=arguments.pretend), time.monotonic() + 60 * MINUTES
+    succeeded = {step.name: run(step, out / f"{device}-{step.name}", ends) for step in todo}
+    for cells in CELLS:
+        if (JOBS / cells / "jobs").is_dir():
+            place = str(out / f"{device}-{cells.replace('/', '-')}")
+            rows = Step(f"rows of {cells}", 0.5, (*VERB, "collect", str(JOBS / cells), "--overwrite", "--out", place))
+            succeeded[rows.name] = run(rows, out, ends + 30)
     print(f"\n== {name}")
     checks: list[tuple[str, bool | None]] = [(f"{step} ran", ran) for step, ran in succeeded.items()]
     for step, most in FITS.items():

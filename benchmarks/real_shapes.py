@@ -2,7 +2,8 @@
 
 A bare forward pass; `score_heads` with all its metrics; `patch_heads` on z of some heads, evenly spread over layers,
 with the query corrupted; TransformerLens's `patching` on fewer of them, for each of which it runs the whole prompt,
-after the cache that it patches from. Nothing is scaled up. Memory is the peak above the weights: of the GPU, or on a
+after the cache that it patches from; nnsight, if it is installed, does the same on Hugging Face's model with its fused
+attention. Nothing is scaled up. Memory is the peak above the weights: of the GPU, or on a
 CPU, with Linux, by how much the process grows. On a CPU a small `--heads` and `--layers` keep it to minutes.
 
     python benchmarks/real_shapes.py [--shape 1b] [--device cuda] [--out FOLDER]
@@ -84,7 +85,32 @@ def measured(run: Callable[[], object], device: str) -> tuple[float, float]:
     return time.perf_counter() - started, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, device: str) -> Iterator[Row]:
+def with_nnsight(hf: LlamaForCausalLM, clean: Any, corrupted: Any, log_prob: Any) -> Callable[[list[Any]], None]:
+    """Returns what patches z of heads from the clean prompts into the corrupted ones, a run for each, by nnsight."""
+    from nnsight import NNsight
+
+    model: Any = NNsight(hf)
+    d_head = hf.config.hidden_size // hf.config.num_attention_heads
+
+    def patch(heads: list[Any]) -> None:
+        with model.trace(clean):
+            found: Any = list()  # noqa: C408 - nnsight gives objects, not literals, a method
+            values = found.save()
+            for layer in model.model.layers:
+                values.append(layer.self_attn.o_proj.input.clone())
+        for layer, head in heads:
+            where, value = slice(head * d_head, (head + 1) * d_head), values[layer]
+            with model.trace(corrupted):
+                model.model.layers[layer].self_attn.o_proj.input[:, :, where] = value[:, :, where]
+                logits = model.output.logits.save()
+            log_prob(logits)
+
+    return patch
+
+
+def compare(
+    model: Any, peer: LlamaForCausalLM | None, prompts: int, heads: int, theirs: int, rounds: int, device: str
+) -> Iterator[Row]:
     """Yields what each contestant costs."""
     clean = TASK.sample(prompts, model.tokenizer, references=False)
     corrupted = TASK.corrupt(clean, "query")
@@ -124,6 +150,10 @@ def compare(model: Any, prompts: int, heads: int, theirs: int, rounds: int, devi
             "TransformerLens, the cache": cache,
             f"TransformerLens ({len(few)} of {len(every)} heads)": patch,
         }
+    if theirs and peer is not None:
+        inputs = [each.tokens.to(device) for each in (clean, corrupted)]
+        run_peer, heads_of_peer = with_nnsight(peer, *inputs, log_prob), few.to_numpy().tolist()
+        contestants[f"nnsight ({len(few)} of {len(every)} heads)"] = lambda: run_peer(heads_of_peer)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     with torch.no_grad():
         bare()  # warms up
@@ -159,8 +189,13 @@ if __name__ == "__main__":
     weights = sum(weight.numel() * weight.element_size() for weight in bridge.original_model.parameters()) / 1e9
     print(f"{arguments.shape}: {weights:.2f} GB of weights")
     lines = []
+    peer = None
+    if importlib.util.find_spec("nnsight") is None:
+        print("nnsight: not run, since it is not installed")
+    elif arguments.theirs:
+        peer = network(arguments.shape, arguments.layers, arguments.device)  # the bridge has changed the other one
     for row in compare(
-        bridge, arguments.prompts, arguments.heads, arguments.theirs, arguments.rounds, arguments.device
+        bridge, peer, arguments.prompts, arguments.heads, arguments.theirs, arguments.rounds, arguments.device
     ):
         lines.append(row)
         print("{:60s} {:34s} {:34s} {:10.3g} [{:.3g}, {:.3g}], {} rounds".format(*row), flush=True)
