@@ -30,6 +30,7 @@ GROUPS = {
     },
     "Repeat results": {
         "reproduce": "Reproduce a figure or table of a paper and test its claims.",
+        "each": "Run a verb for several models, seeds and settings, as jobs; with means over seeds.",
         "collect": "Write the rows of the jobs that are done, while others run.",
         "rerun": "Repeat a run from its provenance and say whether the numbers are the same.",
         "compare": "Put two runs side by side: settings, claims and numbers that differ.",
@@ -83,14 +84,11 @@ def _main(arguments: Sequence[str]) -> int:
         return _open(options)
     if name == "completion":
         return _completion(options)
-    import tyro
+    verb = parse_verb(name, *options)
     from safetensors import SafetensorError
 
     from align_circuits.checks import WrongArgument  # after the verb, since both import torch
 
-    with without_boxes():
-        verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
-        verb = verb.with_defaults(options)
     try:
         with results_folder(verb.folder, Path("runs") / name, overwrite=verb.overwrite, renews=verb.renews) as results:
             complaint = verb(results)
@@ -102,6 +100,15 @@ def _main(arguments: Sequence[str]) -> int:
         _refuse("interrupted: nothing was written but what the same command goes on from")
         return 130
     return 0 if complaint is None else _refuse(complaint)
+
+
+def parse_verb(name: str, *options: str) -> Any:
+    """Returns a verb with its options; wrong ones end the process, as `--help` does."""
+    import tyro
+
+    with without_boxes():
+        verb = tyro.cli(verb_class(name), args=options, prog=f"{PROGRAM} {name}", description=VERBS[name])
+        return verb.with_defaults(options)
 
 
 def _help(arguments: Sequence[str]) -> int:

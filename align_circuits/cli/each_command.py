@@ -1,0 +1,196 @@
+"""`align-circuits each`: one command for several models, seeds and settings, each with results of its own."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from html import escape
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import tyro
+
+from align_circuits.cli.entry import PROGRAM, main, parse_verb
+from align_circuits.cli.folders import Results
+from align_circuits.cli.verb import PromptVerb, Verb, as_json, write_results
+from align_circuits.cli.workers import Workers
+from align_circuits.files import replacing
+from align_circuits.jobs import Job, run_jobs
+from align_circuits.report.page import Section
+from align_circuits.tables.intervals import t_interval
+from align_circuits.tables.tables import VALUES, Provenance, Table
+
+OUTPUT = "output.txt"
+"""What a verb printed, beside its results."""
+
+
+@dataclass(frozen=True)
+class Each(Verb):
+    """Runs a verb for each of several models, seeds and variants, as jobs that resume."""
+
+    command: tyro.conf.Positional[tuple[str, ...]]
+    """Behind "--": a verb that takes a model, with its options, such as: -- tune --steps 100."""
+    models: tuple[str, ...] = ()
+    """In place of --model, which the verb then has once for each; by default that of the verb."""
+    seeds: tuple[int, ...] = (0,)
+    """In place of --seed. With several, means over seeds and their 95% t intervals are in the folder over_seeds."""
+    variants: tuple[str, ...] = ("",)
+    """Further options, one text for each variant, such as --variants "x-len=3" "x-len=5 style=marked"."""
+    workers: tyro.conf.OmitArgPrefixes[Workers] = field(default_factory=Workers)
+    """Who runs the jobs; `status` and `collect` follow them from elsewhere."""
+
+    def __call__(self, results: Results) -> None:
+        """Runs the verb."""
+        runs = list(self.runs(results.folder))
+        for run in runs:
+            _check(run)
+        count = self.workers.jobs if self.workers.on is None else 1
+        jobs = [Job(f"{__name__}:run_once", run, None) for run in runs]
+        with self.workers.executor(results.folder) as executor:
+            done = run_jobs(jobs, results.folder / "jobs", executor=executor, processes=count)
+        if done.failures:
+            first = done.failures[0]
+            raise ValueError(
+                f"{len(done.failures)} of {len(runs)} runs failed, the first ({_name(first.job.config)}) with "
+                f"{first.error.strip().splitlines()[-1]!r}; finished runs are kept, and the same command with --out "
+                f"{results.folder} goes on"
+            )
+        tables = [Table.load(run["folder"]) for run in runs]
+        frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
+        rows: Any = pd.concat(frames, ignore_index=True)
+        keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
+        made = Provenance("each", as_json(self), model={}, data={})
+        table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], made)
+        sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
+        if len(self.seeds) > 1:
+            means = over_seeds(table)
+            means.save(results.new / "over_seeds")
+            sections.append(("Over seeds", "Means with 95% t intervals; n: the number of seeds.", means))
+        for run in runs:
+            text = (Path(run["folder"]) / OUTPUT).read_text(encoding="utf-8")
+            print(f"== {_name(run)}: {run['folder']}\n{text}")
+        verb = self.command[0]
+        summary = f"{verb} for {len(runs)} runs: {', '.join(map(_name, runs))}."
+        write_results(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
+
+    def runs(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """Yields what is run, as the arguments of `run_once`.
+
+        Raises:
+            ValueError: No verb, or an option that is each run's own.
+        """
+        if not self.command:
+            raise ValueError('no verb: give one behind "--", such as: each --seeds 0 1 2 -- tune --steps 100')
+        words = [*self.command[1:], *(word for variant in self.variants for word in _options(variant))]
+        taken = {"--out", "--overwrite", "--jobs", "--on", "--seed"} | ({"--model"} if self.models else set())
+        if own := sorted(taken & {word.partition("=")[0] for word in words}):
+            raise ValueError(
+                f"{own[0]} behind the verb: each run has its own; give it, or --models and --seeds, to each"
+            )
+        for model, variant, seed in product(self.models or (None,), self.variants, self.seeds):
+            parts = [model or "", variant, f"seed-{seed}"]
+            name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
+            yield {
+                "command": list(self.command),
+                "model": model,
+                "variant": variant,
+                "run_seed": seed,
+                "folder": str(folder / name),
+            }
+
+
+def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:
+    """Runs a verb with one model and seed, which writes its results into a folder; the function of a job.
+
+    Returns:
+        The rows of its table.
+
+    Raises:
+        RuntimeError: The verb ended with an error.
+    """
+    printed, complaint = StringIO(), StringIO()
+    with redirect_stdout(printed), redirect_stderr(complaint):
+        arguments = _arguments(command, model, variant, run_seed)
+        status = main([*arguments, "--overwrite", "--out", folder])
+    if status != 0:
+        said = complaint.getvalue().strip().splitlines() or [f"exit status {status}"]
+        raise RuntimeError(said[-1].removeprefix(f"{PROGRAM}: "))
+    with replacing(Path(folder) / OUTPUT) as temporary:
+        temporary.write_text(printed.getvalue(), encoding="utf-8")
+    return Table.load(folder).frame
+
+
+def over_seeds(table: Table) -> Table:
+    """Returns the mean of every number over seeds with its t interval; `n` counts the seeds that have it."""
+    keys = [key for key in table.keys if key != "seed"]
+    grouped: Any = table.frame.groupby(keys, dropna=False, sort=False)["value"]
+    means: Any = grouped.mean().reset_index()
+    values = [group.to_numpy(dtype=float) for _, group in grouped]
+    padded = np.full((len(values), max(map(len, values))), np.nan)
+    for row, seeds in zip(padded, values, strict=True):
+        row[: len(seeds)] = seeds
+    low, high = t_interval(padded)
+    return Table(means.assign(low=low, high=high, n=[*map(len, values)]), table.provenance)
+
+
+def _options(variant: str) -> list[str]:
+    """The options of a variant as words of a command line.
+
+    Raises:
+        ValueError: A part that is not NAME=VALUE.
+    """
+    words = []
+    for part in shlex.split(variant):
+        name, equals, value = part.partition("=")
+        if not name or name.startswith("-") or not equals:
+            raise ValueError(f"--variants {variant!r}: {part!r} is not NAME=VALUE, such as x-len=3")
+        words += [f"--{name}", value]
+    return words
+
+
+def _arguments(command: Sequence[str], model: str | None, variant: str, seed: int) -> list[str]:
+    return [*command, *_options(variant), *(() if model is None else ("--model", model)), "--seed", str(seed)]
+
+
+def _check(run: dict[str, Any]) -> None:
+    """Raises unless the command can be read; wrong options end as they do without `each`."""
+    verbs = _verbs()
+    arguments = _arguments(run["command"], run["model"], run["variant"], run["run_seed"])
+    if arguments[0] not in verbs:
+        raise ValueError(f"no verb {arguments[0]!r} for several models or seeds: give one of {', '.join(verbs)}")
+    parse_verb(*arguments)
+
+
+def _verbs() -> dict[str, type[PromptVerb]]:
+    """The verbs that take a model and a seed. Imported by name: so the version of a job's code covers theirs."""
+    from align_circuits.cli.ablate_command import Ablate
+    from align_circuits.cli.attribute_command import Attribute
+    from align_circuits.cli.evaluate_command import Evaluate
+    from align_circuits.cli.localize_command import Localize
+    from align_circuits.cli.patch_command import Patch
+    from align_circuits.cli.score_command import Score
+    from align_circuits.cli.tune_command import Tune
+
+    return {each.__name__.lower(): each for each in (Score, Evaluate, Ablate, Patch, Attribute, Localize, Tune)}
+
+
+def _keys(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that tell the rows of a run from those of others."""
+    named = {"model": run["model"], "variant": run["variant"] or None}
+    return {name: value for name, value in named.items() if value is not None} | {"seed": run["run_seed"]}
+
+
+def _name(run: Mapping[str, Any]) -> str:
+    return ", ".join(str(value) if name != "seed" else f"seed {value}" for name, value in _keys(run).items())
+
+
+def _links(runs: Sequence[dict[str, Any]], results: Results) -> str:
+    """A list of the reports, with paths from the folder of all."""
+    places = [(_name(run), Path(run["folder"]).relative_to(results.folder) / "report.html") for run in runs]
+    rows = "".join(f'<li><a href="{escape(str(place))}">{escape(name)}</a></li>' for name, place in places)
+    return f"<ul>{rows}</ul>"

@@ -1,0 +1,137 @@
+"""`each` runs a verb for several models, seeds and variants: numbers of single runs, jobs that resume, t intervals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import t
+
+from align_circuits.cli import main
+from align_circuits.cli.each_command import over_seeds
+from align_circuits.tables.tables import Provenance, Table
+
+SMALL = ["--n", "4", "--x-len", "3", "--n-examples", "3"]
+TUNE = ["tune", "--n", "4", "--x-len", "2", "--n-examples", "2", "--steps", "4", "--batch", "2", "--probe-every", "2"]
+TUNE += ["--probe-prompts", "2", "--layers", "1", "--automata", "task", "--no-heads"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsys):
+    wanted = ["each", "--models", "planted", "toy-llama", "--seeds", "3", "5", "--out"]
+    for jobs in ("1", "2"):
+        assert main([*wanted, jobs, "--jobs", jobs, "--", "score", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "== planted, seed 3: 1/planted_seed-3\n" in printed and "metric       best heads" in printed
+    one, two = (Table.load(folder).frame for folder in ("1", "2"))
+    pd.testing.assert_frame_equal(one, two)
+    for model in ("planted", "toy-llama"):
+        assert main(["score", "--model", model, "--seed", "5", "--out", f"alone-{model}", *SMALL]) == 0
+        alone = Table.load(f"alone-{model}").frame
+        mine: Any = one[(one["model"] == model) & (one["seed"] == 5)]
+        pd.testing.assert_frame_equal(mine[list(alone.columns)].reset_index(drop=True), alone)
+    means = Table.load("1/over_seeds").frame
+    assert set(means["n"]) == {2} and "seed" not in means
+    assert main(["status", "1"]) == 0
+    assert "4 done, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out
+    assert main(["collect", "1", "--out", "rows"]) == 0
+    assert len(pd.read_csv("rows/rows.csv")) == len(one)
+
+
+def test_intervals_over_seeds_are_t_intervals_of_those_that_have_the_number():
+    values = {("a", 0): 1.0, ("a", 1): 2.0, ("a", 2): 6.0, ("b", 0): 4.0, ("b", 2): 4.5}
+    frame = pd.DataFrame([{"metric": m, "seed": s, "value": v} for (m, s), v in values.items()])
+    found = over_seeds(Table(frame.assign(low=np.nan, high=np.nan, n=1), Provenance("each"))).frame.set_index("metric")
+    assert found["value"].to_dict() == {"a": 3.0, "b": 4.25} and found["n"].to_dict() == {"a": 3, "b": 2}
+    half = t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / 3**0.5
+    assert found.loc["a", "low"] == pytest.approx(3 - half) and found.loc["a", "high"] == pytest.approx(3 + half)
+
+
+def test_variants_are_columns():
+    variants = ["--variants", "x-len=2", "x-len=3 style=pre-aligned"]
+    assert (
+        main(
+            [
+                "each",
+                *variants,
+                "--out",
+                "run",
+                "--",
+                "evaluate",
+                "--model",
+                "toy-llama",
+                "--n",
+                "4",
+                "--n-examples",
+                "2",
+            ]
+        )
+        == 0
+    )
+    table = Table.load("run")
+    assert set(table.frame["variant"]) == {"x-len=2", "x-len=3 style=pre-aligned"}
+    made = json.loads(Path("run/x-len-3-style-pre-aligned_seed-0/provenance.json").read_text())
+    assert (made["settings"]["task"]["x_len"], made["settings"]["task"]["style"]) == (3, "pre-aligned")
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
+    command = ["each", "--models", "nowhere/at/all", "planted", "--out", "run", "--", "score", *SMALL]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "1 of 2 runs failed, the first (nowhere/at/all, seed 0) with" in said and "no folder" in said
+    assert "the same command with --out run goes on" in said
+    kept = Path("run/planted_seed-0/table.csv").stat().st_mtime_ns
+    assert not Path("run/table.csv").exists()
+    assert main([word if word != "nowhere/at/all" else "toy-llama" for word in command]) == 0
+    assert Path("run/planted_seed-0/table.csv").stat().st_mtime_ns == kept
+    assert len(Table.load("run").frame["model"].unique()) == 2
+
+
+def test_a_killed_tuning_goes_on_where_it_was():
+    assert main(["each", "--seeds", "0", "1", "--out", "whole", "--", *TUNE]) == 0
+    code = "import sys; from align_circuits.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "each", "--seeds", "0", "1", "--out", "killed", "--", *TUNE]
+    first = Path("killed/seed-0/table.csv")
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not first.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert not Path("killed/table.csv").exists()
+    assert main(["each", "--seeds", "0", "1", "--out", "killed", "--", *TUNE]) == 0
+    pd.testing.assert_frame_equal(Table.load("killed").frame, Table.load("whole").frame)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], 'no verb: give one behind "--"'),
+        (["--", "pretrain"], "no verb 'pretrain' for several models or seeds: give one of score, evaluate"),
+        (["--", "score", "--seed", "1"], "--seed behind the verb: each run has its own"),
+        (["--models", "planted", "--", "score", "--model=planted"], "--model behind the verb"),
+        (["--variants", "out=x", "--", "score"], "--out behind the verb"),
+        (["--variants", "x-len", "--", "score"], "'x-len' is not NAME=VALUE, such as x-len=3"),
+        (["--jobs", "0", "--", "score"], "--jobs 0: give at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments, message, capsys):
+    assert main(["each", "--out", "run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_wrong_option_of_the_verb_ends_before_anything_runs(capsys):
+    with pytest.raises(SystemExit):
+        main(["each", "--seeds", "0", "1", "--out", "run", "--", "score", "--n-exampels", "3"])
+    assert "n-exampels" in capsys.readouterr().err
+    assert not Path("run").exists()
