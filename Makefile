@@ -42,7 +42,7 @@ test-tl3: $(READY3)
 	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
 
 test-four-bit: $(READY4)
-	$(VENV4)/bin/python -m pytest tests/training/test_tuning.py -k four_bit
+	$(VENV4)/bin/python -m pytest tests/training/test_tuning.py tests/models/test_quantization.py -k "four_bit or quantization"
 
 # The first run converts the model, in half a minute, to a folder of 540 MB in the user's cache.
 test-real: $(READYREAL)

@@ -122,9 +122,41 @@ def head_weight(attention: Any, name: str) -> Tensor | None:
 
     A grouped `HookedTransformer` repeats `W_K` and `W_V` for every head, and has the smaller ones as `_W_K`, `_W_V`.
     """
+    part, letter = getattr(attention, name[-1].lower(), None), name[-1]
+    if name.startswith("W_") and part is not None and is_quantised(component(part)):
+        return _dequantised_heads(component(part), letter, int(component(attention).head_dim))
     with brought(component(attention)):
         weight = getattr(attention, f"_{name}", getattr(attention, name, None))
     return None if weight is None else weight.detach()
+
+
+def quantization_of(model: Any) -> str | None:
+    """Returns how the weights of a Hugging Face model, or of that in a bridge, are quantised; None if they are not."""
+    config = getattr(getattr(wrapped(model), "hf_quantizer", None), "quantization_config", None)
+    if config is None:
+        return None
+    bits = [name for name in ("4bit", "8bit") if getattr(config, f"load_in_{name}", False)]
+    return bits[0] if bits else str(getattr(config, "quant_method", type(config).__name__))
+
+
+def is_quantised(module: Any) -> bool:
+    """Whether a linear layer stores codes, and not its weights."""
+    return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+
+
+def _dequantised_heads(linear: Any, letter: str, d_head: int) -> Tensor:
+    """`W_Q`, `W_K`, `W_V` `[head d_model d_head]` or `W_O` `[head d_head d_model]` of a 4-bit layer."""
+    if getattr(linear.weight, "quant_state", None) is None:
+        raise ValueError(
+            "edges and direct effects need the weights of the heads, but this model computes with 8-bit codes of its "
+            "activations, which no weights stand for: load it with quantization='4bit', or without"
+        )
+    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+
+    weight = dequantize_4bit(linear.weight.data, linear.weight.quant_state)
+    if letter == "O":
+        return weight.unflatten(1, (-1, d_head)).permute(1, 2, 0)
+    return weight.unflatten(0, (-1, d_head)).transpose(1, 2)
 
 
 def sdpa(

@@ -265,10 +265,10 @@ class Replay:
                 residual, attended = residual[:, :, queries], attended[:, :, queries]
                 before, z = before[:, queries], z[:, :, queries]
             residual = torch.cat([residual, before.expand(len(joining), *before.shape)])
-            output = compat.component(block.attn.o)(
-                rearrange(z, "edit_set prompt pos head d -> edit_set prompt pos (head d)")
-            )
-            attended = torch.cat([attended, output])
+            rows = rearrange(
+                z, "edit_set prompt pos head d -> (edit_set prompt) pos (head d)"
+            )  # 8-bit layers: no 4 axes
+            attended = torch.cat([attended, compat.component(block.attn.o)(rows).unflatten(0, z.shape[:2])])
         elif queries is not None:
             residual, attended = residual[:, :, queries], attended[:, :, queries]
         if joining := batch.join("attn_out", layer):
@@ -306,11 +306,11 @@ class Replay:
         block = self.bridge.blocks[layer]
 
         def edit(neurons: Tensor, hook: Any) -> Tensor:  # noqa: ARG001 - TransformerLens's keyword
-            return batch.edit("mlp_post", layer, neurons)
+            return batch.edit_rows("mlp_post", layer, neurons)
 
         needed = batch.needs("mlp_post", layer) and len(stream)
         with self.bridge.hooks(fwd_hooks=[(name_of("mlp_post", layer), edit)]) if needed else nullcontext():
-            return compat.mlp(block.mlp, compat.norm(block.ln2, stream))
+            return compat.mlp(block.mlp, compat.norm(block.ln2, stream).flatten(0, 1)).view_as(stream)
 
     def _kept(self, batch: _Batch, site: Site, layer: int) -> Float[Tensor, "prompt pos ..."]:
         return self.kept[name_of(site, layer)][:, batch.start - self.start :]

@@ -15,6 +15,7 @@ from align_circuits.cli.folders import Results
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
+from align_circuits.models.quantization import Quantization
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report.page import write_report
 from align_circuits.run.options import Engine, RunOptions
@@ -89,6 +90,10 @@ class PromptVerb(Verb):
     """Such as "cuda"; by default the GPU, if there is one."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
     """Of the weights; by default as they are stored."""
+    device_map: str | None = None
+    """"auto", "balanced" or "sequential" spreads the layers over all GPUs, in place of --device."""
+    quantization: Quantization | None = None
+    """Reads the weights inside the layers into 4 or 8 bits each (bitsandbytes)."""
     threads: int | None = None
     """Of the CPU. By default one for models below twenty million parameters and all cores for others: small models take
     nearly half the time with two threads on an idle machine, but many times as long on a busy one."""
@@ -118,15 +123,24 @@ class PromptVerb(Verb):
         options = self.options  # refuses a bad batch size before the model is loaded
         assert options
         if self.model == "planted":
-            if self.device or self.dtype or self.tokenizer or self.revision:
+            names = ("device", "dtype", "device_map", "quantization", "tokenizer", "revision")
+            if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
                 raise ValueError(
-                    "the planted circuit runs on the CPU in float32, with a tokenizer of its own: leave out --device, "
-                    "--dtype, --tokenizer and --revision"
+                    "the planted circuit runs on the CPU in float32, with a tokenizer of its own: leave out "
+                    + ", ".join(given)
                 )
             model: Any = planted_circuit(self.task, seed=self.seed)
         else:
             dtype = getattr(torch, self.dtype) if self.dtype else None
-            model = load(self.model, self.device, dtype, self.tokenizer, self.revision)
+            model = load(
+                self.model,
+                self.device,
+                dtype,
+                self.tokenizer,
+                self.revision,
+                device_map=self.device_map,
+                quantization=self.quantization,
+            )
         small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
         if threads := self.threads or int(small):  # threads that wait for each other lose most of the time
             torch.set_num_threads(threads)

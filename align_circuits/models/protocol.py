@@ -74,6 +74,7 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
             for name in ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
         },
         "dtype": str(first.dtype).removeprefix("torch."),
+        **({} if (kind := compat.quantization_of(model)) is None else {"quantization": kind}),
         "device": str(first.device),
         "weights": _hash(parameters_of(model)),
     }
