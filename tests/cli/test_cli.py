@@ -92,13 +92,13 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
     [
         (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
         (["--n", "0"], "0 prompts"),
-        (["--dtype", "bfloat16"], "leave out --device, --dtype"),
+        (["--dtype", "bfloat16"], "leave out --dtype"),
         (["--threads", "0"], "--threads 0: give 1 to 1024"),
         (["--threads", "99999"], "--threads 99999: give 1 to 1024"),
         (["--style", "marked"], "marked"),
         (["--batch-size", "0"], "batch_size=0"),
         (["--prompts", "no.jsonl"], "no file 'no.jsonl'"),
-        (["--tokenizer", "folder"], "leave out --device"),
+        (["--tokenizer", "folder"], "leave out --tokenizer"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
