@@ -22,6 +22,7 @@ def gradients_at(
     tokens: Int[Tensor, "prompt pos"],
     mask: Bool[Tensor, "prompt pos"],
     names: Collection[str],
+    queries: Int[Tensor, " query"],
     scalar: Callable[[Tensor], Tensor],
     changes: Mapping[str, Change] | None = None,
     *,
@@ -38,7 +39,8 @@ def gradients_at(
         tokens: What it reads.
         mask: True at real tokens.
         names: The hook points.
-        scalar: From logits `[prompt pos d_vocab]` to a scalar.
+        queries: The columns whose logits the scalar reads; a wide vocabulary costs more than layers at all others.
+        scalar: From logits `[prompt query d_vocab]` to a scalar.
         changes: What happens to activations, by hook point; gradients pass through.
         fast: Whether Hugging Face's own attention runs, under which `hook_pattern` does not fire.
 
@@ -63,11 +65,12 @@ def gradients_at(
     probes = Probes(model, {name: keep(name) for name in dict.fromkeys((first, *changed, *names))})
     inputs: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.long()}
     if compat.is_bridge(model):
-        inputs["use_cache"] = False
+        inputs |= {"use_cache": False, "logits_to_keep": queries.cpu()}
         if "attention_mask" in inputs:
             inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.enable_grad(), evaluating(model), raw_attention(model) if fast else nullcontext():
         logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
+        logits = logits if compat.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()
         activations = [kept[name] for name in names]
         gradients = torch.autograd.grad(scalar(logits), activations, materialize_grads=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -87,10 +88,18 @@ class ResidualEdges:
             residual: What they all read.
             gradient: Of a scalar.
         """
+        if site == "logits":
+            return gradient
         with torch.enable_grad():
-            # A copy of the stream for each receiver: a shared leaf would get the sum of their gradients.
-            each = residual.detach()[:, :, None].repeat(1, 1, gradient.shape[2], 1).requires_grad_()
-            return torch.autograd.grad(self.read(site, layer, each), each, gradient)[0]
+            stream = residual.detach().requires_grad_()
+            if site == "mlp":
+                return torch.autograd.grad(self.read(site, layer, stream[:, :, None]), stream, gradient)[0][:, :, None]
+            # All receivers share the norm's forward pass, and each pulls its own gradient through it.
+            weights, block = self._weights[layer][f"W_{site.upper()}"], self._blocks[layer]
+            by_receiver = torch.einsum("nphe,hde->hnpd", gradient.to(weights.device), weights)
+            normed = _normed(block, "ln1", stream.to(compat.device_of(block)))
+            (pulled,) = torch.autograd.grad(normed, stream, by_receiver.to(normed), is_grads_batched=True)
+            return rearrange(pulled, "column prompt pos d_model -> prompt pos column d_model")
 
 
 def reads_from(graph: Graph, site: Reading, layer: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -131,9 +132,8 @@ def attribute_heads(
             sums: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
             for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", cached, names, steps):
                 changes = {**between, **_without(dropped)}
-                at = gradients_at(
-                    model, *part.inputs(device), cached_names, part.mean_metric, changes, fast=engine == "fast"
-                )
+                inputs, metric = part.inputs(device), part.mean_metric
+                at = gradients_at(model, *inputs, cached_names, part.queries, metric, changes, fast=engine == "fast")
                 for place, (name, change) in moves.items():
                     weight = 0.0 if place in (("z", dropped), ("mlp_out", dropped)) else share  # what is dropped
                     sums[place] = sums[place] + weight * _by_head(change * at[name][1], name, place[0], cfg)
@@ -217,9 +217,13 @@ def attribute_edges(
     def score(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
         scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
         cached = part.cache(model, senders, run_alike, device)
-        written = {name: written_by(residual_edges, name, cached.change(name)) for name in senders}
+        # Laid out for the product once: an einsum would copy each sender's output anew at every receiver.
+        flat = "prompt pos place d_model -> prompt place (pos d_model)"
+        changes_of = {name: written_by(residual_edges, name, cached.change(name)) for name in senders}
+        written = {name: rearrange(change, flat).contiguous() for name, change in changes_of.items()}
         for names, changes, share in _runs(method, cached, senders, steps):
-            at = gradients_at(model, *part.inputs(device), hooked, part.mean_metric, changes, fast=engine == "fast")
+            inputs, metric = part.inputs(device), part.mean_metric
+            at = gradients_at(model, *inputs, hooked, part.queries, metric, changes, fast=engine == "fast")
             for site, places in sites.items():
                 if lands_at(graph, *site) in changes:  # its output is replaced, so what it reads has no effect
                     continue
@@ -228,9 +232,11 @@ def attribute_edges(
                     continue
                 stream, gradient = at[reads_from(graph, *site)][0], at[lands_at(graph, *site)][1]
                 gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
-                pulled = residual_edges.pulled(*site, stream, gradient)
+                pulled = rearrange(residual_edges.pulled(*site, stream, gradient), flat).mT.contiguous()
                 for name in names:
-                    by_edge = torch.einsum("npsd,nprd->rsn", written[name], pulled)
+                    if not graph.edges[places, columns[name]].any():  # nothing is read below where it is written
+                        continue
+                    by_edge = rearrange(written[name] @ pulled, "prompt sender receiver -> receiver sender prompt")
                     scores[places, columns[name]] += share * by_edge.cpu()
         return scores
 

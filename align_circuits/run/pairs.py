@@ -165,11 +165,20 @@ class Pair:
         """Returns the tokens of the base run and their mask."""
         return self.base.tokens.to(device), self.base.mask.to(device)
 
-    def mean_metric(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Float[Tensor, ""]:
-        """Returns the sum over prompts of each one's mean over its targets: what attribution takes gradients of."""
+    @property
+    def queries(self) -> Int[Tensor, " query"]:
+        """The positions at which targets are predicted, ascending."""
+        return self.target_metrics.query.unique()
+
+    def mean_metric(self, logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, ""]:
+        """Returns the sum over prompts of each one's mean over its targets: what attribution takes gradients of.
+
+        Args:
+            logits: At `queries`.
+        """
         targets = self.target_metrics
         prompt = targets.prompt.to(logits.device)
-        at_targets = logits[prompt, targets.query.to(logits.device)]
+        at_targets = logits[prompt, torch.searchsorted(self.queries, targets.query).to(logits.device)]
         wide = at_targets.to(torch.promote_types(at_targets.dtype, torch.float32))  # bfloat16 rounds gradients away
         values = targets.numbers(wide, torch.arange(len(prompt)))[0]
         return (values / prompt.bincount(minlength=len(logits))[prompt]).sum()

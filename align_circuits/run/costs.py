@@ -1,0 +1,254 @@
+"""What the verbs cost: how many tokens go through how many layers, known before anything runs.
+
+A verb's work is what dominates it: matrix products and attention. Intervals, permutation tests and tables come on top;
+they do not grow with the model. `benchmarks/costs.py` compares the work with the clock.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from align_circuits.checks import checked
+
+Number = int | float
+"""Of tokens, layers, runs; means may be fractions."""
+
+_THROUGH_A_NORM = 800
+"""In the time that a number takes back through a norm, so many are multiplied and summed: memory is slow. Fitted on one
+CPU (`benchmarks/costs.py`), to the edges of a model of 27 million parameters."""
+
+
+@checked
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder with gated MLPs, such as Llama."""
+
+    layers: int
+    d_model: int
+    heads: int
+    key_heads: int
+    """Heads of keys and values: fewer than `heads` with grouped queries."""
+    d_head: int
+    d_mlp: int
+    d_vocab: int
+    gated: bool = True
+    """Whether the MLP has three matrices, as Llama's, or two, as GPT-2's."""
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelShape":
+        """Returns the sizes of a model with TransformerLens's hooks."""
+        cfg = model.cfg
+        return cls(
+            cfg.n_layers,
+            cfg.d_model,
+            cfg.n_heads,
+            getattr(cfg, "n_key_value_heads", None) or cfg.n_heads,
+            cfg.d_head,
+            getattr(cfg, "d_mlp", None) or 4 * cfg.d_model,
+            cfg.d_vocab,
+            bool(getattr(cfg, "gated_mlp", False)),
+        )
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the four matrices of one attention layer."""
+        return 2 * self.d_model * self.d_head * (self.heads + self.key_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of one MLP."""
+        return (3 if self.gated else 2) * self.d_model * self.d_mlp
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all layers and of the embedding, counted once; norms and biases left out."""
+        return self.layers * (self.attention_weights + self.mlp_weights) + self.d_vocab * self.d_model
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model has to compute. Works add up, and a number times a work is that many of it."""
+
+    attention: Number = 0
+    """Tokens through the matrices of an attention layer, summed over layers."""
+    mlp: Number = 0
+    """Tokens through an MLP, summed over layers."""
+    pairs: Number = 0
+    """Pairs of a query and a key, summed over layers; every head has them all."""
+    logits: Number = 0
+    """Positions at which the vocabulary is predicted."""
+    products: Number = 0
+    """Numbers that are multiplied and summed beside the model's own, such as of adapters and of scores of edges."""
+
+    def __add__(self, other: "Work") -> "Work":
+        mine, others = (vars(work).values() for work in (self, other))
+        return Work(*(one + two for one, two in zip(mine, others, strict=True)))
+
+    def __rmul__(self, times: Number) -> "Work":
+        return Work(*(times * value for value in vars(self).values()))
+
+    def flops(self, shape: ModelShape) -> float:
+        """Returns the floating-point operations: two for each weight and token, four for each number of a pair."""
+        weights = self.attention * shape.attention_weights + self.mlp * shape.mlp_weights
+        weights += self.logits * shape.d_model * shape.d_vocab
+        return 2.0 * (weights + self.products) + 4.0 * self.pairs * shape.heads * shape.d_head
+
+    def passes(self, shape: ModelShape, unit: "Work") -> float:
+        """Returns the operations as a multiple of those of another work, mostly `forward_work`."""
+        return self.flops(shape) / unit.flops(shape)
+
+
+@checked
+@dataclass(frozen=True)
+class PromptSizes:
+    """The sizes of the prompts that a verb runs on."""
+
+    prompts: int
+    tokens: int
+    """In a prompt, up to the last prediction that is measured."""
+    targets: int
+    """Predictions that are measured in a prompt."""
+    changed: int = 0
+    """With pairs: the tokens from the first on that differs between the clean and the corrupted prompts."""
+
+    def part(self, tokens: int) -> "PromptSizes":
+        """Returns the same prompts with only their last tokens."""
+        return PromptSizes(self.prompts, tokens, self.targets, min(self.changed, tokens))
+
+
+def forward_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of running the prompts once, and so of `evaluate` and `score_heads`: the unit of all others."""
+    run = sizes.prompts * sizes.tokens * shape.layers
+    return Work(run, run, run * (sizes.tokens + 1) / 2, sizes.prompts * sizes.targets)
+
+
+def edited_work(sizes: PromptSizes, edited: Number, layers: Number, last: int = 0) -> Work:
+    """Returns the work of runs by replay with the z of heads edited in one layer, or in several of which this is first.
+
+    Such a run starts in that layer's MLP, at the first token that is edited: that MLP and the layers above run, the
+    last one's MLP at the targets alone.
+
+    Args:
+        sizes: Of the prompts.
+        edited: Tokens from the first edited one on.
+        layers: Layers above the edited one, summed over runs.
+        last: The number of runs.
+    """
+    run, targets = sizes.prompts * edited, sizes.prompts * sizes.targets
+    pairs = run * layers * (sizes.tokens - edited / 2)
+    return Work(run * layers, run * layers + targets * last, pairs, targets * last)
+
+
+def base_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of the unedited run that replay keeps: the last MLP computes the targets alone."""
+    whole, targets = forward_work(shape, sizes), sizes.prompts * sizes.targets
+    return whole + Work(mlp=targets - sizes.prompts * sizes.tokens)
+
+
+def ablate_work(shape: ModelShape, sizes: PromptSizes, heads: int | None = None, above: Number | None = None) -> Work:
+    """Returns the work of `ablate_heads` with means: the run for the means, the intact run, and one for each head.
+
+    Args:
+        shape: Of the model.
+        sizes: Of the prompts.
+        heads: How many heads; by default all.
+        above: Layers above each head's own, summed over heads; by default as many as of heads in all layers.
+    """
+    runs = shape.layers * shape.heads if heads is None else heads
+    above = runs * (shape.layers - 1) / 2 if above is None else above
+    edited = edited_work(sizes, sizes.tokens, above, runs)
+    return forward_work(shape, sizes) + base_work(shape, sizes) + edited
+
+
+def patch_work(shape: ModelShape, sizes: PromptSizes, heads: int | None = None, above: Number | None = None) -> Work:
+    """Returns the work of `patch_heads`: both prompts of the pairs, and a run from `changed` on for each head.
+
+    Args:
+        shape: Of the model.
+        sizes: Of the prompts, with `changed`.
+        heads: How many heads; by default all.
+        above: Layers above each head's own, summed over heads; by default as many as of heads in all layers.
+    """
+    runs = shape.layers * shape.heads if heads is None else heads
+    above = runs * (shape.layers - 1) / 2 if above is None else above
+    other = edited_work(sizes, sizes.changed, shape.layers)
+    other += Work(mlp=sizes.prompts * (sizes.targets - sizes.changed))
+    return base_work(shape, sizes) + other + edited_work(sizes, sizes.changed, above, runs)
+
+
+def backward_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of one pass back through all layers, with frozen weights, which need no gradients.
+
+    Matrices cost what they cost forward; fused attention makes five products for each pair instead of two, since it
+    computes the pattern anew (Dao et al., 2022, "FlashAttention", App. B).
+    """
+    forward = forward_work(shape, sizes)
+    return forward + Work(pairs=1.5 * forward.pairs)
+
+
+def attribute_work(shape: ModelShape, sizes: PromptSizes, steps: int = 1, *, edges: bool = False) -> Work:
+    """Returns the work of `attribute_heads` and `attribute_edges`: both runs, and forward and back for each step.
+
+    Args:
+        shape: Of the model.
+        sizes: Of the prompts.
+        steps: 1 for one gradient (`"atp"`, `"eap"`), m for integrated gradients.
+        edges: Whether edges are scored: then in each step what every receiver reads goes through it once more, forward
+            and back, and each sender is multiplied with each later receiver; norms, where receivers mostly wait for
+            memory, count as products too.
+    """
+    work = 2 * forward_work(shape, sizes) + steps * (forward_work(shape, sizes) + backward_work(shape, sizes))
+    if edges:
+        run = sizes.prompts * sizes.tokens
+        receivers = shape.layers * (shape.heads + 2 * shape.key_heads + 1) + 1
+        senders = shape.layers * (shape.heads + 1) + 1
+        in_norms = shape.layers * (shape.heads + 2 * shape.key_heads) * _THROUGH_A_NORM
+        products = steps * run * shape.d_model * (receivers * senders / 2 + in_norms)
+        again = 2 * steps * run * shape.layers
+        work += Work(attention=again, mlp=again, products=products)
+    return work
+
+
+def tune_work(
+    shape: ModelShape, sizes: PromptSizes, steps: int, probes: int = 0, probe_prompts: int = 1, rank: int = 16
+) -> Work:
+    """Returns the work of `tune` on q, k and v of all layers: each step, and probes in and out of distribution.
+
+    A step goes forward and back; the adapters do so too, and get gradients of their weights besides.
+
+    Args:
+        shape: Of the model.
+        sizes: Of the prompts of one step.
+        steps: The number of updates.
+        probes: How often the model is probed.
+        probe_prompts: Prompts in a probe, this many in distribution and as many out of it.
+        rank: Of the adapters.
+    """
+    one = PromptSizes(1, sizes.tokens, sizes.targets)
+    width = 3 * shape.d_model + (shape.heads + 2 * shape.key_heads) * shape.d_head
+    adapters = Work(products=3 * sizes.prompts * sizes.tokens * shape.layers * rank * width)
+    step = forward_work(shape, sizes) + backward_work(shape, sizes) + adapters
+    return steps * step + 2 * probes * probe_prompts * forward_work(shape, one)
+
+
+def localize_work(
+    shape: ModelShape, sizes: PromptSizes, candidates: int, sets: int, exchanged: int = 0, above: float = 0.75
+) -> Work:
+    """Returns the work of `localize`, all of whose parts run on one half of the prompts.
+
+    That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated,
+    and patched; sets of heads ablated, with their means; and interchanges.
+
+    Args:
+        shape: Of the model.
+        sizes: Of all `n` prompts, with `changed`.
+        candidates: Heads that are ablated and patched one by one, known only afterwards: 1 to 10% of all heads.
+        sets: Sets of heads that are ablated: with 20 draws up to 80, and up to 20 for each role.
+        exchanged: Candidates and sets whose answers are interchanged.
+        above: The share of the layers that run for a set, which starts in its lowest layer.
+    """
+    half = PromptSizes(sizes.prompts // 2, sizes.tokens, sizes.targets, sizes.changed)
+    of_sets = edited_work(half, half.tokens, sets * above * shape.layers, sets)
+    with_sets = forward_work(shape, half) + base_work(shape, half) + of_sets
+    interchanged = patch_work(shape, half, exchanged) if exchanged else Work()
+    alone = ablate_work(shape, half, candidates) + patch_work(shape, half, candidates)
+    return 4 * forward_work(shape, half) + alone + with_sets + interchanged

@@ -1,0 +1,181 @@
+"""What the verbs cost beside what `align_circuits.run.costs` predicts, from 1 million to 135 million parameters.
+
+Random Llamas on the CPU, one thread, time of the processor. What is predicted is the verb's work as a multiple of the
+forward pass over the same prompts, times what that pass took in the same round; so the prediction knows one number of
+the machine. Intervals, permutation tests and tables are part of what is measured, and not of what is predicted. The
+largest model has SmolLM2's shape, and a few heads stand for all of its 270 where a verb takes heads. `localize` runs on
+the bundled model, whose heads have roles.
+
+    python benchmarks/costs.py [--rounds 3] [--models 1M,8M,27M,135M] [--out FOLDER]
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from patching import processor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import align_circuits as ac
+from align_circuits.models.tokenizer import char_tokenizer
+from align_circuits.run.costs import (
+    ModelShape,
+    PromptSizes,
+    Work,
+    ablate_work,
+    attribute_work,
+    forward_work,
+    localize_work,
+    patch_work,
+    tune_work,
+)
+from align_circuits.run.forward_pass import forward
+from align_circuits.tables.tables import Provenance, Table
+
+# Layers, width, heads, key heads, width of the MLP, vocabulary.
+MODELS = {
+    "1M": (6, 128, 4, 2, 352, 64),
+    "8M": (8, 288, 6, 3, 792, 64),
+    "27M": (10, 480, 8, 4, 1320, 64),
+    "135M": (30, 576, 9, 3, 1536, 49_152),
+}
+PROMPTS, FEW, STEPS = 8, 2, 4
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15)
+
+Case = tuple[str, Callable[[], Any], Work]
+"""A verb, its call, and its work."""
+
+
+def network(name: str) -> Any:
+    """Returns a random Llama."""
+    layers, width, heads, key_heads, d_mlp, vocabulary = MODELS[name]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=d_mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=width**-0.5,
+    )
+    return ac.load(LlamaForCausalLM(config).eval(), tokenizer=char_tokenizer())
+
+
+def sizes_of(pair: ac.Pair) -> PromptSizes:
+    """Returns the sizes of a pair's prompts."""
+    last, targets = int(pair.clean.column("query_pos").max()) + 1, len(pair.clean.targets) // len(pair.clean)
+    differs = (pair.clean.tokens != pair.corrupted.tokens).any(0).nonzero()
+    return PromptSizes(len(pair.clean), last, targets, last - int(differs[0]))
+
+
+def run_once(model: Any, prompts: ac.Prompts) -> None:
+    """Runs the prompts: the unit of all costs."""
+    prompt, query = prompts.column("prompt"), prompts.column("query_pos")
+    forward(model, prompts, prompt=prompt, query=query, on_logits=lambda *_: None)
+
+
+def cases(model: Any, clean: ac.Prompts) -> Iterator[Case]:
+    """Yields the verbs on one model, but for `localize`."""
+    shape = ModelShape.of(model)
+    query = ac.Pair(clean, TASK.corrupt(clean, "query"))
+    labels = ac.Pair(clean, TASK.corrupt(clean, "labels"))
+    sizes, whole = sizes_of(query), sizes_of(labels)
+    every = max(1, shape.layers // 10)
+    some = [(layer, 0) for layer in range(every // 2, shape.layers, every)]
+    yield "evaluate", lambda: ac.evaluate(model, clean), forward_work(shape, sizes)
+    yield "score", lambda: ac.score_heads(model, clean), forward_work(shape, sizes)
+    above = sum(shape.layers - 1 - layer for layer, _ in some)
+    yield "ablate", lambda: ac.ablate_heads(model, clean, heads=some), ablate_work(shape, sizes, len(some), above)
+    yield "patch, last example", lambda: ac.patch_heads(model, query), patch_work(shape, sizes)
+    of_some = patch_work(shape, whole, len(some), above)
+    yield "patch, all examples", lambda: ac.patch_heads(model, labels, heads=some), of_some
+    yield "attribute heads", lambda: ac.attribute_heads(model, query), attribute_work(shape, sizes)
+    steps, by_steps = 5, lambda: ac.attribute_heads(model, query, method="ig_inputs", steps=5)
+    yield "attribute heads, 5 steps", by_steps, attribute_work(shape, sizes, steps)
+    edges = attribute_work(shape, sizes, edges=True)
+    yield "attribute edges", lambda: ac.attribute_edges(model, query, method="eap"), edges
+    config = ac.TuneConfig(steps=STEPS, batch=sizes.prompts, probe_every=STEPS, probe_prompts=1)
+    tuned = tune_work(shape, sizes, STEPS, probes=2, probe_prompts=1)
+    yield "tune", lambda: ac.tune(model, TASK, config, progress=False), tuned
+
+
+def localized(model: Any, n: int) -> Case:
+    """Returns `localize`: how many candidates and sets it measures is known from a first call."""
+    found = ac.localize(model, TASK, n=n)
+    prompts = TASK.sample(n, model.tokenizer, references=False)
+    sizes = replace(sizes_of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
+    kinds = len(set(found.group_ablations.frame["kind"]))
+    of_roles = [2 + sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
+    sets = len(found.group_ablations.frame) // kinds + sum(of_roles)
+    candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
+    exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
+    work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)
+    return f"localize, {candidates} candidates, {sets} sets", lambda: ac.localize(model, TASK, n=n), work
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Returns the processor's time of a call."""
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
+def compare(name: str, model: Any, n: int, given: list[Case], rounds: int) -> list[dict[str, Any]]:
+    """Prints, and returns, how long the verbs took beside what was predicted."""
+    clean = TASK.sample(n, model.tokenizer, references=False)
+    shape, sizes = ModelShape.of(model), sizes_of(ac.Pair(clean, TASK.corrupt(clean, "query")))
+    unit = forward_work(shape, sizes)
+    found = []
+    for verb, call, work in given:
+        seconds(call)
+        ratios = []
+        for _ in range(rounds):
+            bare = min(seconds(lambda: run_once(model, clean)) for _ in range(3))
+            predicted = bare * work.passes(shape, unit)
+            measured = seconds(call)
+            ratios.append((measured / predicted, measured, predicted))
+        ratio, measured, predicted = (median(values) for values in zip(*ratios, strict=True))
+        low, high = min(ratios)[0], max(ratios)[0]
+        row = {"sweep": f"{name}, {verb}", "contestant": f"{shape.parameters / 1e6:.1f}M parameters"}
+        row |= {"passes": work.passes(shape, unit), "predicted s": predicted, "measured s": measured}
+        row |= {"measure": "times as long as predicted", "value": ratio, "low": low, "high": high, "n": rounds}
+        print(
+            f"{name:10s} {verb:38s} {row['passes']:7.1f} passes {predicted:8.2f} s predicted {measured:8.2f} s "
+            f"measured {ratio:5.2f} [{low:.2f}, {high:.2f}]",
+            flush=True,
+        )
+        found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--verbs", default="", help="the beginnings of verbs, separated by commas; by default all")
+    parser.add_argument("--out", help="a folder for the table; value is the time measured over the time predicted")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    wanted = tuple(arguments.verbs.split(","))
+    for name in arguments.models.split(","):
+        model = network(name)
+        count = FEW if name == "135M" else PROMPTS
+        clean = TASK.sample(count, model.tokenizer, references=False)
+        chosen = [case for case in cases(model, clean) if case[0].startswith(wanted)]
+        rows += compare(name, model, count, chosen, arguments.rounds)
+    if "localize".startswith(wanted):
+        bundled = ac.load("toy-llama")
+        rows += compare("toy-llama", bundled, 32, [localized(bundled, 32)], arguments.rounds)
+    if arguments.out:
+        given = {name: value for name, value in vars(arguments).items() if name != "out"}
+        settings = {**given, "threads": 1, "width": "by model", "processor": processor(), "time": "of the processor"}
+        Table(pd.DataFrame(rows), Provenance("benchmark", settings)).save(arguments.out)

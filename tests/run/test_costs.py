@@ -1,0 +1,171 @@
+"""What the verbs cost, beside a count of what they run."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import align_circuits as ac
+from align_circuits.run.costs import (
+    ModelShape,
+    PromptSizes,
+    Work,
+    ablate_work,
+    attribute_work,
+    base_work,
+    forward_work,
+    localize_work,
+    patch_work,
+    tune_work,
+)
+
+TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=5)
+COUNTED = {"q_proj": "attention", "up_proj": "mlp", "lm_head": "logits"}
+
+
+@pytest.fixture(scope="module")
+def model(random_hf_model: Any, char_tokenizer: Any) -> Any:
+    hf = random_hf_model("llama", num_hidden_layers=3, max_position_embeddings=128)
+    return ac.load(hf, tokenizer=char_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Any) -> ac.Pair:
+    clean = TASK.sample(4, model.tokenizer, references=False)
+    return ac.Pair(clean, TASK.corrupt(clean, "query"))
+
+
+def sizes_of(pair: ac.Pair) -> PromptSizes:
+    last, targets = int(pair.clean.column("query_pos").max()) + 1, len(pair.clean.targets) // len(pair.clean)
+    first = int((pair.clean.tokens != pair.corrupted.tokens).any(0).nonzero()[0])
+    return PromptSizes(len(pair.clean), last, targets, last - first)
+
+
+@contextmanager
+def counting(model: Any) -> Iterator[Counter[str]]:
+    """Counts the tokens that go through attention, MLPs and the unembedding."""
+    counts: Counter[str] = Counter()
+    hooks = []
+    for name, module in model.original_model.named_modules():
+        parts = [part for part in name.split(".") if part != "_original_component"]
+        if parts and parts[-1] in COUNTED and isinstance(module, nn.Linear):
+
+            def count(module: nn.Linear, given: Any, result: Any, of: str = COUNTED[parts[-1]]) -> None:
+                tokens = given[0].numel() // module.in_features
+                counts[of] += tokens
+                if result.requires_grad:
+                    result.register_hook(lambda _: counts.update({f"{of} back": tokens}))
+
+            hooks.append(module.register_forward_hook(count))
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def agree(counts: Counter[str], expected: Work, slack: int) -> None:
+    for name in COUNTED.values():
+        assert abs(counts[name] - getattr(expected, name)) <= slack, (name, counts, expected)
+
+
+def both_ways(counts: Counter[str], expected: Work, slack: int) -> None:
+    for name in ("attention", "mlp"):
+        assert abs(counts[name] + counts[f"{name} back"] - getattr(expected, name)) <= slack, (name, counts, expected)
+
+
+def test_the_shape_is_that_of_the_model(model: Any):
+    shape = ModelShape.of(model)
+    weights = sum(weight.numel() for name, weight in model.original_model.named_parameters() if "norm" not in name)
+    untied = shape.d_vocab * shape.d_model
+    assert weights == shape.parameters + untied
+
+
+@pytest.mark.parametrize(
+    ("verb", "work"),
+    [
+        (lambda model, pair: ac.evaluate(model, pair.clean), forward_work),
+        (lambda model, pair: ac.ablate_heads(model, pair.clean), ablate_work),
+        (lambda model, pair: ac.patch_heads(model, pair), patch_work),
+    ],
+    ids=["evaluate", "ablate", "patch"],
+)
+def test_the_formula_counts_what_runs(
+    model: Any, pair: ac.Pair, verb: Callable[..., Any], work: Callable[[ModelShape, PromptSizes], Work]
+):
+    with counting(model) as counts:
+        verb(model, pair)
+    sizes = sizes_of(pair)
+    # The engine of plain forward passes runs the token after the last prediction too, and the means need no logits.
+    agree(counts, work(ModelShape.of(model), sizes), sizes.prompts * 3 + sizes.prompts * sizes.targets)
+
+
+def test_patching_from_the_first_example_on_costs_what_the_formula_says(model: Any, pair: ac.Pair):
+    other = ac.Pair(pair.clean, TASK.corrupt(pair.clean, "labels"))
+    sizes = sizes_of(other)
+    assert sizes.changed > 2 * sizes_of(pair).changed
+    with counting(model) as counts:
+        ac.patch_heads(model, other)
+    agree(counts, patch_work(ModelShape.of(model), sizes), 0)
+
+
+@pytest.mark.parametrize(("method", "steps"), [("atp", 1), ("ig_inputs", 4)])
+def test_attribution_runs_forward_and_back_in_each_step(model: Any, pair: ac.Pair, method: Any, steps: int):
+    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    with counting(model) as counts:
+        ac.attribute_heads(model, pair, method=method, steps=steps)
+    # A run of two tokens beforehand shows which hooks fire.
+    both_ways(counts, attribute_work(shape, sizes, steps), (2 + (2 + 2 * steps) * sizes.prompts) * shape.layers)
+
+
+def test_attribution_of_edges_runs_the_mlps_twice(model: Any, pair: ac.Pair):
+    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    with counting(model) as counts:
+        ac.attribute_edges(model, pair, method="eap_ig_inputs", steps=3)
+    work = attribute_work(shape, sizes, 3, edges=True)
+    assert counts["mlp"] + counts["mlp back"] == pytest.approx(work.mlp, rel=0.1)
+    # The model's own attention alone: what receivers read goes through its weights without its layers.
+    assert counts["attention"] + counts["attention back"] == pytest.approx(
+        attribute_work(shape, sizes, 3).attention, rel=0.1
+    )
+
+
+def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
+    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    config = ac.TuneConfig(steps=4, batch=4, probe_every=2, probe_prompts=2)
+    with counting(model) as counts:
+        ac.tune(model, TASK, config, progress=False)
+    probed = 3 * 2 * 2 * shape.layers  # a probe runs the token after the last prediction too
+    # Nothing below the lowest adapters needs a gradient: not what the first layer's queries are made of.
+    lowest = 4 * 4 * sizes.tokens
+    both_ways(counts, tune_work(shape, sizes, 4, probes=3, probe_prompts=2), probed + lowest)
+
+
+def test_localize_is_the_sum_of_its_parts():
+    model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15), 16
+    prompts = task.sample(n, model.tokenizer, references=False)
+    sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
+    with counting(model) as counts:
+        found = ac.localize(model, task, n=n)
+    kinds = len(set(found.group_ablations.frame["kind"]))
+    of_roles = [2 + sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
+    sets = len(found.group_ablations.frame) // kinds + sum(of_roles)
+    candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
+    exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
+    assert candidates > 4
+    assert sets > 4
+    work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)
+    assert 0.8 < counts["attention"] / work.attention < 1.25
+    assert 0.8 < counts["mlp"] / work.mlp < 1.25
+
+
+def test_works_add_up(model: Any, pair: ac.Pair):
+    shape, sizes = ModelShape.of(model), sizes_of(pair)
+    one = forward_work(shape, sizes)
+    assert (one + one).flops(shape) == (2 * one).flops(shape) == 2 * one.flops(shape)
+    assert (3 * one).passes(shape, one) == pytest.approx(3)
+    assert base_work(shape, sizes).passes(shape, one) < 1
