@@ -375,7 +375,7 @@ def _attempts_in_processes(jobs: Mapping[Path, Job], processes: int) -> Attempts
     executor = ProcessExecutor(processes)
     try:
         yield from _attempts_on(executor, jobs, {})
-    finally:  # also of an interrupt: nobody waits for what is running
+    finally:  # also after an interrupt: no one waits for what is running
         executor.shutdown(cancel_futures=True)
 
 

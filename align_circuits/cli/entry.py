@@ -187,7 +187,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 class PipeSafe:
-    """A stream that drops what nobody reads any more: `align-circuits score | head -1` still writes its results."""
+    """A stream that drops what is no longer read: `align-circuits score | head -1` still writes its results."""
 
     def __init__(self, stream: Any):  # no TextIO: beartype refuses what pytest puts in its place
         self._stream = stream

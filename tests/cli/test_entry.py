@@ -1,4 +1,4 @@
-"""The entry point: what it imports, what it suggests, and output that nobody reads to its end."""
+"""The entry point: what it imports, what it suggests, and output that is not read to its end."""
 
 import os
 import subprocess

@@ -213,7 +213,7 @@ def _check(table: Table) -> list[Check]:
             )
             for role in TRUE
         ),
-        Claim("Planted circuits: nobody else is named, whatever the role (precision)").at_least(
+        Claim("Planted circuits: only planted heads are named, whatever the role (precision)").at_least(
             1.0, value("precision"), value("precision by score"), "heads named by score alone"
         ),
         *(
@@ -244,7 +244,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
 
 GROUND_TRUTH = Experiment(
     "localize/ground-truth",
-    "Does localize name what is there, and nobody where nobody is?",
+    "Does localize name the heads that are there, and none where there are none?",
     "the package's own promise",
     Study(
         "localize/ground-truth",
