@@ -49,7 +49,7 @@ ICA = Arm("ICA-Tune")
 PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
-SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (0, 1, 2))
+SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2)
 """The tuning of SmolLM2 that most figures are about."""
 
 SMOLLM2_ARMS = (SMOLLM2_ICA, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (0, 1, 2)))
@@ -173,8 +173,14 @@ def _check_emergence_of_arm(table: Table) -> list[Check]:
             above_history("after", "in distribution"),
             "labels as they are",
         ),
-        Claim("The gain in accuracy is at the first token of a phrase").at_least(
-            0.3, gain("first"), gain("later"), "later tokens"
+        *(
+            [
+                Claim("The gain in accuracy is at the first token of a phrase").at_least(
+                    0.3, gain("first"), gain("later"), "later tokens"
+                )
+            ]
+            if len(first_token(table, "after", kind="later").frame)  # phrases of one letter have none
+            else []
         ),
         *order_checks(table),
     ]
@@ -236,7 +242,7 @@ FIG4 = Experiment(
         smoke=Tunings((SMOKE_ICA,), n=4, every=1),
         cpu=Tunings((ICA,)),
         paper=Tunings((PAPER_ICA,)),
-        smollm2=Tunings(SMOLLM2_ARMS, every=1),
+        smollm2=Tunings(SMOLLM2_ARMS, n=32, every=1),
         measured=[ends],
     ),
     _draw_emergence,
@@ -333,7 +339,7 @@ FIG6 = Experiment(
         smoke=Tunings(_methods(SMOKE_TASK, SMOKE, 4, (0,), (5,)), every=1),
         cpu=Tunings(_methods(TASK, {**TOY, "probe_every": 50, "probe_prompts": 32}, 88, (0, 1), _SIZES), every=1),
         paper=Tunings(_methods(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2), _SIZES), every=5),
-        smollm2=Tunings(_methods(SMOLLM2_TASK, {**SMOLLM2, "probe_every": 50}, 32, (0,), (50, 800)), every=1),
+        smollm2=Tunings(_methods(SMOLLM2_TASK, {**SMOLLM2, "probe_every": 50}, 32, (0,), (50, 800)), n=32, every=1),
     ),
     _draw_methods,
     _check_methods,
@@ -495,7 +501,9 @@ FIG10 = Experiment(
             replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
         ),
         smollm2=Layers(
-            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)), (4, 8, 12, 16, 20, 24)
+            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)),
+            (4, 8, 12, 16, 20, 24),
+            n=32,
         ),
         measured=[ends],
         arms=Layers.arms,
