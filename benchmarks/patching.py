@@ -13,13 +13,16 @@ The contestants take turns, and the ratio is the median over rounds of the ratio
 the clock's: leave the machine alone. With `--threads 1` it is the processor's, and a busy machine disturbs little.
 
     python benchmarks/patching.py [--rounds 5] [--width 128,256] [--prompts 4] [--sample 0] [--out FOLDER]
+
+With `--model smollm2` (or what else `load` takes) that model is patched instead, on prompts of Fig. 4 of The Missing
+Alignment Link (m = 5, c = 2, k = 15) with the query corrupted: the last 16 of 272 tokens.
 """
 
 import argparse
-import itertools
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +38,15 @@ from align_circuits.tables.tables import Provenance, Table
 
 TASK = ac.Seq2SeqTask(x_len=13, phrase_len=1, n_examples=15)
 EDITED, HEADS = 28, 8
+REAL_TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15)
+"""For a model that is given; its last 16 of 272 tokens differ when the query is corrupted."""
+
+CASES = {
+    "8": ("8 layers, width {}, the last 28 of 448 tokens", 8, False),
+    "16": ("16 layers, width {}, the last 28 of 448 tokens", 16, False),
+    "whole": ("8 layers, width {}, all 448 tokens", 8, True),
+}
+"""What a sweep is called, its layers, and whether all tokens are edited."""
 
 Metric = Callable[[torch.Tensor], torch.Tensor]
 Row = tuple[str, str, str, float, float, float, int]
@@ -57,6 +69,11 @@ def network(layers: int, width: int, vocabulary: int = 64) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def random_model(layers: int, width: int, vocabulary: int) -> Any:
+    """Returns the random Llama as `load` does, with a tokenizer of characters."""
+    return ac.load(network(layers, width, vocabulary), tokenizer=char_tokenizer())
+
+
 def processor() -> str:
     """Returns what the machine calls its processor."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -72,12 +89,22 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return clock() - started, result
 
 
-def compare(name: str, model: Any, count: int, rounds: int, sample: int, *, whole: bool) -> list[Row]:
+def compare(
+    name: str,
+    model: Any,
+    count: int,
+    rounds: int,
+    sample: int,
+    *,
+    task: ac.Seq2SeqTask = TASK,
+    last: int = EDITED,
+    whole: bool = False,
+) -> list[Row]:
     """Prints what each contestant costs and how far their results lie apart, and returns it."""
-    clean = TASK.sample(count, model.tokenizer, references=False)
-    corrupted = TASK.corrupt(clean, "labels" if whole else "query")
+    clean = task.sample(count, model.tokenizer, references=False)
+    corrupted = task.corrupt(clean, "labels" if whole else "query")
     gold = clean.column("token")
-    edited = torch.arange(clean.mask.shape[1]) >= (0 if whole else clean.mask.shape[1] - EDITED)
+    edited = torch.arange(clean.mask.shape[1]) >= (0 if whole else clean.mask.shape[1] - last)
     masks = {"edited": edited.expand_as(clean.mask)}
 
     def metric_of(first: int, size: int) -> Metric:
@@ -85,7 +112,7 @@ def compare(name: str, model: Any, count: int, rounds: int, sample: int, *, whol
         rows, queries = clean.column("prompt")[mine] - first, clean.column("query_pos")[mine]
         return lambda logits: logits[rows, queries].log_softmax(-1).gather(1, gold[mine, None]).sum() / len(gold)
 
-    every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(HEADS)]
+    every = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
     some = every[:: max(1, len(every) // sample)] if sample else every
     index = pd.DataFrame(some, columns=["layer", "head"])
 
@@ -151,19 +178,22 @@ if __name__ == "__main__":
     parser.add_argument("--sample", type=int, default=0, help="heads that TransformerLens patches; 0 for all")
     parser.add_argument("--out", help="a folder for the table; low and high are the least and the most of the rounds")
     parser.add_argument("--cases", default="8,16,whole")
+    parser.add_argument("--model", help="what `load` takes, in place of the random Llamas")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    cases = {
-        "8": ("8 layers, width {}, the last 28 of 448 tokens", 8, False),
-        "16": ("16 layers, width {}, the last 28 of 448 tokens", 16, False),
-        "whole": ("8 layers, width {}, all 448 tokens", 8, True),
-    }
+    sweeps: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
+        (title.format(width), partial(random_model, depth, width, arguments.vocabulary), {"whole": whole})
+        for case in arguments.cases.split(",")
+        for title, depth, whole in [CASES[case]]
+        for width in map(int, arguments.width.split(","))
+    ]
+
+    if arguments.model:
+        title = f"{arguments.model}, the last 16 of 272 tokens"
+        sweeps = [(title, partial(ac.load, arguments.model), {"task": REAL_TASK, "last": 16})]
     lines: list[Row] = []
-    for case, width in itertools.product(arguments.cases.split(","), map(int, arguments.width.split(","))):
-        title, depth, everything = cases[case]
-        options = {"count": arguments.prompts, "rounds": arguments.rounds, "sample": arguments.sample}
-        model = ac.load(network(depth, width, arguments.vocabulary), tokenizer=char_tokenizer())
-        lines += compare(title.format(width), model, **options, whole=everything)
+    for title, made, about in sweeps:
+        lines += compare(title, made(), arguments.prompts, arguments.rounds, arguments.sample, **about)
         if arguments.out:
             columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
             given = {name: value for name, value in vars(arguments).items() if name != "out"}

@@ -1,7 +1,7 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does tuning build its heads, or unmask them?"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -241,7 +241,7 @@ UNMASK = Experiment(
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
             "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
-            "smollm2": Unmasking((replace(SMOLLM2_ICA, seeds=(0, 1, 2)),), n=32, clamped=16),
+            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=16),
         },
         _jobs,
         _summarize,

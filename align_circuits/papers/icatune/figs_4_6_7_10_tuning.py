@@ -49,7 +49,7 @@ ICA = Arm("ICA-Tune")
 PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
-SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2)
+SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (0, 1, 2))
 """The tuning of SmolLM2 that most figures are about."""
 
 SMOLLM2_ARMS = (SMOLLM2_ICA, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (0, 1, 2)))
