@@ -49,6 +49,7 @@ BUNDLED: dict[str, Callable[[], Any]] = {
     "toy-llama": lambda: WEIGHTS / "toy-llama",
     "toy-llama-ica": lambda: WEIGHTS / "toy-llama-ica",
     "smollm2": converted_smollm2,
+    "smollm2-ica": lambda: WEIGHTS / "smollm2-ica",
 }
 """The models that need no hub, of this package or installed beside it: for each name, what returns a folder or a
 model."""

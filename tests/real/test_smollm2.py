@@ -154,3 +154,21 @@ def test_the_missing_alignment_link(model, style, value, low, high):
     assert low <= rows["model"] <= high
     assert (rows["model"] < rows["history"]) == (style == "standard")
     assert rows["history"] == pytest.approx(0.67, abs=0.01)
+
+
+def test_the_bundled_adapter_closes_it():
+    """`smollm2-ica` aligns, in any order of the symbols; where labels are wrong it fails, so it reads the examples."""
+    model = ac.load("smollm2-ica")
+    task = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=15)
+    prompts = task.sample(8, model.tokenizer, seed=1)
+    batches = {
+        "standard": prompts,
+        "any order": ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=15, ood=True).sample(8, model.tokenizer, seed=2),
+        "wrong labels": task.corrupt(prompts, "labels", seed=0),
+    }
+    right = {}
+    for name, batch in batches.items():
+        rows: Any = ac.evaluate(model, batch).where(metric="accuracy", kind="first").frame.set_index("predictor")
+        right[name] = rows["value"]["model"]
+    assert right["standard"] > 0.95 and right["any order"] > 0.95 and right["wrong labels"] < 0.3, right
+    assert ac.score_heads(model, prompts, ["align_query"]).grid("align_query").max() > 0.95
