@@ -36,6 +36,8 @@ class Unmasking(Tunings):
 
     clamped: int = 32
     """Prompts on which heads are clamped, one at a time."""
+    before: int | None = None
+    """In how many of the seeds heads are localized before tuning, in the same model; in all by default."""
 
 
 def clamped(*, model: str, task: Mapping[str, Any], role: str, prompts: int, seed: int, **_: str) -> pd.DataFrame:
@@ -120,7 +122,7 @@ def _jobs(config: Unmasking, inputs: Inputs) -> list[Measurement]:
         for arm in tasks.values()
         for function, n, seeds, parts in (
             (clamped, config.clamped, arm.seeds[:1], [{"role": role} for role in ROLES]),
-            (before, config.n, arm.seeds, [{}]),
+            (before, config.n, arm.seeds[: config.before], [{}]),
         )
         for seed in seeds
         for more in parts
@@ -180,12 +182,12 @@ def _unmasked(table: Table, arm: str) -> Check:
 
 def _localized_checks(table: Table, arm: str) -> list[Check]:
     frame: Any = table.frame
-    seeds = sorted(set(frame[frame["part"] == "after"]["seed"]))
 
     def names(role: str) -> Callable[[str], Measured]:
         def share(part: str) -> Measured:
-            rows = frame[(frame["what"] == "named") & (frame["part"] == part) & (frame["role"] == role)]
-            return share_of(np.isin(seeds, [*rows["seed"]]))
+            own = frame[frame["part"] == part]
+            seeds = own.loc[own["what"] == "ablated", "seed"].unique()
+            return share_of(np.isin(seeds, own.loc[(own["what"] == "named") & (own["role"] == role), "seed"]))
 
         return share
 
@@ -241,7 +243,7 @@ UNMASK = Experiment(
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
             "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
-            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=16),
+            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=6, before=1),
         },
         _jobs,
         _summarize,
