@@ -474,7 +474,7 @@ def test_localization_on_two_devices(split):
 @pytest.fixture(scope="module", params=["cpu", "disk"])
 def offloaded(request, folder):
     """The same model here, and with its last layer, norm and unembedding in memory or on disk until they run."""
-    rest = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), request.param)
+    rest: dict[str, Any] = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), request.param)
     return [ac.load(folder, device="cpu"), ac.load(folder, device_map={**SPLIT, **rest})]
 
 
