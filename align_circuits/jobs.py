@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -174,7 +174,7 @@ def run_jobs(
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """How far a run of `run_jobs` is, by the files of its folder."""
+    """How far a run of `run_jobs` is, or a sweep whose parts are kept, by the files of its folder."""
 
     started: float
     """When, in seconds since 1970; of a run that was repeated, the last time."""
@@ -218,18 +218,31 @@ def _plans(folder: str | Path) -> list[dict[str, Any]]:
 
 def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
     jobs = {folder / name: Job(**job) for name, job in plan["jobs"].items()}
-    done = {path: job for path, job in jobs.items() if path.exists()}
-    running = {path for path in jobs.keys() - done.keys() if is_claimed(path)}
-    failures = tuple(
-        JobFailure(job, path.with_suffix(".error").read_text(encoding="utf-8"))
-        for path, job in jobs.items()
-        if path not in done and path not in running and path.with_suffix(".error").exists()
-    )
-    fresh = sum(path.stat().st_mtime >= plan["started"] for path in done)
-    waiting = len(jobs) - len(done) - len(running) - len(failures)
-    a_job = (time.time() - plan["started"]) / fresh if fresh else None
+    errors = {path: path.with_suffix(".error") for path in jobs}
+    failed = {
+        path: JobFailure(jobs[path], error.read_text(encoding="utf-8"))
+        for path, error in errors.items()
+        if error.exists()
+    }
+    return progress_of(plan["started"], jobs, failed)
+
+
+def progress_of(started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
+    """Returns how far the work is that writes some files.
+
+    Args:
+        started: When it began, in seconds since 1970.
+        paths: The files.
+        failed: Of which files the last attempt failed.
+    """
+    done = {path for path in paths if path.exists()}
+    running = {path for path in paths if path not in done and is_claimed(path)}
+    failures = tuple(failure for path, failure in failed.items() if path not in done | running)
+    fresh = sum(path.stat().st_mtime >= started for path in done)
+    waiting = len(paths) - len(done) - len(running) - len(failures)
+    a_job = (time.time() - started) / fresh if fresh else None
     left = a_job * (waiting + len(running)) if a_job is not None and running else None
-    return Progress(plan["started"], len(done), len(running), waiting, failures, left)
+    return Progress(started, len(done), len(running), waiting, failures, left)
 
 
 def _write_plan(folder: Path, paths: Mapping[Path, Job]) -> None:

@@ -466,3 +466,27 @@ def test_edges_on_two_devices(split, noise, prompts):
 def test_localization_on_two_devices(split):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
     there_as_here(split, lambda model: ac.localize(model, task, n=8, seed=1, draws=1).table)
+
+
+# On one device that does not hold all layers
+
+
+@pytest.fixture(scope="module", params=["cpu", "disk"])
+def offloaded(request, folder):
+    """The same model here, and with its last layer, norm and unembedding in memory or on disk until they run."""
+    rest: dict[str, Any] = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), request.param)
+    return [ac.load(folder, device="cpu"), ac.load(folder, device_map={**SPLIT, **rest})]
+
+
+def test_measures_with_offloaded_layers(offloaded, prompts):
+    assert {str(value.device) for value in offloaded[1].original_model.parameters()} == {"cuda:0", "meta"}
+    there_as_here(offloaded, lambda model: ac.score_heads(model, prompts))
+    there_as_here(offloaded, lambda model: ac.evaluate(model, prompts, options=ac.RunOptions(engine="reference")))
+
+
+def test_causes_with_offloaded_layers(offloaded, pair, noise):
+    there_as_here(offloaded, lambda model: ac.patch_heads(model, pair, sites=REPLAY_SITES))
+    there_as_here(offloaded, lambda model: ac.ablate_heads(model, pair.clean))
+    there_as_here(offloaded, lambda model: attribute_edges(model, noise, method="eap"))
+    there_as_here(offloaded, lambda model: patch_edges(model, noise, edges=[("M0", "L1H3.q"), ("L0H0", "logits")]))
+    there_as_here(offloaded, lambda model: direct_logits(model, pair.clean))

@@ -91,7 +91,9 @@ class Cuda(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, stored: torch.Tensor, device: torch.device = CUDA):
+    def __new__(cls, stored: torch.Tensor, device: torch.device = CUDA, *, requires_grad: bool | None = None) -> Any:
+        if requires_grad is not None:  # as accelerate calls the class of a parameter to have another
+            return torch.nn.Parameter(stored, requires_grad)
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             stored.size(),

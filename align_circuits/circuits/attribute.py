@@ -212,32 +212,43 @@ def attribute_edges(
     patterns = [name_of("pattern", layer) for layer in range(graph.n_layers)] if method == "atp_star" else []
     hooked = [*hook_points(graph), *patterns]
     engine = choose_engine(model, options, hooked, by_hooks=True)
-    run_alike = replace(options, engine=engine)
+    run_alike, flat = replace(options, engine=engine), "prompt pos place d_model -> prompt place (pos d_model)"
+    reading: dict[str, list[tuple[Reading, int]]] = {}
+    for site in sites:
+        reading.setdefault(reads_from(graph, *site), []).append(site)
 
     def score(part: Pair) -> Float[Tensor, "receiver sender prompt"]:
         scores = torch.zeros(len(graph.receivers), len(graph.senders), len(part.base), dtype=torch.float64)
         cached = part.cache(model, senders, run_alike, device)
-        # Laid out for the product once: an einsum would copy each sender's output anew at every receiver.
-        flat = "prompt pos place d_model -> prompt place (pos d_model)"
-        changes_of = {name: written_by(residual_edges, name, cached.change(name)) for name in senders}
-        written = {name: rearrange(change, flat).contiguous() for name, change in changes_of.items()}
+        embedded = cached.base[EMBEDDED].flatten(1)
+        written = embedded.new_empty(len(embedded), len(graph.senders), embedded.shape[1])
+        for name in senders:
+            written[:, columns[name]] = rearrange(written_by(residual_edges, name, cached.change(name)), flat)
         for names, changes, share in _runs(method, cached, senders, steps):
             inputs, metric = part.inputs(device), part.mean_metric
             at = gradients_at(model, *inputs, hooked, part.queries, metric, changes, fast=engine == "fast")
-            for site, places in sites.items():
-                if lands_at(graph, *site) in changes:  # its output is replaced, so what it reads has no effect
+            for stream, readers in reading.items():
+                # Senders stand in the order in which they write: those that write before the stream is read come first.
+                before = int(graph.edges[sites[readers[0]].start].sum())
+                scored = slice(columns[names[0]].start, min(columns[names[-1]].stop, before))
+                if scored.start >= scored.stop:
                     continue
-                if patterns and site[0] in ("q", "k"):
-                    scores[places] = _through_attention(model, residual_edges, part, cached, site, at).cpu()
-                    continue
-                stream, gradient = at[reads_from(graph, *site)][0], at[lands_at(graph, *site)][1]
-                gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
-                pulled = rearrange(residual_edges.pulled(*site, stream, gradient), flat).mT.contiguous()
-                for name in names:
-                    if not graph.edges[places, columns[name]].any():  # nothing is read below where it is written
+                pulled: dict[tuple[Reading, int], Float[Tensor, "prompt receiver pos_d"]] = {}
+                for site in readers:
+                    if lands_at(graph, *site) in changes:  # its output is replaced, so what it reads has no effect
                         continue
-                    by_edge = rearrange(written[name] @ pulled, "prompt sender receiver -> receiver sender prompt")
-                    scores[places, columns[name]] += share * by_edge.cpu()
+                    if patterns and site[0] in ("q", "k"):
+                        scores[sites[site]] = _through_attention(model, residual_edges, part, cached, site, at).cpu()
+                        continue
+                    gradient = at[lands_at(graph, *site)][1]
+                    gradient = gradient if site[0] in ("q", "k", "v") else gradient[:, :, None]
+                    pulled[site] = rearrange(residual_edges.pulled(*site, at[stream][0], gradient), flat)
+                if pulled:
+                    # One product for all readers: to fetch what senders wrote takes longer than to multiply it.
+                    products = written[:, scored] @ torch.cat([*pulled.values()], 1).mT
+                    by_edge = rearrange(products, "prompt sender receiver -> receiver sender prompt").cpu()
+                    places = torch.cat([torch.arange(len(graph.receivers))[sites[site]] for site in pulled])
+                    scores[places, scored] += share * by_edge
         return scores
 
     settings = {"method": method, "steps": steps}

@@ -9,6 +9,7 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
 from align_circuits.jobs import collect_rows, read_progress
+from align_circuits.run.sweeps import read_sweeps
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,23 @@ class Collect(Verb):
 
 
 def print_progress(run: Path) -> None:
-    """Prints how far the runs in a folder are, a line each, and the jobs that failed."""
-    for progress in read_progress(_jobs_folder(run)):
-        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
-        counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
-        left = progress.seconds_left
-        soon = "" if left is None else f", {max(left, 1) / 60:.1f} minutes left"
-        print(f"begun {begun}: {counts}, {len(progress.failures)} failed{soon}")
-        for failure in progress.failures:
-            print(f"  failed: {failure}")
+    """Prints how far the runs and the sweeps in a folder are, a line each, and the jobs that failed."""
+    sweeps = [*read_sweeps(run), *read_sweeps(run / "parts")]
+    try:
+        runs = read_progress(_jobs_folder(run))
+    except ValueError:
+        if not sweeps:
+            raise
+        runs = []
+    for unit, found in (("jobs", runs), ("parts of a sweep", sweeps)):
+        for progress in found:
+            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
+            counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
+            left = progress.seconds_left
+            soon = "" if left is None else f", {max(left, 1) / 60:.1f} minutes left"
+            print(f"begun {begun}, {unit}: {counts}, {len(progress.failures)} failed{soon}")
+            for failure in progress.failures:
+                print(f"  failed: {failure}")
 
 
 def _jobs_folder(run: Path) -> Path:

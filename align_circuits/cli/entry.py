@@ -41,7 +41,7 @@ VERBS = {name: description for group in GROUPS.values() for name, description in
 """The verbs that write results, by name."""
 
 OTHERS = {
-    "status": "Say how far a run of jobs is: done, running, failed, time left.",
+    "status": "Say how far a run of jobs or a shared sweep is: done, running, failed, time left.",
     "open": "Open the report of a run in the browser, or print its path where there is no display.",
     "completion": "Print the completions for a shell: bash, zsh or tcsh.",
 }
@@ -138,7 +138,9 @@ def _usage(name: str, options: Sequence[str], usage: str) -> int | None:
 
 def _status(options: Sequence[str]) -> int:
     """Prints how far the runs in a folder are."""
-    if (status := _usage("status", options, "FOLDER, the --out of `reproduce`, or runs, its default")) is not None:
+    if (
+        status := _usage("status", options, "FOLDER, an --out of `reproduce` or `each`, a --parts, or runs")
+    ) is not None:
         return status
     from align_circuits.cli.collect_command import print_progress
 

@@ -1,6 +1,7 @@
 """The base class of verbs whose sweep several processes may share."""
 
 import shutil
+import sys
 from abc import abstractmethod
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ class SweepVerb(PromptVerb):
         places = {"new": str(results.new), "folder": str(results.folder)}
         jobs = [Job(f"{__name__}:work", {**config, **places, "worker": worker}, None) for worker in range(count)]
         with self.workers.executor(parts) as executor:
+            print(f"how far it is: align-circuits status {parts}", file=sys.stderr)
             processes = count if executor is None else 1
             done = run_jobs(jobs, results.new / "jobs", executor=executor, processes=processes, progress=False)
         if done.failures:

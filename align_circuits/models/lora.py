@@ -15,6 +15,7 @@ from align_circuits.files import replacing_in
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
 from align_circuits.models.loading import BUNDLED, is_gguf
+from align_circuits.models.quantization import keep_exact
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Llama's matrices, without the suffix `_proj`."""
@@ -127,7 +128,12 @@ def with_adapter(
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Replaces the frozen matrices inside the layers by NF4 (Dettmers et al., 2023), in place."""
+    """Replaces the frozen matrices inside the layers by NF4 (Dettmers et al., 2023), in place.
+
+    Raises:
+        ImportError: Without bitsandbytes.
+        ValueError: As `keep_exact`.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError("four_bit needs bitsandbytes: pip install 'align-circuits[four-bit]', or leave it out")
     import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
@@ -147,6 +153,7 @@ def quantise(model: PreTrainedModel) -> None:
                 narrow.weight = bnb.nn.Params4bit(child.weight.detach().clone(), requires_grad=False, quant_type="nf4")
                 narrow.bias = child.bias
                 setattr(module, name, narrow.to(child.weight.device))
+    keep_exact(model)
 
 
 def recompute(model: PreTrainedModel) -> None:

@@ -50,7 +50,7 @@ def keep_exact(model: PreTrainedModel) -> None:
         if not torch.allclose(_plainly(module.weight, state), dequantised(module).flatten().float(), rtol=1e-2):
             raise ValueError(
                 f"bitsandbytes dequantises {name} ({'x'.join(map(str, state.shape))}) wrongly on this CPU: take a GPU, "
-                "or leave quantization out"
+                "or compute with whole weights"
             )
 
 
@@ -65,5 +65,9 @@ def _plainly(packed: Tensor, state: Any) -> Tensor:
     """The weights by the definition of the format: two codes a byte, high one first, and a scale for each block."""
     bytes_ = packed.detach().view(torch.uint8).flatten()
     codes = torch.stack([bytes_ >> 4, bytes_ & 0xF], 1).flatten()[: state.shape.numel()].long()
-    scale = state.absmax.repeat_interleave(state.blocksize)[: len(codes)]
-    return state.code[codes] * scale
+    scales = state.absmax
+    if state.nested:  # the scales are numbers of 8 bits themselves
+        import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
+
+        scales = bnb.functional.dequantize_blockwise(scales, state.state2) + state.offset
+    return state.code[codes] * scales.repeat_interleave(state.blocksize)[: len(codes)]

@@ -207,10 +207,12 @@ def _with_source_values(runs: _EditedRuns, options: RunOptions) -> Iterator[tupl
         yield from enumerate([list(edits) for edits in runs.edit_sets])
         return
     cached: dict[str, Tensor] = {}
+    selected = runs.prompt.unique()
     for index, edits in enumerate(runs.edit_sets):
         # Edit sets mostly come layer by layer, so what is captured for one serves many that follow.
         if not set(runs.names[index]) <= cached.keys():
-            cached = capture(runs.model, runs.source, _next_names(runs, index), options=options)
+            names = _next_names(runs, index)
+            cached = capture(runs.model, runs.source, names, selected=selected, options=options)
         yield index, [replace(edit, values=cached) if _needs_source(edit) else edit for edit in edits]
 
 

@@ -106,15 +106,25 @@ def capture(
     prompts: Prompts,
     names: Sequence[str],
     *,
+    selected: Int[Tensor, " selected"] | None = None,
     edits: Sequence[Edit] = (),
     options: RunOptions = RunOptions(),
 ) -> dict[str, Float[Tensor, "prompt ..."]]:
     """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        prompts: What it reads.
+        names: The hook points.
+        selected: Which prompts run, ascending; the activations of the others are 0. None: all.
+        edits: What is changed while the model runs.
+        options: Engine and batch size.
     """
     kept: dict[str, Tensor] = {}
     length = prompts.mask.shape[1]
+    selected = torch.arange(len(prompts)) if selected is None else selected
 
     def keep(name: str, rows: Int[Tensor, " batch"], activation: Float[Tensor, "batch ..."]) -> None:
         of_queries = is_pattern(name)
@@ -127,12 +137,11 @@ def capture(
         real = real[:, None, :, None] if of_queries else real.reshape(*real.shape, *[1] * (whole.ndim - 2))
         kept[name][rows] = whole.where(real, 0)
 
-    last = torch.full((len(prompts),), length - 1)
     forward(
         model,
         prompts,
-        prompt=torch.arange(len(prompts)),
-        query=last,
+        prompt=selected,
+        query=torch.full_like(selected, length - 1),
         on_activation={name: partial(keep, name) for name in names},
         edits=edits,
         options=options,

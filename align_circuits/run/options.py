@@ -27,7 +27,8 @@ class RunOptions:
     """Whether sweeps of more than a second draw a bar with the time left; `"auto"`: on a terminal and in a notebook."""
     out: str | Path | None = None
     """A folder that keeps the parts of sweeps over patches, ablations, edges, paths and prompts: the same call goes on
-    where a killed one stopped, and processes that make it at once share the parts. None keeps nothing."""
+    where a killed one stopped, and processes that make it at once share the parts. A part of a sweep over heads holds
+    some of them on some of the prompts. None keeps nothing."""
 
     def __post_init__(self):
         if self.engine not in ("auto", "fast", "reference"):

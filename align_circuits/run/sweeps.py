@@ -5,7 +5,8 @@ Processes that make the same sweep with the same folder share its parts.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from align_circuits.files import Taken, claimed, remove_partial, replacing, shared_folder, until_done
+from align_circuits.jobs import Progress, progress_of
 from align_circuits.run.options import RunOptions
 
 Part = tuple[Float[ndarray, "..."], str]
@@ -26,6 +28,11 @@ Compute = Callable[[], Part]
 
 EDIT_SETS_A_PART = 32
 """Edited runs in one part of a sweep that is kept."""
+
+_PLAN = ".plan.json"
+
+PROMPTS_A_PART = 32
+"""Prompts in such a part, rounded up to whole batches where the caller chose their size."""
 
 
 def progress_bar(options: RunOptions, total: int, unit: str) -> "tqdm[Any]":
@@ -65,8 +72,29 @@ class SweepParts:
                 yield name, *compute()
             return
         paths = {self._folder / f"{name}.safetensors": compute for name, compute in parts.items()}
+        _write_plan(self._folder / _PLAN, [path.name for path in paths])
         for path, (values, engine) in until_done(paths, _attempts):
             yield path.stem, values, engine
+
+
+def read_sweeps(folder: str | Path) -> list[Progress]:
+    """Returns how far each sweep is whose parts are kept in a folder, the latest first.
+
+    Args:
+        folder: What `RunOptions.out` was.
+    """
+    plans = [(plan.parent, json.loads(plan.read_text(encoding="utf-8"))) for plan in Path(folder).glob(f"*/{_PLAN}")]
+    found = [progress_of(plan["started"], [sweep / name for name in plan["parts"]], {}) for sweep, plan in plans]
+    return sorted(found, key=lambda progress: -progress.started)
+
+
+def _write_plan(path: Path, names: Sequence[str]) -> None:
+    """Lists the parts of a sweep, for `read_sweeps`; the same sweep again replaces the list."""
+    with claimed(path) as mine:
+        if mine:  # else another process of the same sweep is writing it
+            remove_partial(path)
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps({"started": time.time(), "parts": names}) + "\n", encoding="utf-8")
 
 
 def _attempts(paths: Mapping[Path, Compute]) -> Iterator[tuple[Path, Part | Taken]]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import EDIT_SETS_A_PART, SweepParts, progress_bar
+from align_circuits.run.sweeps import EDIT_SETS_A_PART, PROMPTS_A_PART, SweepParts, progress_bar
 from align_circuits.tables.tables import Provenance, Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
@@ -258,48 +260,67 @@ class TargetMetrics:
         source: Prompts | None = None,
         options: RunOptions = RunOptions(),
     ) -> tuple[Float[ndarray, "metric edit_set target"], str]:
-        """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does."""
+        """Runs a model once for each set of edits and returns the metrics, and what ran, as `run_edited` does.
+
+        In a sweep that is kept, a part holds some edit sets on some prompts.
+        """
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
-        engine, step, done = "", max(1, len(edit_sets)), 0
-        identity = {}
+        engine, done, identity = "", 0, {}
+        edits_a_part, prompts_a_part = max(1, len(edit_sets)), max(1, len(self.prompts))
         if options.out is not None:
-            step = EDIT_SETS_A_PART
+            edits_a_part, prompts_a_part = EDIT_SETS_A_PART, PROMPTS_A_PART
+            if options.batch_size != "auto":  # whole batches, so that they are those of a sweep that is not kept
+                prompts_a_part = ceil(prompts_a_part / options.batch_size) * options.batch_size
             identity = self.identity(model, source, options) | {"edits": edits_digests(edit_sets)}
+        places = {
+            f"edit-sets-{first:05d}-prompts-{prompt:05d}": (slice(first, first + edits_a_part), rows)
+            for first in range(0, len(edit_sets), edits_a_part)
+            for prompt, rows in self._rows_of_parts(prompts_a_part)
+        }
         parts = SweepParts(options, identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
-            slices = {f"edit-sets-{start:05d}": slice(start, start + step) for start in range(0, len(edit_sets), step)}
             computes = {
-                name: partial(self._measure_edit_sets, model, edit_sets[part], source, options, bar)
-                for name, part in slices.items()
+                name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)
+                for name, (sets, rows) in places.items()
             }
             for name, part, ran in parts.measure(computes):
                 engine = ran
-                values[slices[name]] = part
-                done += len(part) * len(self.token)
+                sets, rows = places[name]
+                values[sets, :, rows] = part
+                done += len(part) * part.shape[-1]
                 bar.update(max(0, done - bar.n))
         return values.swapaxes(0, 1), engine
+
+    def _rows_of_parts(self, prompts: int) -> list[tuple[int, slice]]:
+        """The targets of so many prompts at a time, with the first of these prompts; those without targets left out."""
+        selected = self.prompt.unique()
+        starts = selected[::prompts].contiguous()
+        rows = [*torch.searchsorted(self.prompt, starts).tolist(), len(self.token)]
+        return [(int(start), slice(*ends)) for start, ends in zip(starts, pairwise(rows), strict=True)]
 
     def _measure_edit_sets(
         self,
         model: HookedModel,
         edit_sets: Sequence[Sequence[Edit]],
+        targets: slice,
         source: Prompts | None,
         options: RunOptions,
         bar: Any,
     ) -> tuple[Float[ndarray, "edit_set metric target"], str]:
-        """One part of a sweep."""
-        values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
+        """One part of a sweep: some edit sets, and some of the targets."""
+        prompt, query = self.prompt[targets], self.query[targets]
+        values = np.full((len(edit_sets), len(self.metrics), len(prompt)), np.nan)
 
         def keep(index: int, rows: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-            self.assign(values[index], rows, logits)
+            self.assign(values[index], rows + targets.start, logits, columns=rows)
             bar.update(len(rows))
 
         engine = run_edited(
             model,
             self.prompts,
             edit_sets,
-            prompt=self.prompt,
-            query=self.query,
+            prompt=prompt,
+            query=query,
             on_logits=keep,
             source=source,
             options=replace(options, progress=False),

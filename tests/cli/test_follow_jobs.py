@@ -65,9 +65,14 @@ def cluster(monkeypatch):
 
 def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 3)
     sweep = ["ablate", "--style", "standard", "--n", "4", "--n-examples", "2"]
     assert main([*sweep, "--out", "shared", "--parts", "parts", *cluster]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert said == "how far it is: align-circuits status parts\n"
+    assert main(["status", "parts"]) == 0
+    progress = sorted(line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
+    assert progress == [f"{parts} done, 0 running, 0 waiting, 0 failed" for parts in (1, 2)]  # the means, the sweep
     assert main([*sweep, "--out", "alone", "--parts", "of_one"]) == 0
     assert printed == capsys.readouterr().out.replace("alone", "shared")
     for name in ("table.csv", "values.safetensors", "provenance.json"):

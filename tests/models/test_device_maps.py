@@ -48,6 +48,11 @@ def pair(model: Any, **how: Any) -> ac.Pair:
     return ac.Pair(prompts, TASK.corrupt(prompts, "query", seed=1), **how)
 
 
+def labels_corrupted(model: Any) -> ac.Pair:
+    prompts = pair(model).clean
+    return ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))
+
+
 VERBS: dict[str, Any] = {
     "score": lambda model: ac.score_heads(model, pair(model).clean),
     "score by hooks": lambda model: ac.score_heads(model, pair(model).clean, options=ac.RunOptions(engine="reference")),
@@ -58,6 +63,11 @@ VERBS: dict[str, Any] = {
     "attribute edges": lambda model: attribute_edges(model, pair(model, direction="noise"), method="eap"),
     "patch edges": lambda model: patch_edges(model, pair(model), edges=[("L0H1", "L1H2.q"), ("M0", "logits")]),
     "direct logits": lambda model: direct_logits(model, pair(model).clean),
+    "patch sites": lambda model: ac.patch_sites(model, pair(model), ["resid_pre", "mlp_out"], positions=None),
+    "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
+    "interchange": lambda model: ac.interchange(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
+    "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
+    "head profile": lambda model: ac.head_profile(model, pair(model).clean, [labels_corrupted(model)]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),
     "localize": lambda model: ac.localize(model, TASK, 8, draws=1).table,
 }

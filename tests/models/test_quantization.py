@@ -27,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def folder(request, random_hf_model, char_tokenizer, tmp_path_factory):
     place = tmp_path_factory.mktemp(request.param)
-    random_hf_model(request.param).save_pretrained(place)
+    # Rows that fill whole blocks of 64: on a CPU with AVX-512, bitsandbytes 0.50 dequantises others wrongly.
+    random_hf_model(request.param, hidden_size=64, intermediate_size=128).save_pretrained(place)
     char_tokenizer.save_pretrained(place)
     return place
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import align_circuits as ac
 from align_circuits import files
-from align_circuits.run import sweeps
-from align_circuits.run.sweeps import SweepParts, progress_bar
+from align_circuits.jobs import Progress
+from align_circuits.run import edited_runs, sweeps
+from align_circuits.run.sweeps import SweepParts, progress_bar, read_sweeps
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
@@ -57,6 +59,7 @@ VERBS: dict[str, Verb] = {
 @pytest.mark.parametrize("name", VERBS)
 def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
     monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
+    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 2)
     whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
     options = ac.RunOptions(batch_size=2, out=tmp_path)
@@ -80,6 +83,36 @@ def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
     assert np.allclose(resumed["value"], whole["value"], atol=1e-5, equal_nan=True)
     assert min(path.stat().st_mtime_ns for path in parts_in(tmp_path)) == first  # it was not computed again
     assert len(parts_in(tmp_path)) > 1
+
+
+@pytest.mark.parametrize("site", ["z", "pattern"])
+def test_few_heads_on_many_prompts_are_parts_of_some_prompts_each(model, site, tmp_path, monkeypatch):
+    """Also where prompts have different numbers of targets, or none."""
+    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 3)
+    clean = TASK.sample(11, model.tokenizer, seed=0)
+    corrupted = TASK.corrupt(clean, "query", seed=1)
+    kept = torch.from_numpy((clean.targets["prompt"] % 5 != 2).to_numpy(copy=True))
+    kept[1::4] = False
+    pair = ac.Pair(clean.select_targets(kept), corrupted.select_targets(kept))
+    captured = []
+    capture = edited_runs.capture
+
+    def counting(*arguments: Any, selected: torch.Tensor, **options: Any) -> Any:
+        captured.append(selected.tolist())
+        return capture(*arguments, selected=selected, **options)
+
+    monkeypatch.setattr(edited_runs, "capture", counting)
+    settings: dict[str, Any] = {"sites": [site], "heads": [(1, 1)]}
+    whole = ac.patch_heads(model, pair, options=ac.RunOptions(batch_size=2), **settings)
+    prompts = sorted({*pair.clean.targets["prompt"]})
+    assert captured == ([prompts] if site == "pattern" else [])
+    captured.clear()
+    shared = ac.patch_heads(model, pair, options=ac.RunOptions(batch_size=2, out=tmp_path), **settings)
+    assert [path.stem for path in parts_in(tmp_path)] == [f"edit-sets-00000-prompts-{p:05d}" for p in prompts[::4]]
+    assert captured == ([prompts[:4], prompts[4:8], prompts[8:]] if site == "pattern" else [])
+    pd.testing.assert_frame_equal(shared.frame, whole.frame, check_exact=False, rtol=0, atol=1e-6)
+    assert shared.values is not None and whole.values is not None
+    assert np.allclose(shared.values, whole.values, atol=1e-6, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["patch_paths", "attribute_heads", "attribute_edges"])
@@ -117,6 +150,7 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
 def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
     """Another process is at every other part when this one comes to it, and finishes while this one waits."""
     monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
+    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)
     alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=tmp_path / "alone"))
     shared = tmp_path / "shared"
@@ -162,6 +196,24 @@ def test_no_part_is_computed_twice_in_twenty_races(tmp_path, monkeypatch):
         results = list(threads.map(race, [number for number in range(20) for _ in range(3)]))
     assert all(result == {f"{n}": n for n in range(6)} for result in results)
     assert sorted(computed) == sorted([*range(6)] * 20)
+
+
+def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
+    def look(_: int) -> sweeps.Part:
+        found.extend(read_sweeps(tmp_path))
+        return np.zeros(2), "fast"
+
+    found: list[Progress] = []
+    assert read_sweeps(tmp_path) == []
+    started = time.time()
+    parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
+    list(parts.measure({f"{n}": partial(look, n) for n in range(3)}))
+    assert [(each.done, each.running, each.waiting) for each in found] == [(0, 1, 2), (1, 1, 1), (2, 1, 0)]
+    assert all(started <= each.started <= time.time() and each.failures == () for each in found)
+    assert found[0].seconds_left is None, "nothing is done yet"
+    assert found[1].seconds_left is not None and 0 < found[1].seconds_left <= 2 * (time.time() - started)
+    list(SweepParts(ac.RunOptions(out=tmp_path), {"of": "another"}).measure({"a": lambda: (np.zeros(2), "fast")}))
+    assert [(each.done, each.running, each.waiting) for each in read_sweeps(tmp_path)] == [(1, 0, 0), (3, 0, 0)]
 
 
 def test_a_file_that_is_no_part_is_refused(tmp_path):

@@ -15,7 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import align_circuits as ac
+from align_circuits.models import quantization
 from align_circuits.models.protocol import parameters_of
+from align_circuits.models.quantization import dequantised
 from align_circuits.prompts.prompts import Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.run.evaluation import ALL_OFFSETS
@@ -271,8 +273,12 @@ def test_four_bit_without_its_package(llama, monkeypatch):
         run(llama, config=replace(QUICK, four_bit=True))
 
 
-def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, tmp_path, monkeypatch):
+def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(
+    random_hf_model, char_tokenizer, tmp_path, monkeypatch
+):
     bnb = pytest.importorskip("bitsandbytes")
+    # Rows that fill whole blocks of 64: on a CPU with AVX-512, bitsandbytes 0.50 dequantises others wrongly.
+    llama = ac.load(random_hf_model("llama", hidden_size=64, intermediate_size=128), tokenizer=char_tokenizer)
     module, seen = sys.modules["align_circuits.training.tuning"], []
     real = module._loss
 
@@ -299,6 +305,14 @@ def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(llama, 
     plain, tuned = dict(parameters_of(llama)), dict(parameters_of(narrow.model))
     same = [key for key in tuned if key in plain]
     assert same and all(torch.equal(tuned[key], plain[key]) for key in same)
+
+
+def test_four_bit_on_a_cpu_that_dequantises_wrongly_is_refused(random_hf_model, char_tokenizer, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    llama = ac.load(random_hf_model("llama", hidden_size=64, intermediate_size=128), tokenizer=char_tokenizer)
+    monkeypatch.setattr(quantization, "dequantised", lambda module: dequantised(module).roll(1))
+    with pytest.raises(ValueError, match=r"dequantises .* wrongly on this CPU: take a GPU, or compute with whole"):
+        run(llama, config=replace(QUICK, four_bit=True))
 
 
 @pytest.mark.parametrize(
