@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 from sphinx.ext.napoleon import GoogleDocstring
 
 os.environ["PLOTLY_RENDERER"] = "notebook"  # needs no network; see `share_plotly`
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # those of loading a model stand in no page
 
 project = "align_circuits"
 author = "The align_circuits developers"

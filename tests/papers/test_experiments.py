@@ -1,6 +1,7 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.cli import main
+from align_circuits.cli.experiments_list import durations, listing
 from align_circuits.papers import study as study_module
 from align_circuits.papers.claims import (
     SCALES,
@@ -297,6 +299,27 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
 def test_every_config_can_be_written_into_a_provenance(name):
     for config in EXPERIMENTS[name].scales.values():
         assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
+
+
+def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path):
+    experiment = EXPERIMENTS["icatune/prior"]
+    experiment.run(experiment.scales["smoke"], folder=tmp_path).save(tmp_path / experiment.name / "smoke")
+    of_two_papers = [EXPERIMENTS["localize/power"], EXPERIMENTS["abrupt/fig7"], experiment]
+    parts = listing(of_two_papers, tmp_path, "smoke").split("\n\n")
+    assert [part.partition(":")[0] for part in parts[1:]] == [
+        "The missing alignment link (Agarwal and Sarawagi, 2025)",
+        "Abrupt learning (Reddy, 2024)",
+        "Validation of this package",
+    ]
+    assert re.search(r"takes: smoke \d+ s", parts[1]) and "done at scale smoke: " in parts[1]
+    assert "done at" not in parts[2] + parts[3]
+
+
+def test_durations_are_kept_of_every_study_at_the_smallest_scale():
+    studies = {each.study.name: each.study for each in EXPERIMENTS.values()}
+    kept = durations()
+    assert all(scale in studies[name].scales and seconds > 0 for (name, scale), seconds in kept.items())
+    assert {name for name in studies if (name, "smoke") not in kept} == set()
 
 
 def test_reproduce_lists_what_there_is(capsys):
