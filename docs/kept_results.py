@@ -36,7 +36,7 @@ def show(paper: str) -> None:
         display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
         if checks := experiment.check(table):
             display(Markdown(verdicts(checks)))
-            display(HTML(f'<div style="overflow-x:auto">{checks_html(checks)}</div>'))
+            display(HTML(checks_html(checks)))
         for figure in experiment.draw(table).values():
             display(figure)
 

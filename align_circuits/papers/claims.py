@@ -136,8 +136,10 @@ def verdicts(checks: Sequence[Check]) -> str:
 
 
 def checks_html(checks: Sequence[Check]) -> str:
-    """Returns the checks as an HTML table."""
-    return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)
+    """Returns the checks as an HTML table, which scrolls by itself, without columns that are empty."""
+    rows = pd.DataFrame([check.row() for check in checks])
+    table = rows.loc[:, (rows != "").any()].to_html(index=False, border=0)
+    return f'<div class="wide wrapped claims" style="overflow-x:auto">{table}</div>'
 
 
 Statistic = Measured | Float[ndarray, " seed"] | Bool[ndarray, " seed"]
