@@ -35,7 +35,10 @@ class Measured:
         return f"{self:.2f}"
 
     def __format__(self, spec: str) -> str:
-        return f"{self.value:{spec or '.2f'}} [{self.low:{spec or '.2f'}}, {self.high:{spec or '.2f'}}]"
+        if math.isnan(self.value):
+            return "none"
+        value, low, high = (f"{each:{spec or '.2f'}}" for each in (self.value, self.low, self.high))
+        return f"{value} [no interval]" if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
 @dataclass(frozen=True)

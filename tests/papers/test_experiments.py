@@ -301,6 +301,11 @@ def test_every_config_can_be_written_into_a_provenance(name):
         assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
 
 
+def test_a_number_says_where_it_has_no_interval_or_is_none():
+    assert str(Measured(0.5, 0.4, 0.6)) == "0.50 [0.40, 0.60]" and f"{Measured(5.0, 4.0, 6.0):.0f}" == "5 [4, 6]"
+    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
+
+
 def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path):
     experiment = EXPERIMENTS["icatune/prior"]
     experiment.run(experiment.scales["smoke"], folder=tmp_path).save(tmp_path / experiment.name / "smoke")
