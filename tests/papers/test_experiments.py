@@ -1,7 +1,6 @@
 """Experiments run at their smallest scale, and their checks can fail."""
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -306,7 +305,9 @@ def test_a_number_says_where_it_has_no_interval_or_is_none():
     assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
 
 
-def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path):
+def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path, monkeypatch):
+    taken = {("icatune/prior", "smoke"): 0.2, ("icatune/prior", "cpu"): 150.0}
+    monkeypatch.setattr("align_circuits.cli.experiments_list.durations", lambda: taken)
     experiment = EXPERIMENTS["icatune/prior"]
     experiment.run(experiment.scales["smoke"], folder=tmp_path).save(tmp_path / experiment.name / "smoke")
     of_two_papers = [EXPERIMENTS["localize/power"], EXPERIMENTS["abrupt/fig7"], experiment]
@@ -316,15 +317,15 @@ def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path
         "Abrupt learning (Reddy, 2024)",
         "Validation of this package",
     ]
-    assert re.search(r"takes: smoke \d+ s", parts[1]) and "done at scale smoke: " in parts[1]
-    assert "done at" not in parts[2] + parts[3]
+    assert "takes: smoke 1 s, cpu 2 min" in parts[1] and "done at scale smoke: " in parts[1]
+    assert "takes:" not in parts[2] + parts[3] and "done at" not in parts[2] + parts[3]
 
 
-def test_durations_are_kept_of_every_study_at_the_smallest_scale():
+def test_durations_are_those_of_studies_and_scales_that_are_there():
     studies = {each.study.name: each.study for each in EXPERIMENTS.values()}
     kept = durations()
-    assert all(scale in studies[name].scales and seconds > 0 for (name, scale), seconds in kept.items())
-    assert {name for name in studies if (name, "smoke") not in kept} == set()
+    assert len(kept) > 20 and all(name in studies and scale in studies[name].scales for name, scale in kept)
+    assert all(seconds > 0 for seconds in kept.values())
 
 
 def test_reproduce_lists_what_there_is(capsys):
