@@ -241,7 +241,7 @@ def _block(content: Content, name: str, description: str) -> str:
 
 def _rows(table: Table) -> str:
     """A table as HTML, its first rows if there are many."""
-    text = table.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, border=0)
+    text = table.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
     more = f"<p>{MAX_ROWS:,} of {len(table):,} rows: table.csv has all.</p>\n" if len(table) > MAX_ROWS else ""
     lines = re.sub(r"\n *", "\n", text)
     return f'<div {_SCROLLS} class="wide">{lines}</div>\n{more}'
