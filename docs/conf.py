@@ -12,6 +12,7 @@ from plotly.offline import get_plotlyjs
 from sphinx.ext.napoleon import GoogleDocstring
 
 os.environ["PLOTLY_RENDERER"] = "notebook"  # needs no network; see `share_plotly`
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # those of loading a model stand in no page
 
 project = "align_circuits"
 author = "The align_circuits developers"
@@ -32,6 +33,7 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+default_role = "code"  # docstrings write `name` as Markdown does
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
@@ -40,11 +42,14 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = "align_circuits"
 html_static_path = ["style"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 html_show_copyright = False
 
 # napoleon reads what stands before a colon as a type; in an attribute's docstring it is a sentence like any other.
-GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+# Sections, such as what a property raises, are read as those of a function.
+GoogleDocstring._parse_attribute_docstring = lambda self: str(
+    GoogleDocstring(self._consume_to_end(), self._config)
+).splitlines()
 
 
 def share_plotly(_app: Any, _page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:

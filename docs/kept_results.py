@@ -25,7 +25,10 @@ def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
 
 def show(paper: str) -> None:
     """Shows how many claims hold in each experiment, then every experiment with its claims and figures."""
-    display(HTML(f'<div style="overflow-x:auto">{overview(paper).to_html(index=False, border=0)}</div>'))
+    counts = overview(paper)
+    verdicts_of = counts[["holds", "fails", "undecided"]].astype(str).agg(" / ".join, axis=1)
+    shown = counts[["experiment", "what", "scale"]].assign(**{"holds / fails / undecided": verdicts_of})
+    display(HTML(f'<div style="overflow-x:auto">{shown.to_html(index=False, border=0)}</div>'))
     for experiment, folder in kept(paper):
         table = Table.load(folder)
         models = table.provenance.settings["models"]
@@ -33,7 +36,7 @@ def show(paper: str) -> None:
         display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
         if checks := experiment.check(table):
             display(Markdown(verdicts(checks)))
-            display(HTML(f'<div style="overflow-x:auto">{checks_html(checks)}</div>'))
+            display(HTML(checks_html(checks)))
         for figure in experiment.draw(table).values():
             display(figure)
 

@@ -62,13 +62,13 @@ def chromium() -> str:
     return path
 
 
-def opened(page: Path, folder: Path) -> Seen:
+def opened(page: Path, folder: Path, width: int = 1100) -> Seen:
     """What a reader sees of a page."""
-    seen, console = ran(page, folder, LOOK)
+    seen, console = ran(page, folder, LOOK, width=width)
     return Seen(**seen, console=console)
 
 
-def ran(page: Path, folder: Path, function: str, budget_ms: int = 10_000) -> tuple[Any, list[str]]:
+def ran(page: Path, folder: Path, function: str, budget_ms: int = 10_000, width: int = 1100) -> tuple[Any, list[str]]:
     """Opens a copy of a page; returns what a JavaScript function returns there, and the lines on the console."""
     copy = folder / f"probed-{page.name}"
     text = page.read_text(encoding="utf-8").replace("</body>", PROBE.replace("FUNCTION", function))
@@ -78,7 +78,7 @@ def ran(page: Path, folder: Path, function: str, budget_ms: int = 10_000) -> tup
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
-        "--window-size=1100,1400",
+        f"--window-size={width},1400",
         "--host-resolver-rules=MAP * ~NOTFOUND",
         "--no-first-run",
         "--disable-background-networking",

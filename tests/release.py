@@ -89,7 +89,19 @@ def used(python: Path, folder: Path) -> str:
     said = ran(program, "--version", folder=folder).strip()
     if one_version() not in said:
         raise Failed(f"--version says {said!r}")
-    ran(program, "localize", "--n", "16", "--draws", "1", "--out", place / "run", folder=folder)
+    ran(
+        program,
+        "localize",
+        "--model",
+        "toy-llama-ica",
+        "--n",
+        "16",
+        "--draws",
+        "1",
+        "--out",
+        place / "run",
+        folder=folder,
+    )
     if not (place / "run" / "report.html").is_file():
         raise Failed("localize wrote no report")
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file() and not path.is_symlink())

@@ -33,7 +33,7 @@ class Compare(Verb):
         settings, claims = (part(*tables) for part in (settings_that_differ, claims_of))
         values: Any = table.frame["value"]
         equal = int((values == 0).sum())
-        left_out = [f"{len(each) - len(table)} only in {name}" for each, name in zip(tables, ("A", "B"), strict=True)]
+        left_out = [f"{len(each) - len(table)} stand in {name} alone" for name, each in zip("AB", tables, strict=True)]
         summary = (
             f"{equal} of {len(table)} numbers are equal in A and B ({', '.join(left_out)}). Differences are B minus A, "
             + ("with 95% intervals over the same prompts." if paired else "without intervals: the prompts differ.")

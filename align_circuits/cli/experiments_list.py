@@ -1,35 +1,67 @@
-"""The list that `align-circuits reproduce --list` prints: experiments by paper, and what became of those that ran."""
+"""The list that `align-circuits reproduce --list` prints: experiments by paper, what they take, what became of them."""
 
 from collections.abc import Iterable
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
+
+import pandas as pd
 
 from align_circuits.papers.claims import verdicts
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
 
+PAPERS = {
+    "icatune": "The missing alignment link (Agarwal and Sarawagi, 2025)",
+    "recall": "Contextual recall (Vasudeva et al., 2026)",
+    "abrupt": "Abrupt learning (Reddy, 2024)",
+}
+"""The papers, by the part of an experiment's name before the slash; other experiments validate this package."""
+
+DURATIONS = files("align_circuits.papers") / "durations.csv"
+"""What `benchmarks/experiments.py` measured."""
+
+
+def durations() -> dict[tuple[str, str], float]:
+    """Returns how many seconds of one processor core a study takes at a scale, as far as that was measured."""
+    with DURATIONS.open(encoding="utf-8") as lines:
+        return pd.read_csv(lines, index_col=["study", "scale"])["seconds"].to_dict()
+
 
 def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
-    """Returns the experiments as text, grouped by the part of their names before the slash.
+    """Returns the experiments as text, grouped by paper.
 
     Args:
         experiments: What can be reproduced.
         folder: Where results of earlier runs stand, as NAME/SCALE.
         scale: The scale whose results are looked for.
     """
-    lines = ["smoke takes seconds, cpu up to 30 minutes on two cores, paper hours or days. No durations are kept."]
-    ordered = sorted(experiments, key=lambda each: _paper(each.name))  # stable: within a paper as they stand
-    for paper, group in groupby(ordered, key=lambda each: _paper(each.name)):
-        lines.append(f"\n{paper}:")
+    taken = durations()
+    lines = [
+        "Scales: smoke tries the code, cpu has the kept results (up to 30 minutes on two cores), paper takes hours or",
+        "days. Durations are of one processor core, on the bundled model, with nothing shared from earlier runs.",
+    ]
+    ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
+    for paper, group in groupby(ordered, key=_paper):
+        lines.append(f"\n{PAPERS.get(paper, 'Validation of this package')}:")
         for each in group:
+            times = [(at, taken.get((each.study.name, at))) for at in ("smoke", "cpu")]
+            known = ", ".join(f"{at} {_duration(seconds)}" for at, seconds in times if seconds is not None)
             lines.append(f"  {each.name:<22} {each.title} [{each.source}]")
+            if known:
+                lines.append(f"  {'':<22} takes: {known}")
             if (status := _status(each, folder / each.name / scale)) is not None:
-                lines.append(f"  {'':<22} kept at scale {scale}: {status}")
+                lines.append(f"  {'':<22} done at scale {scale}: {status}")
     return "\n".join(lines)
 
 
-def _paper(name: str) -> str:
-    return name.partition("/")[0] if "/" in name else "validation"
+def _paper(experiment: Experiment) -> str:
+    name = experiment.name.partition("/")[0]
+    return name if name in PAPERS else ""
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _status(experiment: Experiment, folder: Path) -> str | None:

@@ -15,9 +15,6 @@ from align_circuits.tasks.own_prompts import as_task, first_half
 class Localize(SweepVerb):
     """Names heads with `localize`."""
 
-    model: str = "toy-llama-ica"
-    """A folder, a GGUF file, a hub name, "toy-llama", "toy-llama-ica" (the same tuned in context), "smollm2" (a
-    pretrained Llama, if its package is installed), or "planted": a circuit built by hand for the task."""
     draws: int = 20
     """How many control sets are ablated at most, to compare with the named heads."""
     smallest: bool = False

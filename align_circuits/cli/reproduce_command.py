@@ -24,7 +24,8 @@ class Reproduce(Verb):
     """List all experiments and stop."""
     scale: Scale = "cpu"
     """smoke takes seconds, cpu up to 30 minutes on two cores, paper is the paper's setting. smollm2, the default where
-    that model is measured, is made for it: hours on two cores, job by job; the same command goes on."""
+    that model is measured and the experiment has it, is made for it: hours on two cores, job by job; the same command
+    goes on."""
     model: tuple[str, ...] = ("toy-llama",)
     """The model that is measured, or several if the figure compares models: names, folders or GGUF files, as `load`
     takes them."""
@@ -35,8 +36,11 @@ class Reproduce(Verb):
     files to runs, so that experiments share the models that they tune."""
 
     def with_defaults(self, arguments: Sequence[str]) -> "Reproduce":
-        """Returns the verb at the scale made for its model, if there is one and no other is given."""
-        if "smollm2" not in self.model:
+        """Returns the verb at the scale made for its model, if the experiment has one and no other is given."""
+        from align_circuits.papers.experiments import EXPERIMENTS
+
+        experiment = EXPERIMENTS.get(self.name)
+        if "smollm2" not in self.model or experiment is None or "smollm2" not in experiment.scales:
             return self
         return tyro.cli(Reproduce, args=arguments, default=Reproduce(scale="smollm2"), prog="align-circuits reproduce")
 

@@ -5,6 +5,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -205,8 +206,9 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
+        close = "".join(f"did you mean {each!r}? " for each in get_close_matches(name, BUNDLED, n=1))
         raise ValueError(
-            f"{name!r} is neither a folder nor available on the hub: {reason} Models without the hub: "
+            f"{name!r} is neither a folder nor available on the hub ({reason.rstrip('. ')}): {close}these need no hub: "
             f"{', '.join(BUNDLED)}"
         ) from error
     return folder if gguf_file is None else _in_folder(folder, gguf_file)

@@ -35,7 +35,10 @@ class Measured:
         return f"{self:.2f}"
 
     def __format__(self, spec: str) -> str:
-        return f"{self.value:{spec or '.2f'}} [{self.low:{spec or '.2f'}}, {self.high:{spec or '.2f'}}]"
+        if math.isnan(self.value):
+            return "none"
+        value, low, high = (f"{each:{spec or '.2f'}}" for each in (self.value, self.low, self.high))
+        return f"{value} [no interval]" if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,10 @@ def verdicts(checks: Sequence[Check]) -> str:
 
 
 def checks_html(checks: Sequence[Check]) -> str:
-    """Returns the checks as an HTML table."""
-    return pd.DataFrame([check.row() for check in checks]).to_html(index=False, border=0)
+    """Returns the checks as an HTML table, which scrolls by itself, without columns that are empty."""
+    rows = pd.DataFrame([check.row() for check in checks])
+    table = rows.loc[:, (rows != "").any()].to_html(index=False, border=0)
+    return f'<div class="wide wrapped claims" style="overflow-x:auto">{table}</div>'
 
 
 Statistic = Measured | Float[ndarray, " seed"] | Bool[ndarray, " seed"]

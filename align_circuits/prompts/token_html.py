@@ -29,6 +29,10 @@ class Mark:
         return self.weight is not None and round(self.weight, 2) > 0
 
 
+CAPTION = "opacity:.7;font-family:sans-serif;font-size:12px;white-space:normal"
+"""The style of what stands below tokens: lines of tokens scroll, those of a sentence break."""
+
+
 class Html(str):
     """HTML that a notebook renders."""
 
@@ -42,9 +46,7 @@ def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
     Groups and attention have a number as well as a colour; attention below one hundredth is left blank.
     """
     body = "".join(f"<div>{''.join(map(_span, line))}</div>" for line in lines)
-    note = (
-        f'<div style="opacity:.7;font-family:sans-serif;font-size:12px">{html.escape(caption)}</div>' if caption else ""
-    )
+    note = f'<div style="{CAPTION}">{html.escape(caption)}</div>' if caption else ""
     style = "font-family:monospace;line-height:1.9;overflow-x:auto;white-space:nowrap;padding:3px"
     return Html(f'<div style="{style}">{body}{note}</div>')
 

@@ -43,6 +43,7 @@ pre { overflow-x: auto; font-size: 12px; }
 .wide { overflow-x: auto; } .wide td { white-space: nowrap; } .wide table { font-size: .82rem; }
 .wide :is(th, td) { padding: .2rem .45rem; }
 .wide.wrapped td { white-space: normal; min-width: 4.5rem; }
+.wrapped :is(th, td) { text-align: left; vertical-align: top; } .claims td:first-child { min-width: 14rem; }
 .summary { font-size: 1.1rem; border-left: 4px solid var(--accent); padding: .2rem 1rem; }
 .card { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; padding: .7rem 1rem; margin: 1rem 0;
   border: 1px solid var(--line); border-radius: 6px; }
@@ -57,7 +58,7 @@ dt { font-weight: 600; } :target { outline: 2px solid var(--accent); outline-off
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
 th[aria-sort=ascending] button::after { content: " ▲"; } th[aria-sort=descending] button::after { content: " ▼"; }
 details { margin-top: 2.2rem; } summary { font-weight: 600; cursor: pointer; }
-@media (max-width: 40rem) { body { margin: 1rem auto; } th, td { padding: .2rem .4rem; }
+@media (max-width: 40rem) { body { margin: 1rem auto; } .modebar { display: none; } th, td { padding: .2rem .4rem; }
   .card { grid-template-columns: 1fr; } .term { position: static; } .term::after { left: 1rem !important; top: auto; } }
 @media print { :root { color-scheme: light; } body { max-width: none; margin: 0; font-size: 11pt; }
   h2, h3 { break-after: avoid; } tr, [role=figure] { break-inside: avoid; } details, .modebar { display: none; }
@@ -113,6 +114,9 @@ for (const head of document.querySelectorAll("thead th")) {
 }
 """
 """Sorts a table by the column whose heading is pressed, by mouse or keyboard; missing values stay last."""
+
+_SCROLLS = 'tabindex="0" role="region" aria-label="table"'
+"""What lets a keyboard scroll a table that is wider than the window."""
 
 
 def write_report(
@@ -224,7 +228,7 @@ def _block(content: Content, name: str, description: str) -> str:
     if isinstance(content, Table):
         return _rows(content)
     if isinstance(content, str):
-        return content
+        return content.replace('<div class="wide', f'<div {_SCROLLS} class="wide')
     if isinstance(content, go.Figure):
         download = {"modeBarButtons": [["toImage"]], "toImageButtonOptions": {"format": "svg"}, "displaylogo": False}
         config = {"responsive": True, **download}
@@ -237,7 +241,7 @@ def _block(content: Content, name: str, description: str) -> str:
 
 def _rows(table: Table) -> str:
     """A table as HTML, its first rows if there are many."""
-    text = table.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, border=0)
+    text = table.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
     more = f"<p>{MAX_ROWS:,} of {len(table):,} rows: table.csv has all.</p>\n" if len(table) > MAX_ROWS else ""
     lines = re.sub(r"\n *", "\n", text)
-    return f'<div class="wide" tabindex="0" role="region" aria-label="table">{lines}</div>\n{more}'
+    return f'<div {_SCROLLS} class="wide">{lines}</div>\n{more}'

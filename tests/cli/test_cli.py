@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from plotly.offline import get_plotlyjs
 
 import align_circuits as ac
 from align_circuits.cli import main
-from align_circuits.cli.entry import VERBS
+from align_circuits.cli.entry import GROUPS, VERBS, parse_verb, verb_class
+from align_circuits.cli.verb import PromptVerb
 from align_circuits.report.page import MAX_BYTES, packed
 from align_circuits.tables.tables import Table
 from align_circuits.training.tuning import TOY_LLAMA, TuneConfig
@@ -156,9 +158,30 @@ def test_an_experiment_of_one_model_refuses_several(tmp_path, capsys):
     assert "measures one model, but 2 were given: a, b" in capsys.readouterr().err
 
 
-def test_a_model_with_a_scale_of_its_own_is_measured_at_it(tmp_path, capsys):
-    assert main(["reproduce", "icatune/fig2", "--model", "smollm2", "--out", str(tmp_path)]) == 2
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        (["icatune/fig3", "--model", "smollm2"], "smollm2"),
+        (["icatune/fig3", "--model", "smollm2", "--scale", "cpu"], "cpu"),
+        (["icatune/lexicon", "--model", "smollm2"], "cpu"),
+        (["icatune/fig3"], "cpu"),
+    ],
+)
+def test_a_model_with_a_scale_of_its_own_is_measured_at_it_where_there_is_one(options, scale):
+    assert parse_verb("reproduce", *options).scale == scale
+
+
+def test_an_experiment_without_a_scale_names_those_it_has(tmp_path, capsys):
+    assert main(["reproduce", "icatune/fig2", "--scale", "smollm2", "--out", str(tmp_path)]) == 2
     assert "icatune/fig2 has no scale 'smollm2': give --scale smoke, cpu, paper" in capsys.readouterr().err
+
+
+def test_all_verbs_that_measure_have_the_same_defaults():
+    verbs = {name: verb_class(name)() for name in GROUPS["Measure a model"]}
+    shared = [option.name for option in fields(PromptVerb)]
+    assert len(verbs) == 6 and {"model", "n", "seed", "task"} <= {*shared}
+    for name in shared:
+        assert len({repr(getattr(verb, name)) for verb in verbs.values()}) == 1, name
 
 
 def test_rerun_refuses_a_folder_without_a_run(tmp_path, capsys):

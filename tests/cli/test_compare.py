@@ -43,7 +43,7 @@ def test_other_prompts_give_no_interval_and_equal_rows_are_counted(values, tmp_p
     run(values[0][:2], tmp_path / "b", digest="e", heads=HEADS[:2])
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both")]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 numbers are equal in A and B (1 only in A, 0 only in B)" in printed
+    assert "2 of 2 numbers are equal in A and B (1 stand in A alone, 0 stand in B alone)" in printed
     assert "without intervals: the prompts differ" in printed
     made: Any = Table.load(tmp_path / "both").frame
     assert made["low"].isna().all()

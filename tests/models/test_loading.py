@@ -245,6 +245,13 @@ def test_unreachable_name_is_one_line_at_once(source):
     assert time.monotonic() - started < 5 and "\n" not in str(caught.value)
 
 
+def test_a_misspelt_name_of_a_model_is_corrected():
+    with pytest.raises(ValueError, match=r"did you mean 'toy-llama-ica'\? these need no hub: toy-llama, "):
+        load("toy-lama-ica")
+    with pytest.raises(ValueError, match=r"\): these need no hub"):
+        load("nothing")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

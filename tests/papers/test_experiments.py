@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.cli import main
+from align_circuits.cli.experiments_list import durations, listing
 from align_circuits.papers import study as study_module
 from align_circuits.papers.claims import (
     SCALES,
@@ -297,6 +298,34 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
 def test_every_config_can_be_written_into_a_provenance(name):
     for config in EXPERIMENTS[name].scales.values():
         assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
+
+
+def test_a_number_says_where_it_has_no_interval_or_is_none():
+    assert str(Measured(0.5, 0.4, 0.6)) == "0.50 [0.40, 0.60]" and f"{Measured(5.0, 4.0, 6.0):.0f}" == "5 [4, 6]"
+    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
+
+
+def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path, monkeypatch):
+    taken = {("icatune/prior", "smoke"): 0.2, ("icatune/prior", "cpu"): 150.0}
+    monkeypatch.setattr("align_circuits.cli.experiments_list.durations", lambda: taken)
+    experiment = EXPERIMENTS["icatune/prior"]
+    experiment.run(experiment.scales["smoke"], folder=tmp_path).save(tmp_path / experiment.name / "smoke")
+    of_two_papers = [EXPERIMENTS["localize/power"], EXPERIMENTS["abrupt/fig7"], experiment]
+    parts = listing(of_two_papers, tmp_path, "smoke").split("\n\n")
+    assert [part.partition(":")[0] for part in parts[1:]] == [
+        "The missing alignment link (Agarwal and Sarawagi, 2025)",
+        "Abrupt learning (Reddy, 2024)",
+        "Validation of this package",
+    ]
+    assert "takes: smoke 1 s, cpu 2 min" in parts[1] and "done at scale smoke: " in parts[1]
+    assert "takes:" not in parts[2] + parts[3] and "done at" not in parts[2] + parts[3]
+
+
+def test_durations_are_those_of_studies_and_scales_that_are_there():
+    studies = {each.study.name: each.study for each in EXPERIMENTS.values()}
+    kept = durations()
+    assert len(kept) > 20 and all(name in studies and scale in studies[name].scales for name, scale in kept)
+    assert all(seconds > 0 for seconds in kept.values())
 
 
 def test_reproduce_lists_what_there_is(capsys):

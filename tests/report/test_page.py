@@ -15,6 +15,7 @@ import pytest
 import align_circuits as ac
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import describe
+from align_circuits.papers.claims import Claim, Measured, checks_html
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads
@@ -193,6 +194,19 @@ def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, loca
     assert len(seen.canvases) == len(heads.rows) + 1, "a small map for each head and a large one"
     assert min(seen.canvases) > 0.01
     assert not seen.overflows
+    assert not browser.opened(page, tmp_path, width=500).overflows
+
+
+def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(tmp_path):
+    checks = [
+        Claim("a" * 30 + " " + "b" * 90).at_least(0.5, Measured(0.7, 0.6, 0.8), Measured(0.1, 0.0, 0.2), "c" * 60)
+    ]
+    drawn = checks_html(checks)
+    assert "<th>claim</th>" in drawn and "<th>published</th>" not in drawn
+    page = write_report(tmp_path / "r.html", title="t", summary="v", provenance=MADE, sections=[("a", "", drawn)])
+    assert not browser.opened(page, tmp_path, width=500).overflows
+    page.write_text(page.read_text(encoding="utf-8").replace("overflow-x", "x"), encoding="utf-8")
+    assert browser.opened(page, tmp_path, width=500).overflows
 
 
 def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, localization):
