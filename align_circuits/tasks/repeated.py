@@ -62,7 +62,7 @@ class RepeatedTokensTask(Task):
         known: Any = tokenizer
         plain = isinstance(known, int)
         # A size stands for all ids below it, which need no list: some sizes would not fit into memory.
-        ids = known if plain else np.setdiff1d(np.arange(len(known)), list(known.all_special_ids))
+        ids: Any = known if plain else np.setdiff1d(np.arange(len(known)), list(known.all_special_ids))
         if (size := known if plain else len(ids)) < self.length:
             raise ValueError(
                 f"length is {self.length}, but there are only {size} tokens, and those of a sequence are all "
