@@ -113,6 +113,11 @@ CASES = [
     (lambda _: ac.load("a" * 300), "is no name of a folder"),
     (lambda _: ac.Seq2SeqTask(edge_range=["L0H0", 3]), r"edge_range is a list of 2 .*, not a tuple \(an int, an int\)"),
     (lambda w: w.table.where(layer=[[]]), "layer is a list of 0: give a value of that column"),
+    (lambda w: w.table.where(layer=torch.zeros(3)), r"layer is a Tensor of shape \(3,\) and .*: give a value of that"),
+    (
+        lambda w: ac.attribute_heads(w.model, w.pair, sites=()),
+        "no site to attribute to: give at least one, such as 'z'",
+    ),
 ]
 
 

@@ -91,13 +91,16 @@ def attribute_heads(
         key head have equal rows at `"k"` and `"v"`.
 
     Raises:
-        ValueError: Prompts that do not match, an unknown method or site, no steps, or one layer with `graddrop`.
+        ValueError: Prompts that do not match, an unknown method or site, no site, no steps, or one layer with
+            `graddrop`.
     """
     if method not in get_args(HeadMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(HeadMethod)))}")
     layers = range(model.cfg.n_layers)
     if graddrop and len(layers) < 2:
         raise ValueError("graddrop leaves one layer out at a time, and this model has one: leave it off")
+    if not sites:
+        raise ValueError("no site to attribute to: give at least one, such as 'z'")
     for site in sites:
         at_layers = site in LAYER_SITES
         layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])

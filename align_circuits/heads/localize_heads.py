@@ -36,6 +36,9 @@ from align_circuits.tasks.task import Task
 ALIGNERS = ("align_query", "align_key")
 """The roles that follow an alignment."""
 
+LARGE_SHARE = 1 / 3
+"""From this share of the model's heads on, `localize` says that the named heads are many."""
+
 Candidate = tuple[Head, str]
 """A head and a role."""
 
@@ -132,8 +135,18 @@ class Localization:
 
     @property
     def caveats(self) -> str:
-        """What to bear in mind: heads that almost pass, and what cannot be established on this task."""
-        return " ".join([*self._diffuse_sentences(), *self.notes])
+        """What to bear in mind: named heads that are many, heads that almost pass, what this task cannot establish."""
+        return " ".join([*self._share_sentences(), *self._diffuse_sentences(), *self.notes])
+
+    def _share_sentences(self) -> list[str]:
+        """Whether the named heads are a large share of the model."""
+        named = [verdict for verdict in self.verdicts if verdict.role is None and not verdict.smallest]
+        return [
+            f"The named heads are {len(each.heads) / each.total:.0%} of the model's: so many heads are needed almost "
+            "whichever they are, so look at the heads of each role and at the smallest sets."
+            for each in named[:1]
+            if len(each.heads) >= LARGE_SHARE * each.total
+        ]
 
     def _role_sentences(self) -> list[str]:
         """The verdicts on the heads of each role."""

@@ -152,23 +152,40 @@ Part = TypeVar("Part")
 
 
 def mean_of(table: Table) -> Measured:
-    """Returns the mean of a table's independent rows, with the interval that their own intervals imply."""
+    """Returns the mean of a table's independent rows, with its interval.
+
+    Rows of several seeds, in equal parts: that over seeds (`over_seeds`). Others: that which the rows' own intervals
+    imply.
+    """
+    by_seed = _by_seed(table)
+    if len(by_seed) > 1:
+        return over_seeds(by_seed.to_numpy(float))
     value, low, high = (table.frame[column].to_numpy(dtype=float) for column in ("value", "low", "high"))
     below, above = (float(np.linalg.norm(reach)) / len(table) for reach in (value - low, high - value))
     return Measured(float(value.mean()), float(value.mean()) - below, float(value.mean()) + above)
 
 
 def difference_of(minuend: Table, subtrahend: Table) -> Measured:
-    """Returns the difference of two means of independent rows.
+    """Returns the difference of two means of independent rows, with its interval.
 
-    Rows measured on the same prompts, such as a model and its ceiling, mostly rise and fall together: for them the
-    interval is too wide, not too narrow.
+    Where both have rows of the same several seeds: that over seeds of the difference in each. Else the two intervals
+    combine as if independent. Rows measured on the same prompts, such as a model and its ceiling, mostly rise and fall
+    together: for them that interval is too wide, not too narrow.
     """
+    by_seed = _by_seed(minuend), _by_seed(subtrahend)
+    if len(by_seed[0]) > 1 and by_seed[0].index.equals(by_seed[1].index):
+        return over_seeds((by_seed[0] - by_seed[1]).to_numpy(float))
     left, right = mean_of(minuend), mean_of(subtrahend)
     below = math.hypot(left.value - left.low, right.high - right.value)
     above = math.hypot(left.high - left.value, right.value - right.low)
     value = left.value - right.value
     return Measured(value, value - below, value + above)
+
+
+def _by_seed(table: Table) -> pd.Series:
+    """The mean value of the rows of each seed; empty where the table does not tell seeds apart."""
+    frame: Any = table.frame
+    return frame.groupby("seed")["value"].mean() if "seed" in frame else pd.Series(dtype=float)
 
 
 def extreme_of(table: Table, *, highest: bool) -> Measured:

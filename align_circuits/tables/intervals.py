@@ -33,8 +33,9 @@ def mean_interval(
 
     Prompts are the unit, since the targets of one prompt share its examples. The spread is that of the means without
     one prompt each (the jackknife); a row has as many degrees of freedom as prompts of equal weight would have, less
-    one (Kish, 1965: their number is (Σw)²/Σw²). With `minus`, the interval is that of the difference "row minus the
-    same row of `minus`", paired by prompt.
+    one (Kish, 1965: their number is (Σw)²/Σw²). Where weights differ, mean and spread also rise together or apart,
+    which is corrected like skew. With `minus`, the interval is that of the difference "row minus the same row of
+    `minus`", paired by prompt.
 
     Where all prompts agree there is no spread to judge by, and the interval has length zero: that is no certainty. For
     a proportion use `proportion`, which then has an exact bound. `benchmarks/coverage.py` shows how often it covers.
@@ -53,10 +54,13 @@ def mean_interval(
     if values.shape[1] == 0:
         raise ValueError("no prompts, so no interval: give at least one")
     mean, errors, prompts = weighted_mean(values, weights), *_jackknife(values, weights)
+    shares = _shares(weights)
     if minus is not None:
         others, fewer = _jackknife(*minus)
-        mean, errors, prompts = mean - weighted_mean(*minus), errors - others, np.fmin(prompts, fewer)
-    return _skewed_t(mean, errors, prompts)
+        mean, both, prompts = mean - weighted_mean(*minus), errors - others, np.fmin(prompts, fewer)
+        own = _regressed(errors, both)[:, None]  # by how much a row's own mean rises where the difference rises by 1
+        errors, shares = both, own * shares + (1 - own) * _shares(minus[1])
+    return _skewed_t(mean, errors, shares, prompts)
 
 
 def proportion(
@@ -73,7 +77,7 @@ def proportion(
     mean, (errors, prompts) = weighted_mean(values, weights), _jackknife(values, weights)
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
-    low, high = _skewed_t(mean, errors, prompts, odds=True)
+    low, high = _skewed_t(mean, errors, _shares(weights), prompts, odds=True)
     low, high = np.where(mean == 0, 0.0, low), np.where(mean == 1, 1.0, high)
     return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
 
@@ -137,8 +141,9 @@ def ratio(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = means[:-1] / means[-1]
         without = (parts[:-1].sum(1, keepdims=True) - parts[:-1]) / (parts[-1].sum() - parts[-1])
+        shares = parts[-1:] / parts[-1].sum()
     errors = np.where(weights > 0, ratios[:, None] - without, 0) * _share_of_variance(wide[:1])
-    return ratios, *_skewed_t(ratios, errors, _jackknife(rows, wide)[1][:-1])
+    return ratios, *_skewed_t(ratios, errors, shares, _jackknife(rows, wide)[1][:-1])
 
 
 def benjamini_hochberg(p: Float[ndarray, " test"]) -> Float[ndarray, " test"]:
@@ -161,6 +166,18 @@ def _jackknife(
     return moved * _share_of_variance(weights)[:, None], equal
 
 
+def _shares(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, "row prompt"]:
+    """Each prompt's share of its row's weight; 0 in a row without any."""
+    total = weights.sum(1, keepdims=True)
+    return np.divide(weights, total, out=np.zeros(weights.shape), where=total > 0)
+
+
+def _regressed(of: Float[ndarray, "row prompt"], on: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
+    """The slope of the regression of one mean on another, from how far each prompt moves them; 0 without spread."""
+    square = (on**2).sum(1)
+    return np.divide((of * on).sum(1), square, out=np.zeros(len(of)), where=square > 0)
+
+
 def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, " row"]:
     """√((n - 1)/n) for n prompts with weight, by which the jackknife scales how far each of them moves a mean."""
     n = np.maximum((weights > 0).sum(1), 1)
@@ -170,29 +187,33 @@ def _share_of_variance(weights: Float[ndarray, "row prompt"]) -> Float[ndarray, 
 def _skewed_t(
     mean: Float[ndarray, " row"],
     errors: Float[ndarray, "row prompt"],
+    shares: Float[ndarray, "#row prompt"],
     prompts: Float[ndarray, " row"],
     *,
     odds: bool = False,
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
-    """Student's interval of means from how far each prompt moves them, corrected for skew.
+    """Student's interval of means from how far each prompt moves them, corrected for skew and for unequal weights.
 
-    T = (mean - truth)/se is skewed where the values are, by A = their skewness/√n. Hall's cubic
-    g(T) = T + A (T²/3 + 1/6) + A² T³/27 is not, and grows with T, so its inverse turns quantiles of Student's t into
-    those of T. On the scale of log odds the skew that a binomial has by itself, (1 - 2p)/√(p (1 - p) n), is gone, and
-    only what exceeds it is corrected.
+    T = (mean - truth)/se is skewed where the values are, by A = their skewness/√n. It is skewed, too, where prompts
+    with much weight move the mean one way: both se and the mean change with them. With K the sum over prompts of
+    (what it moves the mean by, in se) times (its share of the weight), T gains K T² to first order; K = 0 where all
+    weigh the same. So Hall's cubic g(T) = T + (A - 3K) T²/3 + (A - 3K)² T³/27 + A/6 (K = 0 in his paper) is not skewed,
+    and grows with T, so its inverse turns quantiles of Student's t into those of T. On the scale of log odds the skew
+    that a binomial has by itself, (1 - 2p)/√(p (1 - p) n), is gone, and only what exceeds it is corrected.
     """
     error = np.linalg.norm(errors, axis=1)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
-    skew = (relative**3).sum(1)
+    skew, pull = (relative**3).sum(1), (relative * shares).sum(1)
     scale, within = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9)
     if odds:
         scale = 1 / (within * (1 - within))
         skew = skew - (1 - 2 * within) * scale * error
-    skew = np.where(np.abs(skew) < 1e-6, 1e-6, skew)  # Hall's cubic is T itself at 0, where its inverse is 0/0
+    bend = skew - 3 * pull
+    bend = np.where(np.abs(bend) < 1e-6, 1e-6, bend)  # the cubic is a line at 0, where its inverse is 0/0
     quantile = t.ppf(TAILS[1], np.maximum(prompts - 1, 1))
     ends = []
     for x in (quantile, -quantile):
-        moved = -error * scale * 3 / skew * (np.cbrt(1 + skew * (x - skew / 6)) - 1)
+        moved = -error * scale * 3 / bend * (np.cbrt(1 + bend * (x - skew / 6)) - 1)
         ends.append(expit(logit(within) + moved) if odds else mean + moved)
     low, high = np.fmin(ends[0], mean), np.fmax(ends[1], mean)  # rounding where there is no spread
     alone = ~(prompts > 1 + 1e-9)  # one prompt has no spread

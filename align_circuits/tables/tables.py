@@ -160,7 +160,8 @@ class Table:
             if column not in self.keys:
                 raise KeyError(f"no key column {column!r}; this table has {', '.join(self.keys)}")
             values = list(value) if isinstance(value, list | tuple | set) else [value]
-            if odd := [value for value in values if not pd.api.types.is_scalar(value)]:
+            # To pandas a tensor of any shape is a scalar.
+            if odd := [value for value in values if not pd.api.types.is_scalar(value) or np.ndim(value)]:
                 raise KeyError(f"{column} is {described(odd[0])}: give a value of that column, or a list of values")
             # a missing value equals nothing, not even itself
             present = [None if pd.isna(key) else key for key in self.frame[column].unique()]

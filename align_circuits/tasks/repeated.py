@@ -61,11 +61,11 @@ class RepeatedTokensTask(Task):
         check_tokenizer(tokenizer)
         known: Any = tokenizer
         plain = isinstance(known, int)
-        special = [] if plain else list(known.all_special_ids)
-        ids = np.setdiff1d(np.arange(known if plain else len(known)), special)
-        if len(ids) < self.length:
+        # A size stands for all ids below it, which need no list: some sizes would not fit into memory.
+        ids: Any = known if plain else np.setdiff1d(np.arange(len(known)), list(known.all_special_ids))
+        if (size := known if plain else len(ids)) < self.length:
             raise ValueError(
-                f"length is {self.length}, but there are only {len(ids)} tokens, and those of a sequence are all "
+                f"length is {self.length}, but there are only {size} tokens, and those of a sequence are all "
                 "different: give a shorter length or a larger vocabulary"
             )
         generator = Rng(seed, "repeated").generator("tokens")

@@ -65,6 +65,15 @@ def test_necessity_and_sufficiency_are_two_verdicts(circuit):
     assert "Not shown to be sufficient: with all but the named 5 of 24 heads ablated" in result.summary
 
 
+@pytest.mark.parametrize(("total", "said"), [(24, None), (16, None), (15, "33%"), (8, "62%")])
+def test_a_large_share_of_the_model_is_said_to_be(circuit, total, said):
+    """Five heads are named."""
+    _, result = circuit
+    result = replace(result, verdicts=[replace(verdict, total=total) for verdict in result.verdicts])
+    assert ("of the model's" in result.caveats) is (said is not None)
+    assert said is None or f"The named heads are {said} of the model's" in result.summary
+
+
 def test_the_heads_of_each_role_are_tested_alone(circuit):
     _, result = circuit
     of_roles = {verdict.role: verdict for verdict in result.verdicts if verdict.role is not None}

@@ -116,6 +116,25 @@ def test_means_and_differences_carry_intervals_of_independent_rows():
     assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=True).value == 0.5
 
 
+def test_rows_of_several_seeds_have_the_interval_over_seeds():
+    """Their own intervals, of prompts, do not tell how far another seed would fall; a seed may have several rows."""
+
+    def of_seeds(values: list[float], seeds: list[int]) -> Table:
+        table = table_of(values, reach=0.001)
+        return Table(table.frame.assign(seed=seeds), table.provenance)
+
+    high, low = of_seeds([0.9, 0.8, 1.0, 0.5], [0, 0, 1, 2]), of_seeds([0.3, 0.6, 0.2], [1, 0, 2])
+    assert mean_of(high) == over_seeds(np.array([0.85, 1.0, 0.5]))
+    assert difference_of(high, low) == over_seeds(np.array([0.85 - 0.6, 1.0 - 0.3, 0.5 - 0.2]))
+    others = of_seeds([0.3, 0.5], [7, 8])
+    means = mean_of(high), mean_of(others)
+    assert difference_of(high, others).high == pytest.approx(
+        means[0].value - means[1].value + np.hypot(means[0].high - means[0].value, means[1].value - means[1].low)
+    )
+    assert str(mean_of(of_seeds([0.5], [3]))) == "0.50 [0.50, 0.50]", "a single seed keeps its interval over prompts"
+    assert str(mean_of(of_seeds([1.0, 1.0], [0, 1]))) == "1.00 [nan, nan]"
+
+
 def test_a_share_of_seeds_has_the_exact_interval_and_a_value_its_own():
     assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
     assert str(value_of(table_of([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"

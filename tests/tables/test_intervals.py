@@ -28,7 +28,7 @@ def test_weighted_mean_is_the_mean_over_targets(rows, prompts, seed):
 
 
 def by_leaving_out(values, weights, minus=None):
-    """Value, standard error, degrees of freedom and A of a mean or a difference, by a loop over prompts left out."""
+    """Value, standard error, degrees of freedom, A and K of a mean or a difference, by a loop over prompts left out."""
     sides = [(values, weights), *([minus] if minus else [])]
     means, moved, equal = [], [], []
     for v, w in sides:
@@ -46,12 +46,20 @@ def by_leaving_out(values, weights, minus=None):
     errors = moved[0] if len(sides) == 1 else [x - y for x, y in zip(*moved, strict=True)]
     error = math.sqrt(sum(e**2 for e in errors))
     skew = sum(e**3 for e in errors) / error**3
-    return means[0] - (means[1] if len(sides) == 2 else 0), error, max(min(equal) - 1, 1), skew
+    # The part of a change of the difference that is its first side's, and minus the second side's.
+    parts = [sum(e * own for e, own in zip(errors, side, strict=True)) / error**2 for side in moved]
+    parts = [parts[0], -parts[1]] if len(sides) == 2 else parts
+    pull = sum(
+        part * sum(e * y for e, y in zip(errors, w, strict=True)) / error / sum(w)
+        for part, (_, w) in zip(parts, sides, strict=True)
+    )
+    return means[0] - (means[1] if len(sides) == 2 else 0), error, max(min(equal) - 1, 1), skew, pull
 
 
-def of_hall(skew: float, x: float) -> float:
-    """Hall's cubic."""
-    return x + skew * (x**2 / 3 + 1 / 6) + skew**2 * x**3 / 27
+def of_hall(skew: float, pull: float, x: float) -> float:
+    """Hall's cubic, with the pull of unequal weights."""
+    a = skew / 3 - pull
+    return x + a * x**2 + a**2 * x**3 / 3 + skew / 6
 
 
 @settings(deadline=None, max_examples=40)
@@ -62,9 +70,10 @@ def test_the_interval_is_that_of_a_loop_over_prompts_left_out(prompts, seed, pai
     weights[:, :2] += 1
     other = drawn(1, prompts, seed + 1)[0], weights + drawn(1, prompts, seed + 2)[1]
     (low,), (high,) = stats.mean_interval(values, weights, minus=other if paired else None)
-    mean, error, freedom, skew = by_leaving_out(values[0], weights[0], (other[0][0], other[1][0]) if paired else None)
+    both = (other[0][0], other[1][0]) if paired else None
+    mean, error, freedom, skew, pull = by_leaving_out(values[0], weights[0], both)
     for end, tail in ((low, 0.975), (high, 0.025)):
-        assert of_hall(skew, (mean - end) / error) == pytest.approx(student.ppf(tail, freedom), rel=1e-4)
+        assert of_hall(skew, pull, (mean - end) / error) == pytest.approx(student.ppf(tail, freedom), rel=1e-4)
     assert low < mean < high
 
 
@@ -74,11 +83,11 @@ def test_the_interval_of_a_proportion_is_hall_s_in_log_odds(prompts, seed):
     values, weights = drawn(1, prompts, seed)
     weights[:, :2] += 1
     (low,), (high,) = stats.proportion(values, weights)
-    p, error, freedom, skew = by_leaving_out(values[0], weights[0])
+    p, error, freedom, skew, pull = by_leaving_out(values[0], weights[0])
     spread = error / (p * (1 - p))
     for end, tail in ((low, 0.975), (high, 0.025)):
         excess, quantile = skew - (1 - 2 * p) * spread, student.ppf(tail, freedom)
-        moved = brentq(lambda x, a=excess, q=quantile: of_hall(a, x) - q, -1e6, 1e6)
+        moved = brentq(lambda x, a=excess, q=quantile: of_hall(a, pull, x) - q, -1e6, 1e6)
         assert end == pytest.approx(expit(logit(p) - spread * moved), abs=1e-6)
 
 
@@ -199,6 +208,25 @@ def test_skewed_metrics_are_covered_with_few_prompts(n, kind, truth):
     interval = stats.mean_interval if kind == "effect" else stats.proportion
     low, high = interval(draw[kind](), weights)
     assert 0.925 <= ((low <= truth) & (truth <= high)).mean() <= 0.985
+
+
+@pytest.mark.parametrize("n", [16, 64])
+@pytest.mark.parametrize("of", ["share", "effect", "difference", "ratio"])
+def test_prompts_of_very_different_weight_are_covered(n, of):
+    """2,000 experiments each; corrected for skew alone, .90 to .92 of them are covered."""
+    rng = np.random.default_rng(2)
+    weights, shares, effects = rng.lognormal(0, 1, (2000, n)), rng.beta(2, 4, (2000, n)), rng.normal(0, 1, (2000, n))
+    other = effects / 2 + rng.normal(0, 1, (2000, n))
+    if of == "share":
+        low, high = stats.proportion(shares, weights)
+    elif of == "ratio":
+        parts = zip(weights * shares, weights, strict=True)
+        found = [stats.ratio(above[None], below, np.ones(n))[1:] for above, below in parts]
+        low, high = np.array(found)[..., 0].T
+    else:
+        low, high = stats.mean_interval(effects, weights, minus=(other, weights) if of == "difference" else None)
+    truth = 1 / 3 if of in ("share", "ratio") else 0
+    assert 0.925 <= ((low <= truth) & (truth <= high)).mean() <= 0.975
 
 
 def test_a_paired_difference_is_tighter_than_its_sides():

@@ -48,6 +48,13 @@ def test_a_seed_fixes_the_prompts_whatever_their_number():
     assert not torch.equal(task.sample(2, 99, seed=3).tokens, task.sample(2, 99, seed=4).tokens)
 
 
+def test_a_vocabulary_is_never_listed():
+    """A list of so many ids would take 8 GB and half a minute."""
+    rows = RepeatedTokensTask(length=9).sample(2, 10**9, seed=3).tokens[:, :9]
+    assert rows.min() >= 0 and rows.max() > 10**8
+    assert all(len(set(row)) == 9 for row in rows.tolist())
+
+
 def test_what_cannot_be_repeated_is_refused():
     with pytest.raises(ValueError, match="repeats is 1: give at least 2"):
         RepeatedTokensTask(repeats=1)
