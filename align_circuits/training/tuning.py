@@ -91,7 +91,7 @@ class TuneConfig:
     layers: int | tuple[int, ...] | None = None
     """Which layers are tuned, from 0; all by default. Paper 1 tunes single layers such as 13."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """`"bf16"` runs the forward pass under autocast; pays on a GPU."""
+    """`"bf16"` runs the forward pass under autocast; pays on a GPU, and on CPUs that multiply bfloat16."""
     four_bit: bool = False
     """Whether the frozen matrices are quantised to NF4 while training; probes and the result use them unquantised.
     Needs bitsandbytes."""
