@@ -146,11 +146,11 @@ def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
 
 
 def test_localize_is_the_sum_of_its_parts():
-    model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15), 16
+    model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=8), 20
     prompts = task.sample(n, model.tokenizer, references=False)
     sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
     with counting(model) as counts:
-        found = ac.localize(model, task, n=n)
+        found = ac.localize(model, task, n=n, draws=3)
     kinds = len(set(found.group_ablations.frame["kind"]))
     of_roles = [2 + sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
     sets = len(found.group_ablations.frame) // kinds + sum(of_roles)
