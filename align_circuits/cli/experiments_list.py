@@ -38,8 +38,9 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
     """
     taken = durations()
     lines = [
-        "Scales: smoke tries the code, cpu has the kept results (up to 30 minutes on two cores), paper takes hours or",
-        "days. Durations are of one processor core, on the bundled model, with nothing shared from earlier runs.",
+        "Scales: smoke tries the code in seconds to minutes, cpu has the kept results (up to 30 minutes on two cores),",
+        "paper takes hours or days. What an experiment takes is said of one core, on the bundled model, with nothing",
+        "there from earlier runs, where that was measured.",
     ]
     ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
     for paper, group in groupby(ordered, key=_paper):
