@@ -1,6 +1,7 @@
 """Intervals: beside a loop over prompts left out, scipy, and their promised coverage."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def by_leaving_out(values, weights, minus=None):
     return means[0] - (means[1] if len(sides) == 2 else 0), error, max(min(equal) - 1, 1), skew, pull
 
 
-def inverses(skew: float, pull: float, quantile: float) -> list[float]:
+def inverses(skew: float, pull: float, quantile: Any) -> list[Any]:
     """Where Hall's cubic has this value, without the pull of unequal weights and with it."""
 
     def cubic(x: float, a: float) -> float:
