@@ -198,8 +198,9 @@ def _skewed_t(
     with much weight move the mean one way: both se and the mean change with them. With K the sum over prompts of
     (what it moves the mean by, in se) times (its share of the weight), T gains K T² to first order; K = 0 where all
     weigh the same. So Hall's cubic g(T) = T + (A - 3K) T²/3 + (A - 3K)² T³/27 + A/6 (K = 0 in his paper) is not skewed,
-    and grows with T, so its inverse turns quantiles of Student's t into those of T. On the scale of log odds the skew
-    that a binomial has by itself, (1 - 2p)/√(p (1 - p) n), is gone, and only what exceeds it is corrected.
+    and grows with T, so its inverse turns quantiles of Student's t into those of T. Few prompts tell little of K, so
+    each end is the outer one of those with K and without. On the scale of log odds the skew that a binomial has by
+    itself, (1 - 2p)/√(p (1 - p) n), is gone, and only what exceeds it is corrected.
     """
     error = np.linalg.norm(errors, axis=1)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
@@ -208,12 +209,12 @@ def _skewed_t(
     if odds:
         scale = 1 / (within * (1 - within))
         skew = skew - (1 - 2 * within) * scale * error
-    bend = skew - 3 * pull
-    bend = np.where(np.abs(bend) < 1e-6, 1e-6, bend)  # the cubic is a line at 0, where its inverse is 0/0
+    bends = np.stack([skew, skew - 3 * pull])
+    bends = np.where(np.abs(bends) < 1e-6, 1e-6, bends)  # the cubic is a line at 0, where its inverse is 0/0
     quantile = t.ppf(TAILS[1], np.maximum(prompts - 1, 1))
     ends = []
-    for x in (quantile, -quantile):
-        moved = -error * scale * 3 / bend * (np.cbrt(1 + bend * (x - skew / 6)) - 1)
+    for x, outer in ((quantile, np.max), (-quantile, np.min)):
+        moved = -error * scale * outer(3 / bends * (np.cbrt(1 + bends * (x - skew / 6)) - 1), axis=0)
         ends.append(expit(logit(within) + moved) if odds else mean + moved)
     low, high = np.fmin(ends[0], mean), np.fmax(ends[1], mean)  # rounding where there is no spread
     alone = ~(prompts > 1 + 1e-9)  # one prompt has no spread

@@ -69,7 +69,7 @@ def test_necessity_and_sufficiency_are_two_verdicts(circuit):
 def test_a_large_share_of_the_model_is_said_to_be(circuit, total, said):
     """Five heads are named."""
     _, result = circuit
-    result = replace(result, verdicts=[replace(verdict, total=total) for verdict in result.verdicts])
+    result = replace(result, verdicts=tuple(replace(verdict, total=total) for verdict in result.verdicts))
     assert ("of the model's" in result.caveats) is (said is not None)
     assert said is None or f"The named heads are {said} of the model's" in result.summary
 

@@ -1,6 +1,7 @@
 """Intervals: beside a loop over prompts left out, scipy, and their promised coverage."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +57,13 @@ def by_leaving_out(values, weights, minus=None):
     return means[0] - (means[1] if len(sides) == 2 else 0), error, max(min(equal) - 1, 1), skew, pull
 
 
-def of_hall(skew: float, pull: float, x: float) -> float:
-    """Hall's cubic, with the pull of unequal weights."""
-    a = skew / 3 - pull
-    return x + a * x**2 + a**2 * x**3 / 3 + skew / 6
+def inverses(skew: float, pull: float, quantile: Any) -> list[Any]:
+    """Where Hall's cubic has this value, without the pull of unequal weights and with it."""
+
+    def cubic(x: float, a: float) -> float:
+        return x + a * x**2 + a**2 * x**3 / 3 + skew / 6 - quantile
+
+    return [brentq(cubic, -1e6, 1e6, args=(skew / 3 - each,), xtol=1e-13) for each in (0, pull)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -72,8 +76,8 @@ def test_the_interval_is_that_of_a_loop_over_prompts_left_out(prompts, seed, pai
     (low,), (high,) = stats.mean_interval(values, weights, minus=other if paired else None)
     both = (other[0][0], other[1][0]) if paired else None
     mean, error, freedom, skew, pull = by_leaving_out(values[0], weights[0], both)
-    for end, tail in ((low, 0.975), (high, 0.025)):
-        assert of_hall(skew, pull, (mean - end) / error) == pytest.approx(student.ppf(tail, freedom), rel=1e-4)
+    for end, tail, outer in ((low, 0.975, max), (high, 0.025, min)):
+        assert (mean - end) / error == pytest.approx(outer(inverses(skew, pull, student.ppf(tail, freedom))), rel=1e-4)
     assert low < mean < high
 
 
@@ -85,9 +89,8 @@ def test_the_interval_of_a_proportion_is_hall_s_in_log_odds(prompts, seed):
     (low,), (high,) = stats.proportion(values, weights)
     p, error, freedom, skew, pull = by_leaving_out(values[0], weights[0])
     spread = error / (p * (1 - p))
-    for end, tail in ((low, 0.975), (high, 0.025)):
-        excess, quantile = skew - (1 - 2 * p) * spread, student.ppf(tail, freedom)
-        moved = brentq(lambda x, a=excess, q=quantile: of_hall(a, pull, x) - q, -1e6, 1e6)
+    for end, tail, outer in ((low, 0.975, max), (high, 0.025, min)):
+        moved = outer(inverses(skew - (1 - 2 * p) * spread, pull, student.ppf(tail, freedom)))
         assert end == pytest.approx(expit(logit(p) - spread * moved), abs=1e-6)
 
 
