@@ -1,0 +1,86 @@
+"""Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does a tuned model align at other input lengths?
+
+With phrases of one letter and monotonic alignment, the aligned symbol always stands m + 1 tokens back. A head that
+attends there scores 1 by `align_query` without knowing which symbol is next; at another length it looks at a wrong one.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of
+from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.report import plots
+from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Standard prompts of several lengths, for a model and the same model tuned at one of them."""
+
+    x_lens: tuple[int, ...] = (3, 4, 5, 6, 7)
+    tuned_on: int = 5
+    phrase_len: int = 2
+    n_examples: int = 10
+    n: int = 64
+    """Prompts of each length."""
+
+
+def _jobs(config: Lengths, inputs: Inputs) -> list[Measurement]:
+    about = {"phrase_len": config.phrase_len, "n_examples": config.n_examples}
+    return on_tasks(accuracy, inputs, [{"x_len": m, **about} for m in config.x_lens], n=config.n)
+
+
+def _summarize(config: Lengths, rows: Rows) -> pd.DataFrame:
+    """First tokens; `length` tells the length that the model was tuned on from others."""
+    frame = rows["accuracy"]
+    frame = frame[frame["offset"].isna() & (frame["kind"] == "first") & frame["predictor"].isin(["model", "history"])]
+    tuned_on = frame["x_len"] == config.tuned_on
+    return frame.drop(columns="seed").assign(length=tuned_on.map({True: "as tuned", False: "other"}))
+
+
+def _check(table: Table) -> list[Check]:
+    untuned, *_, tuned = [*table.frame["model"].unique()] * 2
+
+    def above_history(length: str, model: str) -> Measured:
+        rows = table.where(length=length, model=model, metric="accuracy")
+        return difference_of(rows.where(predictor="model"), rows.where(predictor="history"))
+
+    return [
+        Claim(f"{where}: the tuned model's first token is above the history ceiling (difference)").at_least(
+            0.0, *both(partial(above_history, length), tuned, untuned), "the model before tuning"
+        )
+        for length, where in (("as tuned", "At the length of its tuning"), ("other", "At other lengths"))
+    ]
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    rows: Any = table.where(metric="accuracy").frame
+    who = rows["model"].where(rows["predictor"] == "model", "history ceiling")
+    panels = {"first token of a phrase": rows.assign(who=who).drop_duplicates(["who", "x_len"])}
+    return {"lengths": plots.curves(panels, x="x_len", by="who", label="input length m")}
+
+
+LENGTHS = Experiment(
+    "icatune/lengths",
+    "Does a tuned model align at other lengths than that of its tuning?",
+    "beyond Agarwal and Sarawagi (2025); the claims were written after a look at eight prompts of each length",
+    Study(
+        "icatune/lengths",
+        {
+            "smoke": Lengths(x_lens=(3, 5), n_examples=2, n=4),
+            "cpu": Lengths(),
+            "paper": Lengths(n=500),
+            "smollm2": Lengths(phrase_len=1, n_examples=15, n=24),
+        },
+        _jobs,
+        _summarize,
+        models="several",
+    ),
+    _draw,
+    _check,
+)
