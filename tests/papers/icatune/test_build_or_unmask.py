@@ -47,7 +47,9 @@ def test_named_heads_are_looked_up_in_the_ranking_of_their_role():
         for (of, role), those in heads.items()
         for head in those
     ]
-    frame = pd.DataFrame([*gains, *named]).assign(metric="log_prob", low=0.0, high=1.0, n=1)
+    intact = {"what": "ablated", "role": None, "of": "nothing", "seed": 0, "value": 1.0}
+    seen = [intact | {"part": "before"}, intact | {"part": "after", "arm": "a"}]  # the seeds that were measured
+    frame = pd.DataFrame([*gains, *named, *seen]).assign(metric="log_prob", low=0.0, high=1.0, n=1)
     (check,) = (each for each in UNMASK.check(Table(frame, Provenance("test"))) if "unmasks" in each.claim)
     assert TOP == 3
     assert (check.measured.value, check.control.value) == (3 / 4, 0.0)
