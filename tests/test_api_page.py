@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from docutils import nodes
 from docutils.core import publish_doctree
 from sphinx.errors import PycodeError
-from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.ext.napoleon import Config
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
 import align_circuits as ac
@@ -62,7 +63,7 @@ def docstrings(owner: Any, name: str) -> Iterator[tuple[str, str, Any]]:
 
 def parsed(docstring: str) -> list[str]:
     """What docutils complains of in a docstring, read as Sphinx does."""
-    text = str(GoogleDocstring(docstring, Config(napoleon_use_ivar=True)))
+    text = str(GoogleDocstring(docstring, cast(Any, Config(napoleon_use_ivar=True))))
     document = publish_doctree(text, settings_overrides={"report_level": 5})
     kinds = document.findall(nodes.system_message)
     return [
