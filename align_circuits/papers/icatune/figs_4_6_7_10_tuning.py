@@ -210,8 +210,8 @@ def _draw_emergence(table: Table) -> Mapping[str, go.Figure]:
 
 def _draw_emergence_of_arm(table: Table) -> Mapping[str, go.Figure]:
     course = table.where(part="course")
-    right: Any = course.where(of="model", kind=["first", "later"]).frame
-    right = right[right["metric"] != "oracle"]
+    right: Any = course.where(of="model").frame
+    right = right[(right["kind"] != "all") & (right["metric"] != "oracle")]
     which = right["kind"].where(right["metric"] == "accuracy", "history ceiling, " + right["kind"])
     layers = course.where(of="best head", condition="in distribution")
     return {
