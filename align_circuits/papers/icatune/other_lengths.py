@@ -1,7 +1,8 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does a tuned model align at other input lengths?
 
-With phrases of one letter and monotonic alignment, the aligned symbol always stands m + 1 tokens back. A head that
-attends there scores 1 by `align_query` without knowing which symbol is next; at another length it looks at a wrong one.
+With phrases of one letter and monotonic alignment, the aligned symbol always stands m tokens before the query. A head
+that attends there scores 1 by `align_query` without knowing which symbol is next; at another length it looks at a
+wrong one.
 """
 
 from dataclasses import dataclass
