@@ -13,7 +13,7 @@
 #
 # SmolLM2-135M is a Llama of 30 layers, pretrained on English and code. This page shows the missing alignment link in it (Agarwal and Sarawagi, 2025), loads the adapter of an in-context tuning that closes the gap
 # (*ICA-Tune*), finds the heads that the tuning made, and asks what they learned: to align, or to attend a fixed distance back. The model is a package on your disk: no hub, no GPU. Where it is not installed
-# ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead; the next line says which one you see.
+# ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead, on phrases of two letters; the next line says which one you see. The text is about SmolLM2.
 
 # %%
 import importlib.util
@@ -32,7 +32,7 @@ print(f"this page was run with {name}: {before.cfg.n_layers} layers of {before.c
 # earlier is enough. In *standard* prompts the model must first know which symbol is next.
 
 # %%
-shape = {"x_len": 5, "phrase_len": 1, "n_examples": 15}
+shape = {"x_len": 5, "phrase_len": 1 if name == "smollm2" else 2, "n_examples": 15}
 tasks = {style: ac.Seq2SeqTask(style=style, **shape) for style in ("standard", "pre-aligned")}
 prompts = {style: task.sample(16, before.tokenizer, seed=1) for style, task in tasks.items()}
 prompts["standard"][0]
