@@ -21,6 +21,8 @@ from align_circuits.papers.claims import (
 )
 from align_circuits.papers.icatune.tuned_models import (
     ATTENDED,
+    ONE_LETTER,
+    ONE_LETTER_TASK,
     PAPER,
     SMOKE,
     SMOKE_TASK,
@@ -49,10 +51,14 @@ ICA = Arm("ICA-Tune")
 PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
-SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (0, 1, 2))
-"""The tuning of SmolLM2 that most figures are about."""
+SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
+"""The tuning of SmolLM2 that most figures are about. The recipe was tried on seed 0, which is not among these."""
 
-SMOLLM2_ARMS = (SMOLLM2_ICA, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (0, 1, 2)))
+SMOLLM2_ARMS = (
+    SMOLLM2_ICA,
+    Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2)),
+    Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)),
+)
 
 SHOWN = ("in distribution", "OOD")
 """The conditions that figures show."""
