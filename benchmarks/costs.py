@@ -32,6 +32,7 @@ from align_circuits.run.costs import (
     forward_work,
     localize_work,
     patch_work,
+    score_work,
     tune_work,
 )
 from align_circuits.run.forward_pass import forward
@@ -44,7 +45,10 @@ MODELS = {
     "27M": (10, 480, 8, 4, 1320, 64),
     "135M": (30, 576, 9, 3, 1536, 49_152),
 }
-PROMPTS, FEW, STEPS = 8, 2, 4
+PROMPTS = {"1M": 32, "8M": 16, "27M": 8, "135M": 2}
+"""So many that a pass takes about as long in each model, and what does not grow with the work weighs little."""
+STEPS = {"1M": 12, "8M": 12, "27M": 8, "135M": 4}
+"""Of a tuning, each of eight prompts at most, for the same reason."""
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=15)
 
 Case = tuple[str, Callable[[], Any], Work]
@@ -82,8 +86,8 @@ def run_once(model: Any, prompts: ac.Prompts) -> None:
     forward(model, prompts, prompt=prompt, query=query, on_logits=lambda *_: None)
 
 
-def cases(model: Any, clean: ac.Prompts) -> Iterator[Case]:
-    """Yields the verbs on one model, but for `localize`."""
+def cases(model: Any, clean: ac.Prompts, steps: int) -> Iterator[Case]:
+    """Yields the verbs on one model, but for `localize`; a tuning has so many `steps`."""
     shape = ModelShape.of(model)
     query = ac.Pair(clean, TASK.corrupt(clean, "query"))
     labels = ac.Pair(clean, TASK.corrupt(clean, "labels"))
@@ -91,19 +95,20 @@ def cases(model: Any, clean: ac.Prompts) -> Iterator[Case]:
     every = max(1, shape.layers // 10)
     some = [(layer, 0) for layer in range(every // 2, shape.layers, every)]
     yield "evaluate", lambda: ac.evaluate(model, clean), forward_work(shape, sizes)
-    yield "score", lambda: ac.score_heads(model, clean), forward_work(shape, sizes)
+    yield "score", lambda: ac.score_heads(model, clean), score_work(shape, sizes)
     above = sum(shape.layers - 1 - layer for layer, _ in some)
     yield "ablate", lambda: ac.ablate_heads(model, clean, heads=some), ablate_work(shape, sizes, len(some), above)
     yield "patch, last example", lambda: ac.patch_heads(model, query), patch_work(shape, sizes)
     of_some = patch_work(shape, whole, len(some), above)
     yield "patch, all examples", lambda: ac.patch_heads(model, labels, heads=some), of_some
     yield "attribute heads", lambda: ac.attribute_heads(model, query), attribute_work(shape, sizes)
-    steps, by_steps = 5, lambda: ac.attribute_heads(model, query, method="ig_inputs", steps=5)
-    yield "attribute heads, 5 steps", by_steps, attribute_work(shape, sizes, steps)
+    by_steps = attribute_work(shape, sizes, 5)
+    yield "attribute heads, 5 steps", lambda: ac.attribute_heads(model, query, method="ig_inputs", steps=5), by_steps
     edges = attribute_work(shape, sizes, edges=True)
     yield "attribute edges", lambda: ac.attribute_edges(model, query, method="eap"), edges
-    config = ac.TuneConfig(steps=STEPS, batch=sizes.prompts, probe_every=STEPS, probe_prompts=1)
-    tuned = tune_work(shape, sizes, STEPS, probes=2, probe_prompts=1)
+    step = replace(sizes, prompts=min(sizes.prompts, 8))
+    config = ac.TuneConfig(steps=steps, batch=step.prompts, probe_every=steps, probe_prompts=1)
+    tuned = tune_work(shape, step, steps, probes=2, probe_prompts=1)
     yield "tune", lambda: ac.tune(model, TASK, config, progress=False), tuned
 
 
@@ -168,9 +173,9 @@ if __name__ == "__main__":
     wanted = tuple(arguments.verbs.split(","))
     for name in arguments.models.split(","):
         model = network(name)
-        count = FEW if name == "135M" else PROMPTS
+        count = PROMPTS[name]
         clean = TASK.sample(count, model.tokenizer, references=False)
-        chosen = [case for case in cases(model, clean) if case[0].startswith(wanted)]
+        chosen = [case for case in cases(model, clean, STEPS[name]) if case[0].startswith(wanted)]
         rows += compare(name, model, count, chosen, arguments.rounds)
     if "localize".startswith(wanted):
         bundled = ac.load("toy-llama")

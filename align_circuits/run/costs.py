@@ -16,6 +16,13 @@ _THROUGH_A_NORM = 800
 """In the time that a number takes back through a norm, so many are multiplied and summed: memory is slow. Fitted on one
 CPU (`benchmarks/costs.py`), to the edges of a model of 27 million parameters."""
 
+_OF_A_ROW = 1000
+"""In the time that one attention probability is computed anew, compared and summed for all metrics, so many numbers are
+multiplied and summed. Fitted like the above, to the scores of models of 1 and 8 million parameters."""
+
+_DROPPED = 150
+"""The same for a number that dropout keeps or drops in an adapter's input. Fitted to a model of 1 million."""
+
 
 @checked
 @dataclass(frozen=True)
@@ -116,9 +123,15 @@ class PromptSizes:
 
 
 def forward_work(shape: ModelShape, sizes: PromptSizes) -> Work:
-    """Returns the work of running the prompts once, and so of `evaluate` and `score_heads`: the unit of all others."""
+    """Returns the work of running the prompts once, and so of `evaluate`: the unit of all others."""
     run = sizes.prompts * sizes.tokens * shape.layers
     return Work(run, run, run * (sizes.tokens + 1) / 2, sizes.prompts * sizes.targets)
+
+
+def score_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of `score_heads`: one run, and every head's row of attention at every target."""
+    rows = sizes.prompts * sizes.targets * sizes.tokens * shape.layers * shape.heads
+    return forward_work(shape, sizes) + Work(products=_OF_A_ROW * rows)
 
 
 def edited_work(sizes: PromptSizes, edited: Number, layers: Number, last: int = 0) -> Work:
@@ -213,7 +226,7 @@ def tune_work(
 ) -> Work:
     """Returns the work of `tune` on q, k and v of all layers: each step, and probes in and out of distribution.
 
-    A step goes forward and back; the adapters do so too, and get gradients of their weights besides.
+    A step goes forward and back; the adapters do so too, with dropout, and get gradients of their weights besides.
 
     Args:
         shape: Of the model.
@@ -225,9 +238,10 @@ def tune_work(
     """
     one = PromptSizes(1, sizes.tokens, sizes.targets)
     width = 3 * shape.d_model + (shape.heads + 2 * shape.key_heads) * shape.d_head
-    adapters = Work(products=3 * sizes.prompts * sizes.tokens * shape.layers * rank * width)
+    of_token = 3 * rank * width + 3 * _DROPPED * shape.d_model
+    adapters = Work(products=sizes.prompts * sizes.tokens * shape.layers * of_token)
     step = forward_work(shape, sizes) + backward_work(shape, sizes) + adapters
-    return steps * step + 2 * probes * probe_prompts * forward_work(shape, one)
+    return steps * step + 2 * probes * probe_prompts * score_work(shape, one)
 
 
 def localize_work(
@@ -252,4 +266,4 @@ def localize_work(
     with_sets = forward_work(shape, half) + base_work(shape, half) + of_sets
     interchanged = patch_work(shape, half, exchanged) if exchanged else Work()
     alone = ablate_work(shape, half, candidates) + patch_work(shape, half, candidates)
-    return 4 * forward_work(shape, half) + alone + with_sets + interchanged
+    return 4 * score_work(shape, half) + alone + with_sets + interchanged
