@@ -2,7 +2,7 @@
 
 import os
 import re
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from importlib.metadata import version as installed
 from io import StringIO
 from pathlib import Path
@@ -67,13 +67,13 @@ def write_plotly(app: Any, error: Exception | None) -> None:
 
 
 def write_cli(_app: Any) -> None:
-    """Writes the reference of the command line from the parsers themselves."""
+    """Writes the reference of the command line from the help of the verbs."""
     from align_circuits.cli.entry import GROUPS, OTHERS, PROGRAM, main
 
     parts = ["# Command line", "", f"`{PROGRAM} --version` prints the version."]
     for group, verbs in GROUPS.items():
         for name, description in verbs.items():
-            with redirect_stdout(StringIO()) as options, suppress(SystemExit):
+            with redirect_stdout(StringIO()) as options:
                 main([name, "--help"])
             parts += ["", f"## {name}", "", f"{description} ({group}.)", "", "```text", options.getvalue(), "```"]
     parts += [line for name, text in OTHERS.items() for line in ("", f"## {name}", "", text)]

@@ -84,6 +84,10 @@ def _main(arguments: Sequence[str]) -> int:
         return _open(options)
     if name == "completion":
         return _completion(options)
+    own = options[: options.index("--")] if "--" in options else options  # behind it the options of another verb
+    if {"-h", "--help"} & {*own}:
+        print((Path(__file__).parent / "help" / f"{name}.txt").read_text(encoding="utf-8"), end="")
+        return 0
     verb = parse_verb(name, *options)
     from safetensors import SafetensorError
 

@@ -9,6 +9,8 @@ import pytest
 
 import align_circuits as ac
 from align_circuits.cli import main
+from align_circuits.cli.entry import VERBS
+from align_circuits.cli.help_texts import parser_help
 
 PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
 
@@ -18,11 +20,25 @@ def run(*arguments: str, then: str = "sys.exit(status)") -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version", "scroe"])
-def test_help_imports_no_library(argument):
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["scroe"], ["score", "--n", "8", "--help"]])
+def test_help_imports_no_library(arguments):
     libraries = {"distributed", "numpy", "pandas", "pebble", "submitit", "torch", "transformers", "tyro"}
-    done = run(argument, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
+    done = run(*arguments, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
     assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_kept_help_is_that_of_the_parser(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert VERBS[verb][:40] in printed
+    assert printed == parser_help(verb), "options have changed: python -m align_circuits.cli.help_texts"
+
+
+def test_help_of_the_command_of_each_is_that_of_its_verb(capsys):
+    with pytest.raises(SystemExit):
+        main(["each", "--seeds", "0", "--", "score", "--help"])
+    assert VERBS["score"][:40] in capsys.readouterr().out
 
 
 def test_every_public_name_resolves_where_type_checkers_see_it():
@@ -55,8 +71,7 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_what_is_piped_has_no_boxes_and_no_control_characters(capsys):
-    with pytest.raises(SystemExit):
-        main(["score", "--help"])
+    main(["score", "--help"])
     with pytest.raises(SystemExit):
         main(["score", "--hlep"])
     printed = capsys.readouterr()
