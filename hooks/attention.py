@@ -154,12 +154,12 @@ def probe_attention(
 
 
 def pattern_of(
-    query: Float[Tensor, "prompt head pos d_head"],
+    query: Float[Tensor, "prompt head query d_head"],
     key: Float[Tensor, "prompt key_head pos d_head"],
-    mask: Bool[Tensor, "#prompt #head pos pos"] | None,
+    mask: Bool[Tensor, "#prompt #head query pos"] | None,
     scaling: float,
-) -> Float[Tensor, "prompt head pos pos"]:
-    """Returns softmax(q k^T scaling + mask), in float32 at least inside; no mask means causal."""
+) -> Float[Tensor, "prompt head query pos"]:
+    """Returns softmax(q k^T scaling + mask), in float32 at least inside; no mask means causal, all positions ask."""
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scaling
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

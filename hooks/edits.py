@@ -215,6 +215,18 @@ def _digest(value: Tensor | Mapping[str, Tensor]) -> str:
     return sha.hexdigest()[:16]
 
 
+def _columns_run(context: BatchContext | None, tokens: int) -> slice:
+    """Which columns of the prompts the tokens of an activation are."""
+    span = None if context is None else context.span
+    return slice(-tokens, None) if span is None else span
+
+
+def _keys_run(context: BatchContext | None, keys: int) -> slice:
+    """Which columns of the prompts the keys of a pattern are: where not all columns run, those before them too."""
+    span = None if context is None else context.span
+    return slice(-keys, None) if span is None else slice(span.stop - keys, span.stop)
+
+
 @dataclass(frozen=True, eq=False)
 class _Activation:
     """An activation before it is edited, or the part of it that belongs to the edited heads."""
@@ -235,8 +247,7 @@ class _Activation:
     @property
     def columns_run(self) -> slice:
         """Which columns of the prompts these tokens are."""
-        span = None if self.context is None else self.context.span
-        return slice(-self.length, None) if span is None else span
+        return _columns_run(self.context, self.length)
 
     def of_tokens(self, values: Shaped[Tensor, "prompt pos"]) -> Shaped[Tensor, "batch token"]:
         """Returns the entries of the tokens in the batch, without the columns of padding that the engine left out."""
@@ -250,8 +261,8 @@ class _Activation:
         if rows is None and self.context is not None:
             rows = self.context.rows
         values = values if rows is None else values[rows]
-        run = self.columns_run
-        values = (values[:, :, run, run] if self.dim == 1 else values[:, run]).to(self.values.device)
+        run, keys = self.columns_run, _keys_run(self.context, self.values.shape[-1])
+        values = (values[:, :, run, keys] if self.dim == 1 else values[:, run]).to(self.values.device)
         return values if self.columns is None else values.index_select(self.dim, self.columns)
 
     def of_source(self) -> Tensor | None:
@@ -534,14 +545,15 @@ class Clamp(Edit):
         if len(torch.stack([prompt, query]).unique(dim=1).T) != len(in_batch):
             raise ValueError(f"relation {self.relation!r} has two rows at one query, which can attend only one way")
         keys = relation.expand(in_batch)[0].float()
-        attention = keys / keys.sum(1, keepdim=True)
+        attention, columns = keys / keys.sum(1, keepdim=True), context.prompts.mask.shape[1]
 
         def change(name: str, heads: Tensor, activation: Tensor) -> Tensor:
             context.check(name, len(activation), activation.shape[2])
             new = activation.clone()
-            row = query - (context.prompts.mask.shape[1] - activation.shape[2])  # columns of padding may be left out
-            rows = attention[:, None, -activation.shape[3] :].expand(-1, len(heads), -1).to(new)
-            new[prompt[:, None], heads, row[:, None]] = rows
+            first, end, _ = _columns_run(context, activation.shape[2]).indices(columns)
+            runs = (query >= first) & (query < end)
+            rows = attention[runs][:, _keys_run(context, activation.shape[3])]
+            new[prompt[runs, None], heads, query[runs, None] - first] = rows[:, None].expand(-1, len(heads), -1).to(new)
             return new
 
         where = layers_of(cfg, "pattern", self.heads)
@@ -550,6 +562,12 @@ class Clamp(Edit):
             for layer, heads in where.items()
             if heads is not None
         }
+
+    def start(self, context: BatchContext) -> int:
+        """The first query of the relation in any prompt of the batch; the number of columns if there is none."""
+        relation = context.prompts.relations[self.relation]
+        in_batch = relation.query[torch.isin(relation.prompt, context.rows)]
+        return int(in_batch.min()) if len(in_batch) else context.prompts.mask.shape[1]
 
 
 @checked

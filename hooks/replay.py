@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
+from align_circuits.hooks.attention import pattern_of
 from align_circuits.hooks.names import Site, name_of, site_of
 from align_circuits.hooks.probes import Change
 
@@ -27,7 +28,9 @@ HOOKED_SITES: tuple[Site, ...] = (*_ATTENTION_INPUTS, "mlp_post")
 
 _AFTER_ATTENTION: tuple[Site, ...] = ("attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post")
 
-REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *_ATTENTION_INPUTS, "rot_q", "rot_k", "v", "z", *_AFTER_ATTENTION)
+_IN_ATTENTION: tuple[Site, ...] = (*_ATTENTION_INPUTS, "rot_q", "rot_k", "v", "pattern")
+
+REPLAY_SITES: tuple[Site, ...] = ("resid_pre", *_IN_ATTENTION, "z", *_AFTER_ATTENTION)
 """Sites that replay can edit, in the order in which a layer computes them."""
 
 _STARTS_FROM: dict[Site, tuple[Site, ...]] = {
@@ -226,20 +229,21 @@ class Replay:
     ) -> Float[Tensor, "edit_set prompt query d_model"]:
         """Runs layers `first` to `end` - 1; after the model's last layer only the queries remain.
 
-        The last layer computes no other position, unless an edit or a kept activation after its attention needs them.
+        The last layer computes no other position, unless an edit or a kept activation of its pattern, or after its
+        attention, needs them.
         """
         last = self.bridge.cfg.n_layers - 1
         all_positions = True
         for layer in range(first, end):
-            all_positions = layer < last or any(batch.needs(site, last) for site in _AFTER_ATTENTION)
+            all_positions = layer < last or any(batch.needs(site, last) for site in ("pattern", *_AFTER_ATTENTION))
             residual = self._layer(batch, layer, residual, None if all_positions else batch.queries)
         return residual[:, :, batch.queries.to(residual.device)] if all_positions and end > last else residual
 
     def _layer(self, batch: _Batch, layer: int, residual: Tensor, queries: Int[Tensor, " query"] | None) -> Tensor:
         """Runs the running edit sets through a layer; others join at the site of their first edit.
 
-        - At the residual stream, queries, keys or values they join with the kept residual stream, since attention
-          computes the rest anew.
+        - At the residual stream, queries, keys, values or the pattern they join with the kept residual stream, since
+          attention computes the rest anew.
         - At z they join with the kept z, edited, so the layer's attention is not computed for them.
         - At the attention layer's output, and at the residual stream after it, they join there.
         - At the MLP's neurons they join before the MLP, which is computed for them.
@@ -252,7 +256,7 @@ class Replay:
         # of every tensor, and no tensor is ever reordered.
         residual = batch.edit("resid_pre", layer, self._with_joining(batch, "resid_pre", layer, residual))
         # These too join with the kept residual stream: attention computes what is between, and edits it in its middle.
-        for site in ("q", "k", "rot_q", "rot_k", "v"):
+        for site in _IN_ATTENTION:
             residual = self._with_joining(batch, site, layer, residual)
         attended = self._attended(batch, layer, residual, queries) if len(residual) else residual
         # With z kept and edited, the layer's attention need not be computed for these.
@@ -362,11 +366,37 @@ class Replay:
                 copies = len(batch.running) if self.real is not None else 1
                 mask = self._visible(0, window, queries, key.device).repeat(copies, 1, 1)[:, None]
             z, _ = compat.sdpa(module, at_queries, key, value, mask, scaling=scaling)
+        name = name_of("pattern", layer)
+        for place, index in enumerate(batch.running):
+            if name in batch.edit_sets[index]:  # then all positions are computed
+                rows = slice(place * len(self.tokens), (place + 1) * len(self.tokens))
+                own = query[rows], key[rows], value[rows]
+                z[rows] = self._by_pattern(batch, layer, batch.edit_sets[index], *own, scaling, window)
         if queries is not None:  # the layer's output matrix expects all positions; the others are not read
             all_positions = z.new_zeros(len(query), query.shape[2], *z.shape[2:])
             all_positions[:, queries] = z
             z = all_positions
         return batch.edit_rows("z", layer, z)
+
+    def _by_pattern(
+        self,
+        batch: _Batch,
+        layer: int,
+        edits: EditSet,
+        query: Float[Tensor, "prompt head pos d_head"],
+        key: Float[Tensor, "prompt key_head pos d_head"],
+        value: Float[Tensor, "prompt key_head pos d_head"],
+        scaling: float,
+        window: int | None,
+    ) -> Float[Tensor, "prompt pos head d_head"]:
+        """The same for one edit set, by its pattern, which it edits."""
+        if batch.start:
+            past = (part[:, :, : batch.start] for part in self.past[layer])
+            key, value = (torch.cat(parts, 2) for parts in zip(past, (key, value), strict=True))
+        mask = self._visible(batch.start, window, None, key.device)[:, None]
+        pattern = _edited(edits, name_of("pattern", layer), pattern_of(query, key, mask, scaling))
+        by_head = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return (pattern.to(value.dtype) @ by_head).transpose(1, 2)
 
     def _with_past(
         self,

@@ -55,8 +55,9 @@ def run_edited(
             out-of-memory the same rows come again.
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
         options: Engines `"fast"` and `"auto"` take replay where the fast engine applies and every edit is at one of
-            `hooks.replay.REPLAY_SITES`; else the edit sets run one by one, as `forward` does. The batch size is that of
-            whole prompts, of all edit sets together.
+            `hooks.replay.REPLAY_SITES`, unless patterns of other prompts are put in, which would take too much memory;
+            else the edit sets run one by one, as `forward` does. The batch size is that of whole prompts, of all edit
+            sets together.
 
     Returns:
         What ran: `"replay"`, `"fast"` or `"reference"`.
@@ -75,7 +76,12 @@ def run_edited(
     names = [set(changes_of(edits, model, no_prompts)) for edits in edit_sets]
     check_hook_points(model, sorted(name for name in set().union(*names) if not is_inside(name)))
     runs = _EditedRuns(model, prompts, edit_sets, names, source, prompt, query, on_logits)
-    if choose_engine(model, options) == "fast" and _replays(model, set().union(*names)):
+    patterns_of_source = any(
+        _needs_source(edit) and any(map(is_pattern, changes_of([edit], model, no_prompts)))
+        for edits in edit_sets
+        for edit in edits
+    )
+    if choose_engine(model, options) == "fast" and _replays(model, set().union(*names)) and not patterns_of_source:
         with torch.no_grad(), evaluating(model), raw_attention(model):
             _replay_in_batches(runs, options)
         return "replay"

@@ -17,6 +17,7 @@ from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.prompts.relations import Relation
 from align_circuits.run import batching
 from align_circuits.run.edited_runs import run_edited
 
@@ -113,7 +114,11 @@ def prompts_of(case: Case, seed: int) -> Prompts:
     ids = [torch.randint(12, (length,), generator=generator).tolist() for length in case.lengths]
     prompts = Prompts.from_tokens(ids)
     roles = torch.randint(2, 4, prompts.mask.shape, generator=generator).where(prompts.mask, Role.PAD.value)
-    return replace(prompts, roles=roles, example=torch.zeros_like(roles).where(prompts.mask, -1))
+    prompts = replace(prompts, roles=roles, example=torch.zeros_like(roles).where(prompts.mask, -1))
+    width, queries = prompts.mask.shape[1], (1, 2, 3)
+    columns = [(prompt, width - length) for prompt, length in enumerate(case.lengths)]
+    pairs = [(prompt, first + query, [first + query // 2]) for prompt, first in columns for query in queries]
+    return prompts.with_relations(half=Relation.from_pairs(pairs[: 3 * len(columns) - 1], prompts=prompts))
 
 
 def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | None], seed: int) -> Edit:
@@ -129,11 +134,17 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
         shared = 4 // (model.cfg.n_key_value_heads or 4)
         place = {"heads": [(layer, head // shared * shared + i) for i in range(shared)]}
     generator = torch.Generator().manual_seed(seed)
+    if site == "pattern" and what in ("mean", "resample"):
+        return ac.Clamp([(layer, head)], "half")
     positions = None
     if first is not None:
         later = torch.arange(prompts.mask.shape[1]) >= first
         positions = (torch.rand(prompts.mask.shape, generator=generator) < 0.5) & later
     place |= {"site": site, "positions": positions}
+    if site == "pattern" and what != "zero":
+        shape = (len(prompts), model.cfg.n_heads, *[prompts.mask.shape[1]] * 2)
+        pattern = torch.rand(shape, generator=generator).tril()
+        return ac.Patch(**place, values={name_of(site, layer): pattern / pattern.sum(-1, keepdim=True)})
     if what == "steer":
         size = 8 if of_heads else model.cfg.d_mlp if site == "mlp_post" else 32
         return ac.Steer(**place, vector=torch.randn(size, generator=generator), scale=0.5)
@@ -270,10 +281,10 @@ def test_bfloat16_stays_near(random_hf_model):
 def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, random_hf_model):
     prompts = prompts_of(PLAIN, 0)
     rows, llama = every_row(prompts), models("llama", torch.float32)
-    pattern, q = [[ac.Ablate([(0, 1)], site=site)] for site in ("pattern", "q")]
+    pattern, q = [ac.Patch([(0, 1)], site="pattern")], [ac.Ablate([(0, 1)], site="q")]
     gpt2 = models("gpt2", torch.float32)
-    assert logits_of(llama, prompts, [q, pattern], rows)[1] == "fast"
-    assert logits_of(gpt2, prompts, [q, pattern], rows)[1] == "reference"
+    assert logits_of(llama, prompts, [q, pattern], rows, source=prompts)[1] == "fast"
+    assert logits_of(gpt2, prompts, [q, pattern], rows, source=prompts)[1] == "reference"
     other = ac.load(random_hf_model("gemma2"))
     zero = [ac.Ablate([(0, 1)])]
     assert logits_of(other, prompts, [zero], rows)[1] == "reference"
