@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 from IPython.display import HTML, Markdown, display
 
-from align_circuits.papers.claims import checks_html, verdicts
+from align_circuits.papers.claims import Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
 
 PAPERS = ("icatune", "recall", "abrupt")
+VERDICTS = [*get_args(Verdict)]
 
 
 def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
@@ -26,8 +28,8 @@ def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
 def show(paper: str) -> None:
     """Shows how many claims hold in each experiment, then every experiment with its claims and figures."""
     counts = overview(paper)
-    verdicts_of = counts[["holds", "fails", "undecided"]].astype(str).agg(" / ".join, axis=1)
-    shown = counts[["experiment", "what", "scale"]].assign(**{"holds / fails / undecided": verdicts_of})
+    verdicts_of = counts[VERDICTS].astype(str).agg(" / ".join, axis=1)
+    shown = counts[["experiment", "what", "scale"]].assign(**{" / ".join(VERDICTS): verdicts_of})
     display(HTML(f'<div style="overflow-x:auto">{shown.to_html(index=False, border=0)}</div>'))
     for experiment, folder in kept(paper):
         table = Table.load(folder)
@@ -42,10 +44,10 @@ def show(paper: str) -> None:
 
 
 def overview(paper: str) -> pd.DataFrame:
-    """Returns how many claims of each experiment hold, fail and are undecided."""
+    """Returns how many claims of each experiment have which verdict."""
     rows = []
     for experiment, folder in kept(paper):
         found = [check.verdict for check in experiment.check(Table.load(folder))]
-        counts = {verdict: found.count(verdict) for verdict in ("holds", "fails", "undecided")}
+        counts = {verdict: found.count(verdict) for verdict in VERDICTS}
         rows.append({"experiment": experiment.name, "what": experiment.title, "scale": folder.name, **counts})
     return pd.DataFrame(rows)

@@ -17,7 +17,7 @@ Scale = Literal["smoke", "cpu", "paper", "smollm2"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made
 for the model of that name, a pretrained Llama, and takes hours on two cores."""
 
-Verdict = Literal["holds", "fails", "undecided"]
+Verdict = Literal["holds", "fails", "undecided", "no evidence"]
 
 SCALES: tuple[Scale, ...] = ("smoke", "cpu", "paper")
 """Those that every experiment has."""
@@ -51,8 +51,8 @@ class Check:
     (threshold 1 for a share) can fail, but no number of cases shows it: at best it is undecided, with a low end that
     tells how many exceptions there may be.
 
-    The same statistic measured on a negative control must miss the threshold: a check that its control passes proves
-    nothing.
+    The same statistic measured on a negative control must miss the threshold: where the control meets it, too, a claim
+    that would hold is no evidence.
     """
 
     claim: str
@@ -70,11 +70,13 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the claim holds, by the interval of the measured value."""
+        """Whether the claim holds, by the interval of the measured value and the value of the control."""
         low, high = self.measured.low, self.measured.high
         if np.isnan([low, high]).any() or self._meets(low) != self._meets(high):
             return "undecided"
-        return "holds" if self._meets(low) else "fails"
+        if not self._meets(low):
+            return "fails"
+        return "holds" if self.control_fails else "no evidence"
 
     @property
     def met(self) -> bool:
@@ -134,8 +136,9 @@ class Claim:
 
 def verdicts(checks: Sequence[Check]) -> str:
     """Returns how many claims hold, fail and are undecided, as a sentence."""
-    held, failed, undecided = (sum(check.verdict == verdict for check in checks) for verdict in get_args(Verdict))
-    return f"{held} hold, {failed} fail, {undecided} undecided of {len(checks)} claims."
+    held, failed, undecided, void = (sum(check.verdict == each for check in checks) for each in get_args(Verdict))
+    without = f", {void} without evidence (the control meets the threshold, too)" if void else ""
+    return f"{held} hold, {failed} fail, {undecided} undecided{without} of {len(checks)} claims."
 
 
 def checks_html(checks: Sequence[Check]) -> str:

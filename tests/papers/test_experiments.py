@@ -151,23 +151,27 @@ def test_the_interval_of_a_difference_covers_as_often_as_it_says():
 
 
 @pytest.mark.parametrize(
-    ("relation", "low", "high", "verdict"),
+    ("relation", "low", "high", "control", "verdict"),
     [
-        (">=", 0.5, 0.7, "holds"),
-        (">=", 0.49, 0.7, "undecided"),
-        (">=", 0.3, 0.49, "fails"),
-        ("<=", 0.3, 0.5, "holds"),
-        ("<=", 0.3, 0.51, "undecided"),
-        ("<=", 0.51, 0.7, "fails"),
-        (">=", np.nan, np.nan, "undecided"),
+        (">=", 0.5, 0.7, 0.1, "holds"),
+        (">=", 0.49, 0.7, 0.1, "undecided"),
+        (">=", 0.3, 0.49, 0.1, "fails"),
+        ("<=", 0.3, 0.5, 0.9, "holds"),
+        ("<=", 0.3, 0.51, 0.9, "undecided"),
+        ("<=", 0.51, 0.7, 0.9, "fails"),
+        (">=", np.nan, np.nan, 0.1, "undecided"),
+        (">=", 0.5, 0.7, 0.5, "no evidence"),
+        ("<=", 0.3, 0.5, 0.1, "no evidence"),
+        (">=", 0.49, 0.7, 0.9, "undecided"),
+        (">=", 0.3, 0.49, 0.9, "fails"),
     ],
 )
-def test_a_check_is_judged_by_its_interval(relation: Any, low, high, verdict):
-    control = Measured(0.1, 0.0, 1.0)
-    check = Check("c", Measured(0.5, low, high), relation, 0.5, control=control, control_is="nothing")
+def test_a_check_is_judged_by_its_interval_and_its_control(relation: Any, low, high, control, verdict):
+    measured = Measured(0.5, low, high)
+    check = Check("c", measured, relation, 0.5, control=Measured(control, 0.0, 1.0), control_is="nothing")
     assert check.verdict == check.row()["verdict"] == verdict
     assert check.met, "by its value alone"
-    assert check.control_fails is (relation == ">=")
+    assert check.control_fails is (control < 0.5 if relation == ">=" else control > 0.5)
 
 
 def test_verdicts_are_counted():
@@ -175,6 +179,9 @@ def test_verdicts_are_counted():
     ends = [(0.6, 0.8), (0.4, 0.8), (0.6, 0.6), (0.1, 0.2)]
     checks = [Check("c", Measured(high, low, high), ">=", 0.5, control, "nothing") for low, high in ends]
     assert verdicts(checks) == "2 hold, 1 fail, 1 undecided of 4 claims."
+    void = Check("c", Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.5, 0.4, 0.6), "nothing")
+    without = "1 without evidence (the control meets the threshold, too)"
+    assert verdicts([*checks, void]) == f"2 hold, 1 fail, 1 undecided, {without} of 5 claims."
 
 
 def test_over_seeds_two_perfect_accuracies_are_no_proof_and_a_yes_of_each_is_binomial():
