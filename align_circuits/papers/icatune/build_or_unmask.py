@@ -243,7 +243,7 @@ UNMASK = Experiment(
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
             "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
-            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=6, before=1),
+            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=16, before=1),
         },
         _jobs,
         _summarize,
