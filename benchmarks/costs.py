@@ -6,13 +6,16 @@ the machine. Intervals, permutation tests and tables are part of what is measure
 largest model has SmolLM2's shape, and a few heads stand for all of its 270 where a verb takes heads. `localize` runs on
 the bundled model, whose heads have roles.
 
-    python benchmarks/costs.py [--rounds 3] [--models 1M,8M,27M,135M] [--out FOLDER]
+    python benchmarks/costs.py [--rounds 3] [--models 1M,8M,27M,135M] [--verbs tune,score] [--out FOLDER]
+
+In a folder that has a table, rows that are measured again take the place of earlier ones.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -181,6 +184,10 @@ if __name__ == "__main__":
         bundled = ac.load("toy-llama")
         rows += compare("toy-llama", bundled, 32, [localized(bundled, 32)], arguments.rounds)
     if arguments.out:
-        given = {name: value for name, value in vars(arguments).items() if name != "out"}
-        settings = {**given, "threads": 1, "width": "by model", "processor": processor(), "time": "of the processor"}
-        Table(pd.DataFrame(rows), Provenance("benchmark", settings)).save(arguments.out)
+        settings = {"rounds": arguments.rounds, "threads": 1, "processor": processor(), "time": "of the processor"}
+        frame = pd.DataFrame(rows)
+        if (Path(arguments.out) / "provenance.json").exists():
+            frame = pd.concat([Table.load(arguments.out).frame, frame])
+            order = frame["sweep"].unique()
+            frame = frame.drop_duplicates("sweep", keep="last").set_index("sweep").loc[order].reset_index()
+        Table(frame, Provenance("benchmark", settings)).save(arguments.out)
