@@ -12,9 +12,9 @@ from align_circuits.checks import checked
 Number = int | float
 """Of tokens, layers, runs; means may be fractions."""
 
-_THROUGH_A_NORM = 800
+_THROUGH_A_NORM = 600
 """In the time that a number takes back through a norm, so many are multiplied and summed: memory is slow. Fitted on one
-CPU (`benchmarks/costs.py`), to the edges of a model of 27 million parameters."""
+CPU (`benchmarks/costs.py`), to the edges of models of 1 to 135 million parameters."""
 
 _OF_A_ROW = 1000
 """In the time that one attention probability is computed anew, compared and summed for all metrics, so many numbers are
