@@ -8,7 +8,7 @@ import tyro
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
-from align_circuits.jobs import collect_rows, read_progress
+from align_circuits.jobs import Progress, collect_rows, read_progress
 from align_circuits.run.sweeps import read_sweeps
 
 
@@ -21,7 +21,15 @@ class Collect(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        rows = collect_rows(_jobs_folder(self.run))
+        try:
+            rows = collect_rows(_jobs_folder(self.run))
+        except ValueError:
+            if not _sweeps(self.run):
+                raise
+            raise ValueError(
+                f"{str(self.run)!r} holds parts of sweeps, which only the verbs that began them can merge: give the "
+                "same command again; align-circuits status says how far it is"
+            ) from None
         rows.to_csv(results.new / "rows.csv", index=False)
         print_progress(self.run)
         print(f"{len(rows)} rows: {results.folder / 'rows.csv'}")
@@ -29,7 +37,7 @@ class Collect(Verb):
 
 def print_progress(run: Path) -> None:
     """Prints how far the runs and the sweeps in a folder are, a line each, and the jobs that failed."""
-    sweeps = [*read_sweeps(run), *read_sweeps(run / "parts")]
+    sweeps = _sweeps(run)
     try:
         runs = read_progress(_jobs_folder(run))
     except ValueError:
@@ -45,6 +53,11 @@ def print_progress(run: Path) -> None:
             print(f"begun {begun}, {unit}: {counts}, {len(progress.failures)} failed{soon}")
             for failure in progress.failures:
                 print(f"  failed: {failure}")
+
+
+def _sweeps(run: Path) -> list[Progress]:
+    """How far the sweeps of a folder are."""
+    return [*read_sweeps(run), *read_sweeps(run / "parts")]
 
 
 def _jobs_folder(run: Path) -> Path:

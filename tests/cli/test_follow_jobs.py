@@ -73,6 +73,8 @@ def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkey
     assert main(["status", "parts"]) == 0
     progress = sorted(line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
     assert progress == [f"{parts} done, 0 running, 0 waiting, 0 failed" for parts in (1, 2)]  # the means, the sweep
+    assert main(["collect", "parts", "--out", "rows"]) == 2
+    assert "which only the verbs that began them can merge" in capsys.readouterr().err
     assert main([*sweep, "--out", "alone", "--parts", "of_one"]) == 0
     assert printed == capsys.readouterr().out.replace("alone", "shared")
     for name in ("table.csv", "values.safetensors", "provenance.json"):
