@@ -76,7 +76,7 @@ LENGTHS = Experiment(
             "smoke": Lengths(x_lens=(3, 5), n_examples=2, n=4),
             "cpu": Lengths(),
             "paper": Lengths(n=500),
-            "smollm2": Lengths(phrase_len=1, n_examples=15, n=24),
+            "smollm2": Lengths(n_examples=15, n=24),
         },
         _jobs,
         _summarize,
