@@ -12,8 +12,8 @@
 # # A pretrained Llama, tuned in context: does it align?
 #
 # SmolLM2-135M is a Llama of 30 layers, pretrained on English and code. This page shows the missing alignment link in it (Agarwal and Sarawagi, 2025), loads the adapter of an in-context tuning that closes the gap
-# (*ICA-Tune*), finds the heads that the tuning made, and asks what they learned: to align, or to attend a fixed distance back. The model is a package on your disk: no hub, no GPU. Where it is not installed
-# ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead, on phrases of two letters; the next line says which one you see. The text is about SmolLM2.
+# (*ICA-Tune*), finds the heads that the tuning made, and asks how far what they learned reaches. The model is a package on your disk: no hub, no GPU. Where it is not installed
+# ({doc}`how </your-own-model>`), the bundled `toy-llama` runs instead; the next line says which one you see. The text is about SmolLM2.
 
 # %%
 import importlib.util
@@ -28,11 +28,11 @@ print(f"this page was run with {name}: {before.cfg.n_layers} layers of {before.c
 # %% [markdown]
 # ## Before: lookup, no alignment
 #
-# Each line translates five symbols, letter by letter; the translations are new in every prompt. In *pre-aligned* prompts each symbol is written once more before its letter, so looking up what followed it
+# Each line translates five symbols into two letters each; the translations are new in every prompt. In *pre-aligned* prompts each symbol is written once more before its letters, so looking up what followed it
 # earlier is enough. In *standard* prompts the model must first know which symbol is next.
 
 # %%
-shape = {"x_len": 5, "phrase_len": 1 if name == "smollm2" else 2, "n_examples": 15}
+shape = {"x_len": 5, "phrase_len": 2, "n_examples": 15}
 tasks = {style: ac.Seq2SeqTask(style=style, **shape) for style in ("standard", "pre-aligned")}
 prompts = {style: task.sample(16, before.tokenizer, seed=1) for style, task in tasks.items()}
 prompts["standard"][0]
@@ -48,11 +48,11 @@ ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, b
 #
 # ## Tuning
 #
-# `tune` shows the model such prompts and asks for the next letter, nothing else. This call took some ten minutes of one core; `reproduce icatune/fig4 --model smollm2` repeats it for three seeds beside
-# the paper's own recipe ({doc}`results </results-icatune>`):
+# `tune` shows the model such prompts and asks for the next letter, nothing else. This call took some fifteen minutes of one core; `reproduce icatune/fig4 --model smollm2` repeats it for three seeds
+# ({doc}`results </results-icatune>`):
 #
-#     config = ac.TuneConfig(loss_on="all", steps=240, batch=2, lr=3e-3, warmup=10, alpha=64, dropout=0, projections=("q", "k", "v", "o"), precision="bf16")
-#     run = ac.tune(before, tasks["standard"], config, seed=0, out="runs/aligned")
+#     config = ac.TuneConfig(loss_on="all", steps=400, batch=2, lr=3e-3, warmup=10, alpha=64, dropout=0, projections=("q", "k", "v", "o"), precision="bf16")
+#     run = ac.tune(before, ac.Seq2SeqTask(**shape, task_seed=1), config, seed=1, out="runs/aligned")
 #
 # Its adapter of 3.7 MB comes with the package:
 

@@ -21,7 +21,7 @@ import align_circuits as ac
 
 task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=8)
 circuit = ac.planted_circuit(task, seed=0)
-found = ac.localize(circuit, task, n=32, seed=0, draws=8)
+found = ac.localize(circuit, task, n=32, seed=0)
 print(found.summary)
 
 # %% [markdown]
@@ -63,7 +63,7 @@ ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query")
 # ## A model that was trained
 #
 # The bundled Llama looks up in pre-aligned prompts, where the symbol stands before its phrase. There a lookup head *is* an induction head: what followed the symbol last time is the
-# phrase. So its heads have both names.
+# phrase. So its heads have both names. To save time this call draws eight control sets, not twenty: no p-value of a verdict is below 1/9 then, and none can say "necessary".
 
 # %%
 llama = ac.load("toy-llama")

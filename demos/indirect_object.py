@@ -62,7 +62,7 @@ direct.top("direct_logit_diff", 5)
 # %% [markdown]
 # ## Which heads bring the answer back?
 #
-# Attribution estimates it for all heads from two passes. The six best are then patched one by one where the text ends, from the clean run into the corrupted one, beside six heads
+# Attribution estimates it for all heads at the price of some four forward passes. The six best are then patched one by one where the text ends, from the clean run into the corrupted one, beside six heads
 # drawn at random.
 
 # %%

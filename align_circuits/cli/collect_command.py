@@ -17,7 +17,7 @@ class Collect(Verb):
     """Writes rows.csv, the rows of all jobs that are done: their settings, then what they measured."""
 
     run: tyro.conf.Positional[Path]
-    """The folder --out of `reproduce`, or runs, its default."""
+    """The folder --out of `reproduce` or `each`; runs, if none was given."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""

@@ -23,7 +23,8 @@ class Reproduce(Verb):
     list: bool = False
     """List all experiments and stop."""
     scale: Scale = "cpu"
-    """smoke takes seconds, cpu up to 30 minutes on two cores, paper is the paper's setting. smollm2, the default where
+    """smoke takes seconds to minutes and tests the code, cpu takes up to 30 minutes on two cores, paper is the paper's
+    setting. smollm2, the default where
     that model is measured and the experiment has it, is made for it: hours on two cores, job by job; the same command
     goes on."""
     model: tuple[str, ...] = ("toy-llama",)

@@ -13,7 +13,8 @@ class Workers:
     """Local processes or a cluster."""
 
     jobs: int = 1
-    """How many local processes; with --on, of a verb but `reproduce`, how many jobs share the sweep."""
+    """How many local processes; with --on, how many jobs of the cluster share a sweep. `reproduce` and `each` take
+    either this or --on."""
     on: str | None = None
     """Where the jobs run in place of local processes: dask://HOST:PORT, the scheduler of a Dask cluster, or slurm. Its
     workers share this folder and this code."""

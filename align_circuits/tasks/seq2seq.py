@@ -77,12 +77,13 @@ class Seq2SeqTask(Task):
     decay: float | None = None
     """λ of the alignment prior, from 0 up; only with `alignment="prior"`."""
     prior_form: PriorForm = "text"
-    """Eq. 2 as printed, or as released, with positions divided by m."""
+    """Eq. 2 of Agarwal and Sarawagi (2025) as printed, or as released, with positions divided by m."""
     automata: AutomataScope = "prompt"
     """`"prompt"`: symbols and automata are new in every prompt (the released data). `"task"`: they are drawn once for
     the task (the paper's text), so that they can be learned in the weights."""
     style: Style = "standard"
-    """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (`!` before every letter)."""
+    """`"standard"`, `"pre-aligned"` (a copy of its symbol before each phrase), `"marked"` (`!` before every symbol and
+    letter)."""
     ood: bool = False
     """Whether the test input is a uniformly random permutation, not an input of the grammar."""
     colon: str = ":"

@@ -55,7 +55,7 @@ TOY_LLAMA: Mapping[str, Any] = {
 @checked
 @dataclass(frozen=True)
 class TuneConfig:
-    """How a model is tuned; the defaults are those of paper 1, §4 and App. C.
+    """How a model is tuned; the defaults are those of Agarwal and Sarawagi (2025), §4 and App. C.
 
     Raises:
         ValueError: A number outside its range, or a choice that does not fit the method.
@@ -89,7 +89,7 @@ class TuneConfig:
     """Which matrices are tuned, of q, k, v, o, gate, up and down. Default: q, k and v, or q and k if `layers` is
     given."""
     layers: int | tuple[int, ...] | None = None
-    """Which layers are tuned, from 0; all by default. Paper 1 tunes single layers such as 13."""
+    """Which layers are tuned, from 0; all by default. The paper tunes single layers such as 13."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`"bf16"` runs the forward pass under autocast; pays on a GPU, and on CPUs that multiply bfloat16."""
     four_bit: bool = False
