@@ -1,7 +1,7 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does tuning build its heads, or unmask them?"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -243,7 +243,7 @@ UNMASK = Experiment(
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
             "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
-            "smollm2": Unmasking((SMOLLM2_ICA,), n=32, clamped=16, before=1),
+            "smollm2": Unmasking((replace(SMOLLM2_ICA, seeds=(1,)),), n=32, clamped=16),
         },
         _jobs,
         _summarize,
