@@ -34,7 +34,7 @@ print(f"this page was run with {name}: {before.cfg.n_layers} layers of {before.c
 # %%
 shape = {"x_len": 5, "phrase_len": 2, "n_examples": 15}
 tasks = {style: ac.Seq2SeqTask(style=style, **shape) for style in ("standard", "pre-aligned")}
-prompts = {style: task.sample(16, before.tokenizer, seed=1) for style, task in tasks.items()}
+prompts = {style: task.sample(12, before.tokenizer, seed=1) for style, task in tasks.items()}
 prompts["standard"][0]
 
 # %%
@@ -64,7 +64,7 @@ ac.plots.accuracy(ac.evaluate(after, prompts["standard"]), "Standard prompts, af
 # With the symbols of the last line in any order, which the grammar does not write, it is right as well; with wrong letters in the examples it is not, so it reads them:
 
 # %%
-beyond = ac.Seq2SeqTask(**shape, ood=True).sample(16, before.tokenizer, seed=2)
+beyond = ac.Seq2SeqTask(**shape, ood=True).sample(12, before.tokenizer, seed=2)
 corrupted = tasks["standard"].corrupt(prompts["standard"], "labels", seed=0)
 for what, batch in {"as they are": prompts["standard"], "any order": beyond, "wrong letters": corrupted}.items():
     rows = ac.evaluate(after, batch).where(metric="accuracy", kind="first").frame.set_index("predictor")
@@ -114,7 +114,7 @@ for what, heads in {"none": [], "best aligners": aligners, "random heads": contr
 
 # %%
 for x_len in (4, 5, 6):
-    some = ac.Seq2SeqTask(**{**shape, "x_len": x_len}).sample(8, before.tokenizer, seed=3)
+    some = ac.Seq2SeqTask(**{**shape, "x_len": x_len}).sample(6, before.tokenizer, seed=3)
     reached = [
         ac.evaluate(model, some).where(metric="accuracy", kind="first").frame.set_index("predictor")["value"]
         for model in (before, after)
