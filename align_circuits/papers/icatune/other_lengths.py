@@ -45,7 +45,7 @@ def _summarize(config: Lengths, rows: Rows) -> pd.DataFrame:
 
 
 def _check(table: Table) -> list[Check]:
-    untuned, *_, tuned = [*table.frame["model"].unique()] * 2
+    untuned, *_, tuned = [*table.frame["model"].unique()] * 2  # of one model both are the same, and nothing is compared
 
     def above_history(length: str, model: str) -> Measured:
         rows = table.where(length=length, model=model, metric="accuracy")
