@@ -18,7 +18,7 @@ PROGRAM = "align-circuits"
 GROUPS = {
     "Measure a model": {
         "score": "Score every attention head: how well it follows the alignment, looks phrases up, and more.",
-        "evaluate": "Evaluate a model: its accuracy on first and later letters of phrases, beside reference accuracies.",
+        "evaluate": "Evaluate a model: its accuracy on first and later letters of phrases, beside references.",
         "ablate": "Ablate every head alone: what the model loses without it.",
         "patch": "Patch every head from clean into corrupted prompts: what it restores.",
         "attribute": "Estimate what patching every head would do, from gradients.",
