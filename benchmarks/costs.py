@@ -184,7 +184,8 @@ if __name__ == "__main__":
         bundled = ac.load("toy-llama")
         rows += compare("toy-llama", bundled, 32, [localized(bundled, 32)], arguments.rounds)
     if arguments.out:
-        settings = {"rounds": arguments.rounds, "threads": 1, "processor": processor(), "time": "of the processor"}
+        settings = {"rounds": arguments.rounds, "threads": 1, "width": "by model"}
+        settings |= {"processor": processor(), "time": "of the processor"}
         frame = pd.DataFrame(rows)
         if (Path(arguments.out) / "provenance.json").exists():
             frame = pd.concat([Table.load(arguments.out).frame, frame])
