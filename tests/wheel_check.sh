@@ -22,6 +22,9 @@ for module in (ac, ac.hooks):
 assert len(char_tokenizer()) == 64, "the wheel lacks the bundled tokenizer"
 for name in ("toy-llama", "toy-llama-ica"):
     assert ac.load(name).cfg.n_layers == 7, f"the wheel lacks {name}"
+from align_circuits.cli import main
+
+assert main(["tune", "--help"]) == 0, "the wheel lacks the help of verbs"
 assert "hooks" not in sys.modules, "hooks/ was imported under a second name"
 print("the wheel imports and carries its data")
 EOF
