@@ -57,7 +57,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, arguments.limit)
             known[name, arguments.scale] = seconds(study, arguments.scale)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        lines = (f"{study},{scale},{taken:.1f}" for (study, scale), taken in sorted(known.items()))
+        lines = (f"{study},{scale},{max(taken, 0.1):.1f}" for (study, scale), taken in sorted(known.items()))
         Path(str(DURATIONS)).write_text("\n".join(("study,scale,seconds", *lines)) + "\n", encoding="utf-8")
         print(name, arguments.scale, round(known.get((name, arguments.scale), float("inf")), 1), flush=True)
 
