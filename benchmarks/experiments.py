@@ -1,7 +1,7 @@
 """How long experiments take, for `align-circuits reproduce --list`: the processor time of each, on one thread.
 
 Each starts in a new folder, so that nothing is shared with others. What has been measured is skipped; what takes longer
-than the limit is left out.
+than the limit, or refuses the bundled model, is left out.
 
     python benchmarks/experiments.py --scale smoke
     python benchmarks/experiments.py --scale cpu --limit 60 [--only icatune/fig3 recall/fig1]
@@ -53,7 +53,7 @@ def main() -> None:
     for name, study in {EXPERIMENTS[each].study.name: EXPERIMENTS[each].study for each in arguments.only}.items():
         if (name, arguments.scale) in known:
             continue
-        with suppress(OverLimit):
+        with suppress(OverLimit, ValueError):  # too long, or not for the bundled model
             signal.setitimer(signal.ITIMER_PROF, arguments.limit)
             known[name, arguments.scale] = seconds(study, arguments.scale)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -199,4 +199,6 @@ if __name__ == "__main__":
             given = {name: value for name, value in vars(arguments).items() if name != "out"}
             time_is = "of the processor" if arguments.threads == 1 else "on the clock"
             settings = {**given, "processor": processor(), "time": time_is}
+            if arguments.model:  # which has all of these itself
+                settings = {**settings, "width": "the model's", "cases": "", "vocabulary": "the model's"}
             Table(pd.DataFrame(lines, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
