@@ -140,8 +140,7 @@ def probe_attention(
         # The same call as without us, so logits are those of Hugging Face to the bit.
         z, _ = compat.sdpa(module, query, key, value, attention_mask, **kwargs)
     else:
-        by_head = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-        z = (pattern.to(value.dtype) @ by_head).transpose(1, 2).contiguous()
+        z = attended_by(pattern, value)
     if attention_probe is not None:
         attention_probe.layers_read += 1
         if pattern is None:
@@ -166,6 +165,14 @@ def pattern_of(
     wide = torch.promote_types(scores.dtype, torch.float32)
     least = torch.finfo(scores.dtype).min  # with -inf a row of padding, which sees nothing, would be NaN
     return scores.masked_fill(~mask, least).softmax(-1, dtype=wide).to(query.dtype)
+
+
+def attended_by(
+    pattern: Float[Tensor, "prompt head query pos"], value: Float[Tensor, "prompt key_head pos d_head"]
+) -> Float[Tensor, "prompt query head d_head"]:
+    """Returns z: the values of each head's key head, weighted by its pattern."""
+    by_head = value.repeat_interleave(pattern.shape[1] // value.shape[1], 1)
+    return (pattern.to(value.dtype) @ by_head).transpose(1, 2).contiguous()
 
 
 def why_not_fast(model: HookedModel) -> str | None:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import pattern_of
+from align_circuits.hooks.attention import attended_by, pattern_of
 from align_circuits.hooks.names import Site, name_of, site_of
 from align_circuits.hooks.probes import Change
 
@@ -395,8 +395,7 @@ class Replay:
             key, value = (torch.cat(parts, 2) for parts in zip(past, (key, value), strict=True))
         mask = self._visible(batch.start, window, None, key.device)[:, None]
         pattern = _edited(edits, name_of("pattern", layer), pattern_of(query, key, mask, scaling))
-        by_head = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-        return (pattern.to(value.dtype) @ by_head).transpose(1, 2)
+        return attended_by(pattern, value)
 
     def _with_past(
         self,
