@@ -15,8 +15,8 @@ class Attribute(SweepVerb):
     """Scores every head with `attribute_heads`."""
 
     method: HeadMethod = "atp"
-    """"atp" takes the gradient of one run, "ig_inputs" the mean of several; "atp_star" computes the
-    attention that a patch of queries or keys changes, in place of its gradient."""
+    """"atp" takes the gradient of one run, "ig_inputs" the mean of several; "atp_star" computes the attention
+    that a patch of queries or keys changes, in place of its gradient."""
     site: Literal["z", "q", "k", "v"] = "z"
     """Which activation of a head is patched: z is its output before the output matrix."""
     metric: Literal["log_prob", "logit", "logit_diff", "prob", "kl"] = "log_prob"

@@ -1,6 +1,6 @@
 """The help of the verbs, kept as text in `help/`: the options that it is made from take seconds to import.
 
-python -m align_circuits.cli.help_texts     # writes it anew, after options have changed
+After options have changed, `python -m align_circuits.cli.help_texts` writes it anew.
 """
 
 import os

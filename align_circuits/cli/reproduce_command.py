@@ -24,9 +24,8 @@ class Reproduce(Verb):
     """List all experiments and stop."""
     scale: Scale = "cpu"
     """smoke takes seconds to minutes and tests the code, cpu takes up to 30 minutes on two cores, paper is the paper's
-    setting. smollm2, the default where
-    that model is measured and the experiment has it, is made for it: hours on two cores, job by job; the same command
-    goes on."""
+    setting. smollm2, the default where that model is measured and the experiment has it, is made for it: hours on two
+    cores, job by job; the same command goes on."""
     model: tuple[str, ...] = ("toy-llama",)
     """The model that is measured, or several if the figure compares models: names, folders or GGUF files, as `load`
     takes them."""
