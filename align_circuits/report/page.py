@@ -34,7 +34,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 _STYLE = """
 :root { color-scheme: light dark; --line: rgba(128,128,128,.35); --accent: light-dark(#0072B2, #56B4E9); }
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 a { color: var(--accent); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
