@@ -87,12 +87,13 @@ def save_localization(
 
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
-    count = sum(map(len, localization.heads_by_role.values()))
+    rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
     yield (
         "The heads",
-        f"{count} named. All numbers, with 95% intervals, come from prompts that had no part in choosing the heads. "
-        "Control: the score on prompts with another alignment (permuted, if that of the task is monotonic). A head "
-        "that keeps its score there infers the alignment from the prompt; one that loses it follows a fixed alignment.",
+        f"{heads} heads with {rows} roles. All numbers, with 95% intervals, come from prompts that had no part in "
+        "choosing the heads. Control: the score on prompts with another alignment (permuted, if that of the task is "
+        "monotonic). A head that keeps its score there infers the alignment from the prompt; one that loses it follows "
+        "a fixed alignment.",
         Html(
             re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
             + f"<details><summary>The whole result in words</summary><p>{escape(localization.summary)}</p></details>"
