@@ -1,6 +1,6 @@
 """Whether the model needs a set of heads, and whether the set suffices, beside as many other heads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Provenance, Table
 
 Claim = Literal["necessary", "sufficient"]
 
@@ -44,6 +44,9 @@ _TRIES = 3
 
 _Set = tuple[str, int | None, Sequence[Head]]
 """What `Localization.group_ablations` calls a set, its draw, and the heads that are ablated."""
+
+_Test = Generator[list[_Set], Table, Table]
+"""Asks for the accuracy with some sets ablated, is sent it, and asks again; returns all that it was sent."""
 
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""
@@ -158,6 +161,7 @@ class HeadSets:
         self._scores, self._thresholds, self._options = scores, thresholds, options
         self._heads = heads_of(model.cfg)
         self._baselines: dict[Prompts, Any] = {}
+        self._provenance: Provenance | None = None  # reads all weights: made once
         # The first token of a phrase shows best what alignment and lookup do.
         self._kind = "first" if "first" in by_kind(tested) else "all"
 
@@ -195,18 +199,18 @@ class HeadSets:
         """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
         sets: list[_Set] = [("nothing", None, ())]
         if not named:
-            return self._table(sets)
+            return self._tables([sets])[0]
         sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-        return self._with_controls(sets, named, controls, ("necessary", "sufficient"))
+        return self._together([self._test(sets, named, controls, ("necessary", "sufficient"))])[0]
 
-    def _with_controls(
+    def _test(
         self,
         sets: Sequence[_Set],
         tested: Sequence[Head],
         controls: Mapping[str, Sequence[Sequence[Head]]],
         claims: Sequence[Claim],
-    ) -> Table:
-        """Accuracy with some sets ablated, then with one set and its control sets, or with all heads but these.
+    ) -> _Test:
+        """Asks for accuracy with some sets ablated, then with one set and its controls, or with all heads but these.
 
         Control sets are measured a few at a time. The rest are left out once a claim is lost: the effect is too small,
         or a control set does as well, so that no p-value of 20 draws can reach .05 any more.
@@ -215,19 +219,17 @@ class HeadSets:
         first = [*sets]
         first += [("named", None, tested)] if "necessary" in claims else []
         first += [("rest", None, rest)] if "sufficient" in claims and rest else []
-        tables = [self._table(first)]
+        tables = [(yield first)]
         draws = max(map(len, controls.values()))
         intact = self._accuracy(tables[0].where(ablated="nothing"))[0]
         for claim in claims if draws else ():
             own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))[0]
             for start in range(0, draws, _AT_ONCE):
-                drawn = self._table(
-                    [
-                        (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
-                        for kind, name in _ROWS.items()
-                        for draw, heads in list(enumerate(controls.get(kind, ())))[start : start + _AT_ONCE]
-                    ]
-                )
+                drawn = yield [
+                    (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
+                    for kind, name in _ROWS.items()
+                    for draw, heads in list(enumerate(controls.get(kind, ())))[start : start + _AT_ONCE]
+                ]
                 tables.append(drawn)
                 large = _large(claim, intact, own, self._least(claim))
                 if not large or _as_extreme(claim, self._accuracy(drawn), own).any():
@@ -240,15 +242,34 @@ class HeadSets:
     def _accuracy(self, table: Table) -> Float[ndarray, " set"]:
         return table.where(kind=self._kind).frame["value"].to_numpy(float)
 
-    def _table(self, sets: Sequence[_Set]) -> Table:
-        targets, values, engine = self._accuracies(self._tested, [heads for _, _, heads in sets])
+    def _together(self, tests: Sequence[_Test]) -> list[Table]:
+        """What each test returns. What they ask for at a time is measured at once, since that runs the model once."""
+        asked = {place: next(test) for place, test in enumerate(tests)}
+        returned: dict[int, Table] = {}
+        while asked:
+            for place, table in zip([*asked], self._tables([*asked.values()]), strict=True):
+                try:
+                    asked[place] = tests[place].send(table)
+                except StopIteration as end:
+                    returned[place] = end.value
+                    del asked[place]
+        return [returned[place] for place in range(len(tests))]
+
+    def _tables(self, groups: Sequence[Sequence[_Set]]) -> list[Table]:
+        """Accuracy with each set ablated, a table for each group of sets; sets of the same heads are measured once."""
+        distinct = list(dict.fromkeys(tuple(heads) for group in groups for _, _, heads in group))
+        targets, values, engine = self._accuracies(self._tested, distinct)
         kinds = by_kind(self._tested)
-        keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"])
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
-        keys = keys.astype({"draw": "Int64"}).merge(measured, how="cross")
-        means, weights = means_by_prompt(self._tested, targets.prompt.numpy(), values, list(kinds.values()))
-        provenance = provenance_of("localize", self._model, self._tested, engine)
-        return Table.from_prompts(keys, means, weights, provenance)
+        self._provenance = self._provenance or provenance_of("localize", self._model, self._tested, engine)
+        tables = []
+        for group in groups:
+            keys = pd.DataFrame([(name, draw) for name, draw, _ in group], columns=["ablated", "draw"])
+            keys = keys.astype({"draw": "Int64"}).merge(measured, how="cross")
+            of_group = values[[distinct.index(tuple(heads)) for _, _, heads in group]]
+            means, weights = means_by_prompt(self._tested, targets.prompt.numpy(), of_group, list(kinds.values()))
+            tables.append(Table.from_prompts(keys, means, weights, self._provenance))
+        return tables
 
     def verdicts(self, named: Sequence[Head], group_ablations: Table) -> tuple[Verdict, ...]:
         """Returns whether the named heads are necessary and whether they suffice, from what `ablate` returned."""
@@ -267,25 +288,32 @@ class HeadSets:
         if len({frozenset(heads) for heads in of_roles.values()}) < 2:
             return ()
         unnamed = self._without([head for heads in of_roles.values() for head in heads])
-        verdicts = []
-        for role, heads in of_roles.items():
+        tests = []
+        for heads in of_roles.values():
             kinds = self.controls(heads, draws, seed, unnamed)
             pairs = zip_longest(kinds["layers"], kinds["scores"])
             distinct = {tuple(sorted(drawn)): None for pair in pairs for drawn in pair if drawn is not None}
             controls = {"unnamed": [list(drawn) for drawn in distinct][:draws]}
-            accuracies = self._with_controls([("nothing", None, ())], heads, controls, ("necessary",))
-            verdicts.append(self._verdict("necessary", heads, accuracies, role=role))
-        return tuple(verdicts)
+            tests.append(self._test([("nothing", None, ())], heads, controls, ("necessary",)))
+        return tuple(
+            self._verdict("necessary", heads, accuracies, role=role)
+            for (role, heads), accuracies in zip(of_roles.items(), self._together(tests), strict=True)
+        )
 
     def verdicts_of_smallest(self, named: Sequence[Head], draws: int, seed: int) -> tuple[Verdict, ...]:
         """Returns whether the smallest sets that are found on the other prompts are necessary, or suffice, on these."""
-        verdicts = []
-        for claim, heads in (self._smallest(named) if named else {}).items():
-            if set(heads) not in (set(named), set(self._heads)):
-                controls = self.controls(heads, draws, seed)
-                accuracies = self._with_controls([("nothing", None, ())], heads, controls, (claim,))
-                verdicts.append(self._verdict(claim, heads, accuracies, smallest=True))
-        return tuple(verdicts)
+        found = self._smallest(named) if named else {}
+        sets: list[tuple[Claim, list[Head]]] = [
+            (claim, heads) for claim, heads in found.items() if set(heads) not in (set(named), set(self._heads))
+        ]
+        tests = [
+            self._test([("nothing", None, ())], heads, self.controls(heads, draws, seed), (claim,))
+            for claim, heads in sets
+        ]
+        return tuple(
+            self._verdict(claim, heads, accuracies, smallest=True)
+            for (claim, heads), accuracies in zip(sets, self._together(tests), strict=True)
+        )
 
     def _smallest(self, named: Sequence[Head]) -> dict[Claim, list[Head]]:
         """The smallest sets found on the prompts that do not test, each a beginning of one order of the heads.
