@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 # Waiting for each other, threads make small models slower.
 demos cluster docs mutants soak test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu mutants soak check lint types audit demos docs wheel release clean
+.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu mutants soak check lint types audit demos docs pages wheel release clean
 
 demo: $(READY)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
@@ -96,6 +96,10 @@ demos: $(READY)
 
 docs: $(READYREAL)
 	$(VENVREAL)/bin/python -m sphinx -j 2 --fail-on-warning --keep-going -b html docs docs/_build/html
+
+# Not in `check`, since it takes ten minutes: is everything on the pages that `docs` built legible, on a desk and on a phone?
+pages: docs
+	$(BIN)/python tests/pages.py
 
 # The wheel is installed without its dependencies into an empty folder and imported from there, away from this checkout.
 wheel: $(READY)

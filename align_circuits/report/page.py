@@ -53,6 +53,7 @@ pre { overflow-x: auto; font-size: 12px; }
   width: max-content; max-width: min(22rem, 70vw); padding: .4rem .7rem; border: 1px solid var(--line);
   border-radius: 6px; background: Canvas; color: CanvasText; font-size: .85rem; }
 dt { font-weight: 600; } :target { outline: 2px solid var(--accent); outline-offset: 3px; }
+[role=figure] { overflow-x: auto; } .plotly-graph-div { min-width: 44rem; }
 .attention h4 { background: #fff !important; color: #000 !important; }
 .plotly-graph-div .main-svg :is(.infolayer, .cartesianlayer) text { fill: CanvasText !important; }
 th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2px solid var(--accent); }
@@ -236,7 +237,7 @@ def _block(content: Content, name: str, description: str) -> str:
     else:
         text = content.html(script=False, name=f"attention-{name}")
     text = re.sub(r"<script[^>]*>(.*?)</script>", lambda script: packed(script[1]), text, flags=re.DOTALL)
-    return f'<div role="figure" aria-label="{html.escape(description)}">{text}</div>\n'
+    return f'<div role="figure" tabindex="0" aria-label="{html.escape(description)}">{text}</div>\n'
 
 
 def _rows(table: Table) -> str:

@@ -120,15 +120,17 @@ def draw_course(panels: Mapping[str, pd.DataFrame], by: str, value: str = "accur
 
 
 def draw_layers(course: Table, panels: Mapping[str, str]) -> go.Figure:
-    """Draws how the best head of each layer rose.
+    """Draws how the best head of each layer rose, steps across and layers from the bottom.
 
     Args:
         course: Rows of best heads by step, metric and layer.
         panels: The metric of each panel, by its title.
     """
-    rows: Any = course.frame.assign(layer="layer " + course.frame["layer"].astype(str))
-    heads = {title: rows[rows["metric"] == metric] for title, metric in panels.items()}
-    return draw_course(heads, "layer", "best head of the layer")
+    grids: Any = {
+        title: course.where(metric=metric).frame.pivot(index="layer", columns="step", values="value").map(float)
+        for title, metric in panels.items()
+    }
+    return plots.accuracy_grids(grids, x="step", y="layer", value="score of the best head")
 
 
 # Figure 4

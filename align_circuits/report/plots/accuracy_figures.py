@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import REFERENCES
@@ -18,6 +17,7 @@ from align_circuits.report.plots.style import (
     SYMBOLS,
     error_bars,
     marker,
+    panel_grid,
     plain,
     plain_list,
     styled,
@@ -26,6 +26,9 @@ from align_circuits.tables.tables import Table
 
 MAX_NUMBERS = 100
 """Cells of a grid that shows its numbers."""
+
+MAX_LABELS = 16
+"""Labels along a side of a grid; of more, every second or third is shown."""
 
 _ABLATED = {
     "nothing": "nothing ablated",
@@ -132,8 +135,8 @@ def accuracy_grids(
         title: Above the panels.
         value: The title of the scale.
     """
-    figure = make_subplots(1, len(panels), subplot_titles=plain_list(panels), horizontal_spacing=0.06)
-    for place, frame in enumerate(panels.values(), start=1):
+    figure, cells = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
+    for cell, frame in zip(cells, panels.values(), strict=True):
         heat = go.Heatmap(
             z=frame.to_numpy(),
             x=plain_list(frame.columns),
@@ -144,16 +147,18 @@ def accuracy_grids(
             texttemplate="%{z:.2f}" if frame.size <= MAX_NUMBERS else None,
             hovertemplate=f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}<extra></extra>",
         )
-        figure.add_trace(heat, row=1, col=place)
-    figure.update_xaxes(
-        type="category", title=plain(x), dtick=1, showgrid=False
-    )  # "6" and "20" are labels, not numbers
-    figure.update_yaxes(type="category", dtick=1, showgrid=False)
+        figure.add_trace(heat, **cell)
+    columns, rows = (max(map(len, axes)) for axes in zip(*((f.columns, f.index) for f in panels.values()), strict=True))
+    # "6" and "20" are labels, not numbers.
+    figure.update_xaxes(type="category", dtick=-(-columns // MAX_LABELS), showgrid=False)
+    figure.update_yaxes(type="category", dtick=-(-rows // MAX_LABELS), showgrid=False)
     figure.update_yaxes(title=plain(y), col=1)
     figure.update_layout(
         coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": plain(value)}}
     )
     if len({tuple(frame.index) for frame in panels.values()}) == 1:
-        for place in range(2, len(panels) + 1):
-            figure.update_yaxes(showticklabels=False, col=place)
-    return styled(figure, title, height=130 + 36 * max(map(len, panels.values())))
+        for cell in cells:
+            if cell["col"] > 1:
+                figure.update_yaxes(showticklabels=False, **cell)
+    numbers = all(frame.size <= MAX_NUMBERS for frame in panels.values())
+    return styled(figure, title, height=(130 + (36 if numbers else 14) * rows) * cells[-1]["row"])

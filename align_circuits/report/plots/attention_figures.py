@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from align_circuits.hooks.heads import describe
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.plots.style import SEQUENTIAL, panel_places, plain_list, rings, styled
+from align_circuits.report.plots.style import SEQUENTIAL, panel_grid, plain_list, rings, styled
 
 
 def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:
@@ -20,14 +20,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
         relation: The relation whose keys are circled, one of the prompt's.
         title: Above the maps.
     """
-    lines, columns, places = panel_places(len(attention.rows))
-    figure = make_subplots(
-        lines,
-        columns,
-        subplot_titles=[describe([head]) for head in attention.rows],
-        horizontal_spacing=0.07,
-        vertical_spacing=0.2 / lines,
-    )
+    figure, places = panel_grid([describe([head]) for head in attention.rows], 0.2, horizontal_spacing=0.07)
     size, tokens = len(attention.tokens), np.array(plain_list(attention.tokens), dtype=object)
     text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
     for pattern, place in zip(attention.pattern.numpy(), places, strict=True):
@@ -48,7 +41,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
     colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
-    return styled(figure, title, height=(340 if columns == 3 else 460) * lines + 60)
+    return styled(figure, title, height=(340 if len(places) > 2 else 460) * places[-1]["row"] + 60)
 
 
 def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Figure:

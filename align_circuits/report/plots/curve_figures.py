@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from align_circuits.report.plots.style import SHARES, error_bars, marker, plain, plain_list, styled
+from align_circuits.report.plots.style import SHARES, error_bars, marker, panel_grid, plain, plain_list, styled
 
 
 def curves(
@@ -23,11 +22,10 @@ def curves(
         title: Above the panels.
         value: The title of the y axis, with the unit.
     """
-    figure = make_subplots(
-        1, len(panels), subplot_titles=plain_list(panels), shared_yaxes=True, horizontal_spacing=0.05
-    )
+    figure, cells = panel_grid(list(panels), 0.24, label, shared_yaxes="all", horizontal_spacing=0.05)
+    lines = cells[-1]["row"]
     places: dict[str, int] = {}
-    for panel, frame in enumerate(panels.values(), start=1):
+    for cell, frame in zip(cells, panels.values(), strict=True):
         for name, rows in frame.groupby(by, sort=False):
             new, place = str(name) not in places, places.setdefault(str(name), len(places))
             line = go.Scatter(
@@ -40,15 +38,15 @@ def curves(
                 showlegend=new,
                 marker=marker(place),
             )
-            figure.add_trace(line, row=1, col=panel)
+            figure.add_trace(line, **cell)
     along, values = (
         np.concatenate([frame[name].to_numpy(float) for frame in panels.values()]) for name in (x, "value")
     )
     counts = (along == along.round()).all() and np.ptp(along) <= 16
-    figure.update_xaxes(title=plain(label), dtick=1 if counts else None)
+    figure.update_xaxes(dtick=1 if counts else None)
     figure.update_yaxes(range=SHARES if np.nanmin(values) >= 0 and np.nanmax(values) <= 1 else None)
     figure.update_yaxes(title=plain(value), col=1)
-    return styled(figure, title, height=380)
+    return styled(figure, title, height=380 if lines == 1 else 290 * lines + 60)
 
 
 def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") -> go.Figure:

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from align_circuits.checks import checked
 from align_circuits.hooks.heads import HeadLike, head_of
@@ -15,7 +14,7 @@ from align_circuits.report.plots.style import (
     SEQUENTIAL,
     SHARES,
     error_bars,
-    panel_places,
+    panel_grid,
     plain,
     plain_list,
     rings,
@@ -83,14 +82,8 @@ def head_maps(
         raise ValueError(f"no head has a value of {', '.join(map(str, panels))}: there is nothing to draw")
     signed = bool((known < 0).any())
     bound = max(float(np.abs(known).max(initial=0)), 0.0 if unit else 1.0) or 1.0
-    lines, columns, places = panel_places(len(panels))
-    figure = make_subplots(
-        lines,
-        columns,
-        subplot_titles=plain_list(panels) if captions else None,
-        horizontal_spacing=0.07,
-        vertical_spacing=0.32 / lines,
-    )
+    figure, places = panel_grid(panels if captions else [""] * len(panels), 0.32, "head", horizontal_spacing=0.07)
+    lines = places[-1]["row"]
     for panel, frame, place in zip(panels, frames, places, strict=True):
         z, low, high = (
             frame.pivot(index="layer", columns="head", values=end).reindex(range(layers)).reindex(range(heads), axis=1)
@@ -112,7 +105,6 @@ def head_maps(
             layer, head = zip(*circled, strict=True)
             figure.add_trace(rings(head, layer, 13, 3), **place)
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
-    figure.update_xaxes(title="head", row=lines)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)
     scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
@@ -133,10 +125,7 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
         n: How many heads of each.
         title: Above the panels.
     """
-    lines, columns, places = panel_places(len(metrics))
-    figure = make_subplots(
-        lines, columns, subplot_titles=plain_list(metrics), horizontal_spacing=0.09, vertical_spacing=0.28 / lines
-    )
+    figure, places = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
     for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
         best = table.top(metric, n).frame[::-1]
         dots = go.Scatter(
@@ -154,7 +143,7 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
     if ((values >= 0) & (values <= 1)).all():  # scores; effects in nats have a scale of their own
         figure.update_xaxes(range=SHARES, dtick=0.25)
     figure.update_yaxes(type="category")
-    return styled(figure, title, height=(110 + 26 * n) * lines + 40)
+    return styled(figure, title, height=(110 + 26 * n) * places[-1]["row"] + 40)
 
 
 def _names(frame: Any) -> list[str]:

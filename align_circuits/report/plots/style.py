@@ -1,10 +1,12 @@
 """The style of all figures: legible on light and on dark pages and by colour-blind readers."""
 
 import html
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 SEQUENTIAL = "Cividis"
 """The scale for values in [0, 1]; made for colour-blind readers (Nuñez et al., 2018)."""
@@ -27,6 +29,9 @@ RING = "#D55E00"
 MAX_COLUMNS = 3
 """Panels side by side."""
 
+CAPTION = 84
+"""The letters of captions that fit side by side into the narrowest figure (`.plotly-graph-div` of the pages)."""
+
 SHARES = [-0.04, 1.06]
 """The range of an axis from 0 to 1, with room for the markers at its ends."""
 
@@ -46,10 +51,37 @@ def plain_list(labels: Iterable[Any]) -> list[Any]:
     return [plain(label) if isinstance(label, str) else label for label in labels]
 
 
-def panel_places(count: int) -> tuple[int, int, list[dict[str, Any]]]:
-    """Returns the rows and columns of a grid of panels, and the place of each panel, as plotly takes it."""
-    columns = min(MAX_COLUMNS, count)
-    return -(-count // columns), columns, [{"row": n // columns + 1, "col": n % columns + 1} for n in range(count)]
+def panel_grid(
+    captions: Sequence[Any], gap: float, x: str = "", **options: Any
+) -> tuple[go.Figure, list[dict[str, Any]]]:
+    """Returns an empty figure with a panel for each caption, and the place of each panel, as plotly takes it.
+
+    Rows are as even as they can be: four panels make two of two. Long captions and titles are broken, such that those
+    of panels side by side do not meet.
+
+    Args:
+        captions: What stands above each panel; empty texts for nothing.
+        gap: Between rows, as a share of the height of one.
+        x: The title of the x axes, below the lowest panel of each column.
+        **options: Of `make_subplots`.
+    """
+    rows = -(-len(captions) // MAX_COLUMNS)
+    columns = -(-len(captions) // rows)
+    titles = [wrapped(str(caption), CAPTION // columns) for caption in captions]
+    options |= {"subplot_titles": titles if any(titles) else None, "vertical_spacing": gap / rows}
+    figure = make_subplots(rows, columns, **options)
+    figure.update_annotations(font={"size": 13})
+    places: list[dict[str, Any]] = [
+        {"row": place // columns + 1, "col": place % columns + 1} for place in range(len(titles))
+    ]
+    for lowest in places[-columns:]:
+        figure.update_xaxes(title=wrapped(x, CAPTION // columns), **lowest)
+    return figure, places
+
+
+def wrapped(text: str, letters: int) -> str:
+    """Returns a text as `plain` does, with line breaks between words such that no line is longer, where that can be."""
+    return plain("\n".join(textwrap.wrap(text, letters, break_long_words=False)))
 
 
 def marker(place: int, size: int = 9) -> dict[str, Any]:
@@ -84,7 +116,14 @@ def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
         hoverlabel={"namelength": -1},  # whole: cut at 15 letters, an entity would be cut in two
         legend={"orientation": "h", "y": -below / (height - top - bottom), "yanchor": "top", "x": 0, "xanchor": "left"},
     )
-    axis = {"gridcolor": "rgba(128,128,128,.25)", "linecolor": GREY, "zeroline": False, "ticks": "outside"}
-    figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis, automargin=True)  # long names of rows need more room on the left
+    axis: dict[str, Any] = {
+        "gridcolor": "rgba(128,128,128,.25)",
+        "linecolor": GREY,
+        "zeroline": False,
+        "ticks": "outside",
+        "title_font_size": 13,
+        "automargin": True,  # long names of rows and columns need more room
+    }
+    figure.update_xaxes(**axis, title_standoff=8)  # near the labels, away from the legend
+    figure.update_yaxes(**axis)
     return figure

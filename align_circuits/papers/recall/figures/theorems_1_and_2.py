@@ -355,10 +355,11 @@ def _check_lemmas(table: Table) -> list[Check]:
 
 def _draw_lemmas(table: Table) -> dict[str, go.Figure]:
     frame = table.frame
-    bars = go.Bar(x=[frame["start"], frame["lemma"]], y=frame["largest"], marker_color=plots.COLOURS[0])
-    figure = go.Figure(bars).add_hline(1.0)
-    figure.update_yaxes(title="largest prediction in any world, over the bound")
-    return {"bounds": plots.styled(figure, "", height=380)}
+    places = [frame["start"], frame["lemma"]]
+    bars = go.Bar(x=frame["largest"], y=places, orientation="h", marker_color=plots.COLOURS[0])
+    figure = go.Figure(bars).add_vline(1.0)
+    figure.update_xaxes(title="largest prediction in any world, over the bound")
+    return {"bounds": plots.styled(figure, "", height=120 + 26 * len(frame))}
 
 
 LEMMAS = Experiment(
