@@ -21,7 +21,7 @@ from align_circuits.tables.tables import Table
 
 @dataclass(frozen=True)
 class Lengths:
-    """Standard prompts of several lengths, for a model and the same model tuned at one of them."""
+    """Standard prompts of several lengths, for a model and the same model tuned at one of them, or the latter alone."""
 
     x_lens: tuple[int, ...] = (3, 4, 5, 6, 7)
     tuned_on: int = 5
@@ -39,28 +39,37 @@ def _jobs(config: Lengths, inputs: Inputs) -> list[Measurement]:
 def _summarize(config: Lengths, rows: Rows) -> pd.DataFrame:
     """First tokens; `length` tells the length that the model was tuned on from others."""
     frame = rows["accuracy"]
-    frame = frame[frame["offset"].isna() & (frame["kind"] == "first") & frame["predictor"].isin(["model", "history"])]
+    frame = frame[
+        frame["offset"].isna()
+        & (frame["kind"] == "first")
+        & frame["predictor"].isin(["model", "history", "memoryless"])
+    ]
     tuned_on = frame["x_len"] == config.tuned_on
     return frame.drop(columns="seed").assign(length=tuned_on.map({True: "as tuned", False: "other"}))
 
 
 def _check(table: Table) -> list[Check]:
-    untuned, *_, tuned = [*table.frame["model"].unique()] * 2  # of one model both are the same, and nothing is compared
+    first, *others = table.frame["model"].unique()
 
-    def above_history(length: str, model: str) -> Measured:
+    def above_history(length: str, model: str, predictor: str = "model") -> Measured:
         rows = table.where(length=length, model=model, metric="accuracy")
-        return difference_of(rows.where(predictor="model"), rows.where(predictor="history"))
+        return difference_of(rows.where(predictor=predictor), rows.where(predictor="history"))
+
+    def measured(length: str) -> tuple[Measured, Measured, str]:
+        if others:
+            return *both(partial(above_history, length), others[-1], first), "the model before tuning"
+        return above_history(length, first), above_history(length, first, "memoryless"), "a memoryless reader"
 
     return [
         Claim(f"{where}: the tuned model's first token is above the history ceiling (difference)").at_least(
-            0.0, *both(partial(above_history, length), tuned, untuned), "the model before tuning"
+            0.0, *measured(length)
         )
         for length, where in (("as tuned", "At the length of its tuning"), ("other", "At other lengths"))
     ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
-    rows: Any = table.where(metric="accuracy").frame
+    rows: Any = table.where(metric="accuracy", predictor=["model", "history"]).frame
     who = rows["model"].where(rows["predictor"] == "model", "history ceiling")
     panels = {"first token of a phrase": rows.assign(who=who).drop_duplicates(["who", "x_len"])}
     return {"lengths": plots.curves(panels, x="x_len", by="who", label="input length m")}
