@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -203,7 +204,13 @@ def connected(
         ImportError: What it needs is not installed.
     """
     if on.startswith("dask://"):
-        with _dask_client(on.removeprefix("dask://")) as client:
+        with _dask_client(address := on.removeprefix("dask://")) as client:
+            if not client.scheduler_info()["workers"]:
+                warnings.warn(
+                    f"the Dask scheduler at {address} has no workers yet, and jobs wait for them: "
+                    f"dask worker {address} --nthreads 1",
+                    stacklevel=3,
+                )
             yield client.get_executor(pure=False)
     elif on == "slurm":
         if gpus < 0 or minutes < 1 or array < 1:

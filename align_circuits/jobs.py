@@ -154,7 +154,7 @@ def run_jobs(
     else:
         attempts = until_done(waiting, lambda left: _attempts_in_processes(left, min(processes, len(left))))
     failures = []
-    with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not progress, unit="job") as bar:
+    with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not (progress and paths), unit="job") as bar:
         for path, error in attempts:
             if error is not None:
                 failures.append(JobFailure(paths[path], error))
@@ -176,6 +176,8 @@ def run_jobs(
 class Progress:
     """How far a run of `run_jobs` is, or a sweep whose parts are kept, by the files of its folder."""
 
+    what: str
+    """What is measured, for people."""
     started: float
     """When, in seconds since 1970; of a run that was repeated, the last time."""
     done: int
@@ -224,13 +226,15 @@ def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
         for path, error in errors.items()
         if error.exists()
     }
-    return progress_of(plan["started"], jobs, failed)
+    what = ", ".join(dict.fromkeys(job.function.partition(":")[2] for job in jobs.values()))
+    return progress_of(what, plan["started"], jobs, failed)
 
 
-def progress_of(started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
+def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
     """Returns how far the work is that writes some files.
 
     Args:
+        what: What is measured.
         started: When it began, in seconds since 1970.
         paths: The files.
         failed: Of which files the last attempt failed.
@@ -242,7 +246,7 @@ def progress_of(started: float, paths: Collection[Path], failed: Mapping[Path, J
     waiting = len(paths) - len(done) - len(running) - len(failures)
     a_job = (time.time() - started) / fresh if fresh else None
     left = a_job * (waiting + len(running)) if a_job is not None and running else None
-    return Progress(started, len(done), len(running), waiting, failures, left)
+    return Progress(what, started, len(done), len(running), waiting, failures, left)
 
 
 def _write_plan(folder: Path, paths: Mapping[Path, Job]) -> None:

@@ -44,13 +44,13 @@ def print_progress(run: Path) -> None:
         if not sweeps:
             raise
         runs = []
-    for unit, found in (("jobs", runs), ("parts of a sweep", sweeps)):
+    for unit, found in (("jobs", runs), ("parts", sweeps)):
         for progress in found:
-            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(progress.started))
             counts = f"{progress.done} done, {progress.running} running, {progress.waiting} waiting"
             left = progress.seconds_left
             soon = "" if left is None else f", {max(left, 1) / 60:.1f} minutes left"
-            print(f"begun {begun}, {unit}: {counts}, {len(progress.failures)} failed{soon}")
+            print(f"{progress.what}, started {started}, {unit}: {counts}, {len(progress.failures)} failed{soon}")
             for failure in progress.failures:
                 print(f"  failed: {failure}")
 

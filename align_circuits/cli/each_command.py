@@ -49,7 +49,7 @@ class Each(Verb):
         runs = list(self.runs(results.folder))
         for run in runs:
             _check(run)
-        count = self.workers.jobs if self.workers.on is None else 1
+        count = self.workers.jobs
         jobs = [Job(f"{__name__}:run_once", run, None) for run in runs]
         with self.workers.executor(results.folder) as executor:
             done = run_jobs(jobs, results.folder / "jobs", executor=executor, processes=count)

@@ -38,19 +38,20 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
     """
     taken = durations()
     lines = [
-        "Scales: smoke tries the code in seconds to minutes, cpu has the kept results (up to 30 minutes on two cores),",
-        "paper takes hours or days. What an experiment takes is said of one core, on the bundled model, with nothing",
-        "there from earlier runs, where that was measured.",
+        "Scales: smoke tests the code in seconds to minutes; most stored results use cpu, which takes up to 30 minutes on",
+        "two cores; paper takes hours or days. Times, where measured, are for one core, the bundled model and no earlier",
+        "results.",
     ]
     ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
     for paper, group in groupby(ordered, key=_paper):
         lines.append(f"\n{PAPERS.get(paper, 'Validation of this package')}:")
         for each in group:
             times = [(at, taken.get((each.study.name, at))) for at in ("smoke", "cpu")]
-            known = ", ".join(f"{at} {_duration(seconds)}" for at, seconds in times if seconds is not None)
+            known = ", ".join(
+                f"{at} {_duration(seconds)}" if seconds is not None else f"{at} not measured" for at, seconds in times
+            )
             lines.append(f"  {each.name:<22} {each.title} [{each.source}]")
-            if known:
-                lines.append(f"  {'':<22} takes: {known}")
+            lines.append(f"  {'':<22} takes: {known}")
             if (status := _status(each, folder / each.name / scale)) is not None:
                 lines.append(f"  {'':<22} done at scale {scale}: {status}")
     return "\n".join(lines)

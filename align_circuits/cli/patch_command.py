@@ -19,7 +19,8 @@ class Patch(SweepVerb):
     metric: MetricName = "log_prob"
     """What is measured of each target; "logit_diff" needs a file with wrong answers."""
     direction: Direction = "denoise"
-    """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs."""
+    """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs. A corrupted prompt
+    of the task has another test input, so that another symbol is to be translated at every position."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
@@ -34,6 +35,6 @@ class Patch(SweepVerb):
             table,
             title=f"Heads of {self.model} patched",
             summary=f"Change of {self.metric} when one head's {self.site} is patched from {into} prompts, largest "
-            f"first: {best}.",
+            f"first: {best}. {self.corruption}",
             sections=list(sections(table, self.metric, pair.clean)),
         )

@@ -13,6 +13,9 @@ from align_circuits.cli.verb import Verb, command_line, write_results
 from align_circuits.cli.workers import Workers
 from align_circuits.papers.claims import Scale, checks_html, verdicts
 
+SMOKE = "The scale smoke only tests that the code runs: its numbers and verdicts mean nothing."
+"""Said of every result at that scale."""
+
 
 @dataclass(frozen=True)
 class Reproduce(Verb):
@@ -24,8 +27,8 @@ class Reproduce(Verb):
     """List all experiments and stop."""
     scale: Scale = "cpu"
     """smoke takes seconds to minutes and tests the code, cpu takes up to 30 minutes on two cores, paper is the paper's
-    setting. smollm2, the default where that model is measured and the experiment has it, is made for it: hours on two
-    cores, job by job; the same command goes on."""
+    setting. smollm2 is for --model smollm2, and the default there if the experiment has it; it takes hours on two
+    cores: repeat the command to resume."""
     model: tuple[str, ...] = ("toy-llama",)
     """The model that is measured, or several if the figure compares models: names, folders or GGUF files, as `load`
     takes them."""
@@ -77,15 +80,14 @@ class Reproduce(Verb):
         if experiment.makes_models and self.model != Reproduce.model:
             raise ValueError(f"{self.name} makes its own models and takes none: leave out --model")
         models = () if experiment.makes_models else self.model
-        jobs, on = self.workers.jobs, self.workers.on
-        if on is not None and jobs != 1:
-            raise ValueError(f"--jobs {jobs} --on {on}: local processes or a cluster; leave one of them out")
         folder = self.out or Path("runs")
         with self.workers.executor(folder) as executor:
-            table = experiment.run(config, models=models, jobs=jobs, folder=folder, executor=executor)
+            table = experiment.run(config, models=models, jobs=self.workers.jobs, folder=folder, executor=executor)
         checks = experiment.check(table)
         for check in checks:
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
+        answer = " ".join([*([SMOKE] if self.scale == "smoke" else []), verdicts(checks)])
+        print(f"  {answer}")
         settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
         provenance = replace(table.provenance, verb="reproduce", settings=settings)
         write_results(
@@ -93,7 +95,7 @@ class Reproduce(Verb):
             replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
             title=f"{experiment.name}: {experiment.title}",
             facts={"scale": self.scale, "command": command_line(f"reproduce {self.name}", self, Reproduce(self.name))},
-            summary=f"{verdicts(checks)} {experiment.published}",
+            summary=f"{answer} {experiment.published}",
             sections=[
                 ("Claims", f"Thresholds were fixed before the run; {experiment.source}.", checks_html(checks)),
                 *[(name, "", figure) for name, figure in experiment.draw(table).items()],

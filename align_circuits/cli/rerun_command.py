@@ -19,7 +19,7 @@ class Rerun(Verb):
     run: tyro.conf.Positional[Path]
     """A folder that another verb wrote."""
     out: Path | None = field(default=None, kw_only=True)
-    """The folder for the repetition; by default RUN/rerun."""
+    """The folder for the repetition; by default PATH/rerun."""
 
     @property
     def folder(self) -> Path:

@@ -53,8 +53,8 @@ class SweepVerb(PromptVerb):
         config = {"verb": type(self).__name__.lower(), "settings": self.settings, "parts": str(parts)}
         places = {"new": str(results.new), "folder": str(results.folder)}
         jobs = [Job(f"{__name__}:work", {**config, **places, "worker": worker}, None) for worker in range(count)]
-        with self.workers.executor(parts) as executor:
-            print(f"how far it is: align-circuits status {parts}", file=sys.stderr)
+        with self.workers.executor(parts, shared=True) as executor:
+            print(f"progress: align-circuits status {parts}", file=sys.stderr)
             processes = count if executor is None else 1
             done = run_jobs(jobs, results.new / "jobs", executor=executor, processes=processes, progress=False)
         if done.failures:

@@ -26,10 +26,10 @@ class Tune(PromptVerb):
     """A folder, a GGUF file, a hub name, "smollm2" (a pretrained Llama, if its package is installed), or "toy-llama",
     which takes about three minutes."""
     prompts: Path | None = None
-    """Not for this verb, which tunes on a task; from Python, `tune(model, prompts, config)` takes your own."""
+    """Refused, and not in the help: this verb tunes on a task."""
     n: int | None = None
-    """The prompts on which the model is evaluated before and after and on which heads are named, by default 64; it
-    learns from --steps times --batch others."""
+    """The prompts on which the model is evaluated before and after and on which heads are named, by default 64;
+    training uses --steps times --batch other prompts."""
     seed: int = 0
     """Of the tuning and of the prompts."""
     config: tyro.conf.OmitArgPrefixes[TuneConfig] = field(default_factory=TuneConfig)

@@ -157,6 +157,15 @@ class PromptVerb(Verb):
             raise ValueError(f"--n {self.n}: {str(self.prompts)!r} has {len(clean)} prompts; give 1 to {len(clean)}")
         return model, clean[: self.n], None if corrupted is None else corrupted[: self.n]
 
+    @property
+    def corruption(self) -> str:
+        """How corrupted prompts differ from clean ones."""
+        if self.prompts is not None:
+            return 'Corrupted prompts are the "corrupted" texts of the file.'
+        return (
+            "Corrupted prompts have another test input, so that another symbol is to be translated at every position."
+        )
+
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
         """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners.
 

@@ -13,11 +13,11 @@ class Workers:
     """Local processes or a cluster."""
 
     jobs: int = 1
-    """How many local processes; with --on, how many jobs of the cluster share a sweep. `reproduce` and `each` take
-    either this or --on."""
+    """How many local processes; with --on, how many jobs of the cluster share a sweep. `reproduce` and `each` take this
+    or --on, not both: with --on they use all workers."""
     on: str | None = None
     """Where the jobs run in place of local processes: dask://HOST:PORT, the scheduler of a Dask cluster, or slurm. Its
-    workers share this folder and this code."""
+    workers need this working directory, on a disk that all of them share, and the same version of this package."""
     slurm_partition: str | None = None
     """The partition of --on slurm; by default Slurm's own."""
     slurm_gpus: int = 0
@@ -27,14 +27,24 @@ class Workers:
     array: int = 40
     """How many Slurm jobs run at a time."""
 
-    def executor(self, folder: Path) -> AbstractContextManager[Executor | None]:
+    def executor(self, folder: Path, *, shared: bool = False) -> AbstractContextManager[Executor | None]:
         """Returns what runs the jobs: a cluster, or None for local processes.
 
+        Args:
+            folder: Where what is submitted to Slurm is kept.
+            shared: Whether the jobs share one sweep, so that their number is asked for on a cluster, too.
+
         Raises:
-            ValueError: No jobs, options of Slurm without it, or as `connected`.
+            ValueError: No jobs, --jobs with --on where jobs share nothing, options of Slurm without it, or as
+                `connected`.
         """
         if self.jobs < 1:
             raise ValueError(f"--jobs {self.jobs}: give at least 1")
+        if self.on is not None and self.jobs > 1 and not shared:
+            raise ValueError(
+                f"--jobs {self.jobs} --on {self.on}: give one of them; with --on, all workers are used (of Slurm, as "
+                "many as --array)"
+            )
         if self.on != "slurm" and replace(self, jobs=1, on=None) != Workers():
             raise ValueError("--array and --slurm-... are options of --on slurm: add that, or leave them out")
         if self.on is None:

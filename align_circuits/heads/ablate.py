@@ -120,7 +120,8 @@ def ablation_baseline(
         "prompts": prompts.digest,
         "hooks": names,
     }
-    parts = SweepParts(options, {**identity, "engine": options.engine, "batch_size": options.batch_size})
+    identity |= {"engine": options.engine, "batch_size": options.batch_size}
+    parts = SweepParts(options, "means for ablations", identity)
     # Kept like the sweep that they serve, which is another one where they differ in the last bit.
     computes = {"means": lambda: (_means_by_group(model, prompts, names, options).numpy(), "")}
     ((_, means, _),) = parts.measure(computes)

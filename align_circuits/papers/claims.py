@@ -93,13 +93,14 @@ class Check:
 
     def row(self) -> dict[str, str]:
         """Returns the check as a row for people."""
+        known = not np.isnan([self.measured.low, self.measured.high]).any()
         return {
             "claim": self.claim,
             "measured": str(self.measured),
             "needed": f"{self.relation} {self.threshold:g}",
-            "verdict": self.verdict,
+            "verdict": self.verdict + ("" if known else ": no interval (one seed, or the same number in all)"),
             "control": f"{self.control_is}: {self.control}",
-            "control fails": "yes" if self.control_fails else "no",
+            "control misses the threshold": "yes, as it should" if self.control_fails else "no",
             "published": self.published,
         }
 

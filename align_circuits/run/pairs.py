@@ -140,9 +140,9 @@ class Pair:
     ) -> SweepParts:
         """Returns the parts of a sweep over edges or prompts, in `options.out` if that is given."""
         if options.out is None:
-            return SweepParts(options, {})
+            return SweepParts(options, verb, {})
         identity = {"verb": verb, "direction": self.direction, **settings}
-        return SweepParts(options, identity | self.target_metrics.identity(model, self.source, options))
+        return SweepParts(options, verb, identity | self.target_metrics.identity(model, self.source, options))
 
     def _part(self, rows: slice) -> "Pair":
         """Some of the prompts, with their share of the targets, which may be none."""

@@ -46,11 +46,13 @@ class SweepParts:
 
     Args:
         options: Where the parts are kept.
+        what: What is measured, for people.
         identity: What tells this sweep from all others, as JSON: the model's weights, the prompts, the edits, the
             metrics. Parts of other sweeps in the same folder are not read.
     """
 
-    def __init__(self, options: RunOptions, identity: Mapping[str, Any]):
+    def __init__(self, options: RunOptions, what: str, identity: Mapping[str, Any]):
+        self._what = what
         self._folder: Path | None = None
         if options.out is not None:
             text = json.dumps(identity, sort_keys=True, default=str)
@@ -72,7 +74,7 @@ class SweepParts:
                 yield name, *compute()
             return
         paths = {self._folder / f"{name}.safetensors": compute for name, compute in parts.items()}
-        _write_plan(self._folder / _PLAN, [path.name for path in paths])
+        _write_plan(self._folder / _PLAN, self._what, [path.name for path in paths])
         for path, (values, engine) in until_done(paths, _attempts):
             yield path.stem, values, engine
 
@@ -84,17 +86,21 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
         folder: What `RunOptions.out` was.
     """
     plans = [(plan.parent, json.loads(plan.read_text(encoding="utf-8"))) for plan in Path(folder).glob(f"*/{_PLAN}")]
-    found = [progress_of(plan["started"], [sweep / name for name in plan["parts"]], {}) for sweep, plan in plans]
+    found = [
+        progress_of(plan["what"], plan["started"], [sweep / name for name in plan["parts"]], {})
+        for sweep, plan in plans
+    ]
     return sorted(found, key=lambda progress: -progress.started)
 
 
-def _write_plan(path: Path, names: Sequence[str]) -> None:
+def _write_plan(path: Path, what: str, names: Sequence[str]) -> None:
     """Lists the parts of a sweep, for `read_sweeps`; the same sweep again replaces the list."""
     with claimed(path) as mine:
         if mine:  # else another process of the same sweep is writing it
             remove_partial(path)
             with replacing(path) as temporary:
-                temporary.write_text(json.dumps({"started": time.time(), "parts": names}) + "\n", encoding="utf-8")
+                plan = {"started": time.time(), "what": what, "parts": names}
+                temporary.write_text(json.dumps(plan) + "\n", encoding="utf-8")
 
 
 def _attempts(paths: Mapping[Path, Compute]) -> Iterator[tuple[Path, Part | Taken]]:

@@ -277,7 +277,7 @@ class TargetMetrics:
             for first in range(0, len(edit_sets), edits_a_part)
             for prompt, rows in self._rows_of_parts(prompts_a_part)
         }
-        parts = SweepParts(options, identity)
+        parts = SweepParts(options, "edited runs", identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
             computes = {
                 name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)

@@ -70,7 +70,8 @@ def proportion(
 
     Where every prompt is all right or all wrong there is no spread. There the bound is the exact binomial one (Clopper
     and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - `COVERAGE`. In prompts that all
-    have the same share between 0 and 1 the interval has length zero.
+    have the same share between 0 and 1 the interval has length zero. NaN for a row with weight in fewer than two
+    prompts.
     """
     if values.shape[1] == 0:
         raise ValueError("no prompts, so no interval: give at least one")
@@ -78,8 +79,9 @@ def proportion(
     counts = (weights > 0).sum(1)
     reach = TAILS[0] ** (1 / np.maximum(counts, 1))
     low, high = _skewed_t(mean, errors, _shares(weights), prompts, odds=True)
-    low, high = np.where(mean == 0, 0.0, low), np.where(mean == 1, 1.0, high)
-    return np.where(mean == 1, reach, low), np.where(mean == 0, 1 - reach, high)
+    low = np.select([counts < 2, mean == 0, mean == 1], [np.nan, 0.0, reach], low)
+    high = np.select([counts < 2, mean == 0, mean == 1], [np.nan, 1 - reach, 1.0], high)
+    return low, high
 
 
 def t_interval(values: Float[ndarray, "row seed"]) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:

@@ -45,7 +45,7 @@ def test_collect_writes_each_row_once(folder, tmp_path):
     [
         (["status", "nowhere"], "holds no run of jobs"),
         (["reproduce", "localize/ground-truth", "--on", "ray", "--out", "x"], "give 'dask://HOST:PORT' or 'slurm'"),
-        (["reproduce", "localize/ground-truth", "--on", "slurm", "--jobs", "2", "--out", "x"], "leave one of them out"),
+        (["reproduce", "localize/power", "--on", "slurm", "--jobs", "2", "--out", "x"], "give one of them"),
         (["patch", "--jobs", "0", "--out", "x"], "--jobs 0: give at least 1"),
         (["patch", "--slurm-gpus", "1", "--out", "x"], "are options of --on slurm"),
     ],
@@ -69,7 +69,7 @@ def test_a_sweep_of_two_workers_is_that_of_one_process(cluster, tmp_path, monkey
     sweep = ["ablate", "--style", "standard", "--n", "4", "--n-examples", "2"]
     assert main([*sweep, "--out", "shared", "--parts", "parts", *cluster]) == 0
     printed, said = capsys.readouterr()
-    assert said == "how far it is: align-circuits status parts\n"
+    assert said == "progress: align-circuits status parts\n"
     assert main(["status", "parts"]) == 0
     progress = sorted(line.partition(": ")[2] for line in capsys.readouterr().out.splitlines())
     assert progress == [f"{parts} done, 0 running, 0 waiting, 0 failed" for parts in (1, 2)]  # the means, the sweep

@@ -189,7 +189,7 @@ def test_no_part_is_computed_twice_in_twenty_races(tmp_path, monkeypatch):
         return np.full(2, float(number)), "fast"
 
     def race(number: int) -> dict[str, float]:
-        parts = SweepParts(ac.RunOptions(out=tmp_path), {"race": number})
+        parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"race": number})
         return {name: values[0] for name, values, _ in parts.measure({f"{n}": partial(part, n) for n in range(6)})}
 
     with ThreadPoolExecutor(3) as threads:
@@ -206,18 +206,22 @@ def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
     found: list[Progress] = []
     assert read_sweeps(tmp_path) == []
     started = time.time()
-    parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
+    parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "this"})
     list(parts.measure({f"{n}": partial(look, n) for n in range(3)}))
     assert [(each.done, each.running, each.waiting) for each in found] == [(0, 1, 2), (1, 1, 1), (2, 1, 0)]
     assert all(started <= each.started <= time.time() and each.failures == () for each in found)
     assert found[0].seconds_left is None, "nothing is done yet"
     assert found[1].seconds_left is not None and 0 < found[1].seconds_left <= 2 * (time.time() - started)
-    list(SweepParts(ac.RunOptions(out=tmp_path), {"of": "another"}).measure({"a": lambda: (np.zeros(2), "fast")}))
+    list(
+        SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "another"}).measure(
+            {"a": lambda: (np.zeros(2), "fast")}
+        )
+    )
     assert [(each.done, each.running, each.waiting) for each in read_sweeps(tmp_path)] == [(1, 0, 0), (3, 0, 0)]
 
 
 def test_a_file_that_is_no_part_is_refused(tmp_path):
-    parts = SweepParts(ac.RunOptions(out=tmp_path), {"of": "this"})
+    parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "this"})
     assert [name for name, _, _ in parts.measure({"a": lambda: (np.zeros(2), "fast")})] == ["a"]
     [path] = parts_in(tmp_path)
     name = hashlib.sha256(b'{"of": "this"}').hexdigest()[:16]

@@ -148,13 +148,19 @@ def test_empty_prompts_and_other_rows_do_not_change_the_interval():
         assert np.allclose(whole[:, 2], np.ravel(interval(values[2:3], weights[2:3])))
 
 
-@pytest.mark.parametrize("prompts", [1, 3, 40])
+@pytest.mark.parametrize("prompts", [2, 3, 40])
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_all_right_and_all_wrong_get_the_exact_binomial_bound(prompts, right):
     values, weights = np.full((1, prompts), right), np.full((1, prompts), 4.0)
     low, high = stats.proportion(values, weights)
     exact = binomtest(int(right) * prompts, prompts).proportion_ci(0.95, "exact")
     assert [low[0], high[0]] == pytest.approx([exact.low, exact.high])
+
+
+@pytest.mark.parametrize("right", [0.0, 0.4, 1.0])
+def test_a_single_prompt_has_no_interval(right):
+    values, weights = np.array([[right, 0.7]]), np.array([[4.0, 0.0]])
+    assert np.isnan(np.ravel(stats.proportion(values, weights))).all()
 
 
 def test_prompts_without_targets_are_no_trials():
