@@ -162,9 +162,7 @@ class PromptVerb(Verb):
         """How corrupted prompts differ from clean ones."""
         if self.prompts is not None:
             return 'Corrupted prompts are the "corrupted" texts of the file.'
-        return (
-            "Corrupted prompts have another test input, so that another symbol is to be translated at every position."
-        )
+        return "Corrupted prompts have another test input: another symbol is to be translated at every position."
 
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
         """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners.
