@@ -44,7 +44,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts["pre-aligned"]), "Pre-aligned prom
 ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, before tuning")
 
 # %% [markdown]
-# On pre-aligned prompts its first letters are right more often than a reader gets them who never sees the input (*history*); on standard prompts less often.
+# On pre-aligned prompts its first letters are right more often than those of a reader who never sees the input (*history*); on standard prompts less often.
 #
 # ## Tuning
 #

@@ -45,7 +45,7 @@ for task in (facts, tested):
 # %% [markdown]
 # ## Facts first, then demonstrations
 #
-# Both stages go through one training loop; the log holds four matches on any prompts. Demonstrations are about half of the subjects, and queries about held-out ones.
+# Both stages go through one training loop; the log holds, for any prompts, the shares of predictions that are right (`exact`), that are a value of the right type (`type`), the subject's value of any type (`subject`), and a value at all (`attribute`). Demonstrations are about half of the subjects, and queries about held-out ones.
 
 # %%
 model = AttentionOnly(AttentionOnlyConfig(world.d_vocab, facts.length - 1, d_head=32), seed=0)

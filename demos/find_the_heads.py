@@ -47,7 +47,7 @@ for head in (found.heads("align_query")[0], decoy):
     )
 
 # %% [markdown]
-# The named heads are ablated together, to their mean output at tokens of the same role, beside as many random heads of the same layers:
+# The named heads are ablated together, to their mean output at tokens of the same kind, beside as many random heads of the same layers:
 
 # %%
 ac.plots.ablation(found.group_ablations, "First and later tokens with heads ablated")

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Greater than
 #
-# "The war lasted from the year 1739 to the year 17": whatever comes next must be greater than 3. Hanna et al. (2023, "How does GPT-2 compute greater-than?") measure the
+# "The war lasted from the year 1739 to the year 17": the two digits that follow must be greater than 39. Hanna et al. (2023, "How does GPT-2 compute greater-than?") measure the
 # probability of all years that fit minus that of all others. SmolLM2 reads numbers digit by digit, so here it is the *tens digit* that must be greater; the start year ends in 9, so
 # that no equal one is possible. Without SmolLM2 ({doc}`how to install it </your-own-model>`) the bundled `toy-llama` runs, which knows no digits: letters from A to J stand for
 # them, it was never trained on such texts, and its numbers show the code and no more. The next line says which one you see.

@@ -13,7 +13,7 @@
 #
 # "When Anna and Carl went to the store, Carl gave a book to" goes on with "Anna". Wang et al. (2023, "Interpretability in the Wild") found *name movers* in GPT-2 small: heads
 # that attend, where the text ends, to the name that occurs once, and write it. Does another model have them? The page is run with SmolLM2-135M-Instruct where it is installed
-# ({doc}`how </your-own-model>`), and else with the bundled `toy-llama`, which reads characters and was never trained on English: its numbers show the code, and no more. The
+# ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never trained on English: its numbers show the code, and no more. The
 # next line says which one you see.
 
 # %%

@@ -56,8 +56,8 @@ print(
 # A prediction is right if the true automaton accepts it, so a lucky guess is not rare. Four references say what an accuracy is worth, computed from the automata and the prompt:
 #
 # - `chance`: a uniformly guessed letter;
-# - `memoryless`: knows all five automata, not which symbol is next;
-# - `history`: also rules symbols out by the output so far. **Alignment is shown only above this one**;
+# - `memoryless`: a reader who never sees the test input, but has all five automata and the phrase so far;
+# - `history`: the same reader, who also has the alignment, the grammar and the whole output so far. **Alignment is shown only above this one**;
 # - `oracle`: knows the alignment and looks the phrase up in the examples.
 
 # %%
@@ -113,5 +113,5 @@ accuracies = {
 accuracies
 
 # %% [markdown]
-# Next: the same two functions work on any Llama that you can load; see {doc}`/your-own-data` for your own prompts, and
+# Next: `evaluate` and `score_heads` work on any Llama that you can load; see {doc}`/your-own-data` for your own prompts, and
 # {doc}`/paper-or-code` for every choice behind the task.

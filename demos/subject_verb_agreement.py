@@ -12,7 +12,7 @@
 # # Subject-verb agreement
 #
 # "The man near the women" goes on with "is", though the nearest noun is a plural (Linzen et al., 2016; Finlayson et al., 2021). Which heads bring the number of the subject to the
-# verb? The page is run with SmolLM2-135M-Instruct where it is installed ({doc}`how </your-own-model>`), and else with the bundled `toy-llama`, which reads characters and was never
+# verb? The page is run with SmolLM2-135M-Instruct where it is installed ({doc}`how </your-own-model>`), and otherwise with the bundled `toy-llama`, which reads characters and was never
 # trained on English: there the verb is its first letter alone, and the numbers show the code and no more. The next line says which one you see.
 
 # %%

@@ -59,7 +59,7 @@ accuracies = mean_curves(table, {"icl": "in context", "iwl": "in weights", "swap
 ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="Accuracy, mean of three seeds")
 
 # %% [markdown]
-# For long the network does no better than to guess one of the four labels that it sees: it has gone from 1/16 to 1/4. Then it learns in context at once, and swapping all labels does
+# For a long time the network only guesses among the four labels that it sees: it has gone from 1/16 to 1/4. Then it learns in context at once, and swapping all labels does
 # not disturb it. The step where that happens, over seeds:
 
 # %%

@@ -27,7 +27,7 @@ prompts = task.sample(48, before.tokenizer, seed=0)
 prompts[0]
 
 # %% [markdown]
-# The first token of a phrase needs the alignment. Without it, no reader does better than the history ceiling, which knows every automaton and rules symbols out by what was written so far.
+# The first token of a phrase needs the alignment. Without it, no reader does better than the history ceiling: what a reader can reach who has all automata, the alignment, the grammar and the output so far.
 
 # %%
 ac.plots.accuracy(ac.evaluate(before, prompts), "Before tuning")

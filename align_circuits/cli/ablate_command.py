@@ -14,7 +14,7 @@ class Ablate(SweepVerb):
     """Ablates every head alone with `ablate_heads`."""
 
     how: Literal["mean", "resample", "zero"] = "mean"
-    """"mean" over tokens of the same role, "resample" from another prompt, or "zero"."""
+    """"mean" over tokens of the same kind, "resample" from another prompt, or "zero"."""
     metric: MetricName = "log_prob"
     """What is measured of each target; "logit_diff" needs a file with wrong answers."""
 

@@ -38,9 +38,9 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
     """
     taken = durations()
     lines = [
-        "Scales: smoke tests the code in seconds to minutes; cpu, which most stored results use, takes up to 30 minutes",
-        "on two cores; paper takes hours or days. Times, where measured, are for one core, the bundled model and no",
-        "earlier results.",
+        "Scales: smoke tests the code in seconds to minutes; cpu, which most stored results use, takes up to 30",
+        "minutes on two cores; paper takes hours or days. Times, where measured, are for one core, the bundled model",
+        "and no earlier results.",
     ]
     ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
     for paper, group in groupby(ordered, key=_paper):

@@ -44,7 +44,7 @@ def ablate_heads(
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         prompts: Prompts with targets.
-        how: `"mean"` over tokens of the same role, `"resample"` from another prompt, or `"zero"`.
+        how: `"mean"` over tokens of the same kind, `"resample"` from another prompt, or `"zero"`.
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
         metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.

@@ -101,7 +101,7 @@ def _sections(localization: Localization) -> Iterator[Section]:
     )
     yield (
         "Accuracy without them",
-        "Ablated heads output their mean over tokens of the same role. Each small dot is one draw of as many other "
+        "Ablated heads output their mean over tokens of the same kind. Each small dot is one draw of as many other "
         "heads, of the same layers or of similar scores; bars are 95% intervals over prompts. If the named heads "
         "matter, accuracy falls below every draw; if they suffice, it stays high with all other heads ablated. Grey: "
         "the heads of one role.",

@@ -101,7 +101,7 @@ def _draw_process(table: Table) -> Mapping[str, go.Figure]:
 
 FIG2 = Experiment(
     "icatune/fig2",
-    "How data come about: each phrase is written by the automaton of the symbol it is aligned with",
+    "How the data are generated: each phrase is written by the automaton of the symbol it is aligned with",
     "Agarwal and Sarawagi (2025), Fig. 2",
     Study(
         "icatune/fig2",

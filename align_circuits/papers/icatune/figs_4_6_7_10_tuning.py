@@ -242,7 +242,7 @@ def _draw_steps(table: Table) -> go.Figure:
 
 FIG4 = Experiment(
     "icatune/fig4",
-    "How accuracy, alignment and lookup come about in context",
+    "How accuracy, alignment and lookup emerge in context",
     "Agarwal and Sarawagi (2025), Fig. 4",
     tuned_study(
         "icatune/fig4",
