@@ -38,7 +38,7 @@ FAULTS = """() => {
     const hides = ["hidden", "clip"].includes(getComputedStyle(each).overflowX);
     if (hides && each.scrollWidth > each.clientWidth + 2) found.push(`clipped: ${named(each)}`);
   }
-  for (const table of document.querySelectorAll("article table:not(.domainindex-table)"))
+  for (const table of document.querySelectorAll("article table:not(.domainindex-table, .genindextable)"))
     if (!table.querySelector("th")) found.push(`a table without a header: ${named(table)}`);
   for (const figure of document.querySelectorAll(".js-plotly-plot")) {
     const texts = [...figure.querySelectorAll(

@@ -12,8 +12,9 @@ from align_circuits.training.toy_llama import RECIPES, pretrain
 class Pretrain(Verb):
     """Trains a model with `pretrain`."""
 
-    recipe: Literal["toy-llama", "smoke"] = "toy-llama"
-    """"toy-llama" made the bundled model; "smoke" takes seconds and teaches nothing."""
+    recipe: Literal["toy-llama", "unmarked", "smoke"] = "toy-llama"
+    """"toy-llama" made the bundled model; "unmarked" is the same without text that asks for an alignment;
+    "smoke" takes seconds and teaches nothing."""
     seed: int = 0
     """Of the weights and the documents."""
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,9 @@ HALVES = {"halves": 0.7, "pre-aligned": 0.08, "outputs": 0.07, "echoes": 0.15}
 JOINED = {"halves": 0.5, "pre-aligned": 0.3, "outputs": 0.08, "echoes": 0.12}
 """Counting and lookup in longer documents, once they are combined."""
 
+UNMARKED = {"pre-aligned": 0.5, "outputs": 0.12, "copies": 0.13, "phrases": 0.1, "pairs": 0.07, "single": 0.08}
+"""Lines without a sign that asks for an alignment: induction and lookup, and no counting."""
+
 FEW_ECHOES = (0.0, 0.15)
 """The share of echoed symbols in an echo, once the lower layers can identify them."""
 
@@ -95,37 +98,50 @@ class Recipe:
         return [stage for stage in self.stages if stage.start <= max(step, 1)][-1]
 
 
+TOY_LLAMA = Recipe(
+    TrainConfig(
+        steps=1800,
+        lr=0.015,
+        rest_lr=0.003,
+        optimizer="muon",
+        weight_decay=0.01,
+        betas=(0.9, 0.98),
+        schedule="linear",
+        warmup=100,
+        decay=300,
+        clip=None,
+        precision="bf16",
+        log_every=50,
+        checkpoint_every=20,
+    ),
+    (
+        Stage(1, (64, 128), Mixture(COUNTING), early=True),
+        Stage(301, (64,), Mixture(ECHOING, most_symbols=5, most_edges=1), early=True),
+        Stage(501, (64, 128), Mixture(ECHOED, most_symbols=5, most_edges=2, echoed=FEW_ECHOES), early=True),
+        Stage(901, (96, 128, 192), Mixture(HALVES, most_symbols=3, most_edges=1, echoed=FEW_ECHOES)),
+        Stage(1241, (128, 192, 256), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
+        Stage(1501, (192, 256, 544), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
+        Stage(1651, (256, 544, 1088), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
+    ),
+    n_layers=7,
+    early_layers=3,
+    n_heads=5,
+    d_model=160,
+    d_mlp=432,
+)
+"""The recipe of the bundled weights."""
+
 RECIPES: Mapping[str, Recipe] = {
-    "toy-llama": Recipe(
-        TrainConfig(
-            steps=1800,
-            lr=0.015,
-            rest_lr=0.003,
-            optimizer="muon",
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
-            schedule="linear",
-            warmup=100,
-            decay=300,
-            clip=None,
-            precision="bf16",
-            log_every=50,
-            checkpoint_every=20,
+    "toy-llama": TOY_LLAMA,
+    "unmarked": replace(
+        TOY_LLAMA,
+        stages=(
+            Stage(1, (64, 128), Mixture(INDUCTION, most_symbols=5, most_edges=1)),
+            Stage(501, (64, 128), Mixture(UNMARKED, most_symbols=5, most_edges=2)),
+            Stage(1241, (128, 192, 256), Mixture(UNMARKED, most_symbols=6, most_edges=2)),
+            Stage(1501, (192, 256, 544), Mixture(UNMARKED, most_symbols=6, most_edges=2)),
+            Stage(1651, (256, 544, 1088), Mixture(UNMARKED, most_symbols=6, most_edges=2)),
         ),
-        (
-            Stage(1, (64, 128), Mixture(COUNTING), early=True),
-            Stage(301, (64,), Mixture(ECHOING, most_symbols=5, most_edges=1), early=True),
-            Stage(501, (64, 128), Mixture(ECHOED, most_symbols=5, most_edges=2, echoed=FEW_ECHOES), early=True),
-            Stage(901, (96, 128, 192), Mixture(HALVES, most_symbols=3, most_edges=1, echoed=FEW_ECHOES)),
-            Stage(1241, (128, 192, 256), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
-            Stage(1501, (192, 256, 544), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
-            Stage(1651, (256, 544, 1088), Mixture(JOINED, most_symbols=6, most_edges=2, echoed=FEW_ECHOES)),
-        ),
-        n_layers=7,
-        early_layers=3,
-        n_heads=5,
-        d_model=160,
-        d_mlp=432,
     ),
     "smoke": Recipe(
         TrainConfig(
@@ -145,7 +161,9 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 """Recipes by name. `"toy-llama"` made the bundled weights: it teaches the model to align after the sign `!`, and
-ICA-Tune makes it align without the sign. `"smoke"` takes seconds and teaches nothing."""
+ICA-Tune makes it align without the sign. `"unmarked"` is the same but for its text, in which nothing asks for an
+alignment: does tuning then build what it unmasks in the other (`icatune/unmask`)? `"smoke"` takes seconds and teaches
+nothing."""
 
 
 def pretrain(
