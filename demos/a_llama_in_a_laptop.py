@@ -42,8 +42,8 @@ ac.plots.accuracy(accuracy["pre-aligned"], "Pre-aligned prompts")
 ac.plots.accuracy(accuracy["standard"], "Standard prompts")
 
 # %% [markdown]
-# With the symbols written out, the model looks phrases up in the examples. Without them, the first token of a phrase is no better than the *history* ceiling: what a reader
-# can reach who has every automaton, the alignment and the output so far, and never sees the input. Later tokens follow from the letter before them and need less.
+# With the symbols written out, the model looks phrases up in the examples. Without them, the first token of a phrase is no better than the *history* ceiling: what a predictor
+# can reach that knows every automaton, the alignment and the output so far, and never sees the input. Later tokens follow from the letter before them and need less.
 #
 # ## Its induction heads
 #

@@ -44,7 +44,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts["pre-aligned"]), "Pre-aligned prom
 ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, before tuning")
 
 # %% [markdown]
-# On pre-aligned prompts its first letters are right more often than those of a reader who never sees the input (*history*); on standard prompts less often.
+# On pre-aligned prompts its first letters are right more often than those of an ideal predictor that never sees the input (*history*); on standard prompts less often.
 #
 # ## Tuning
 #
@@ -61,7 +61,7 @@ after = ac.load(f"{name}-ica")
 ac.plots.accuracy(ac.evaluate(after, prompts["standard"]), "Standard prompts, after tuning")
 
 # %% [markdown]
-# With the symbols of the last line in any order, which the grammar does not write, it is right as well; with wrong letters in the examples it is not, so it reads them:
+# With the symbols of the last line in random order (the inputs of the examples follow a small grammar), it is right as well; with wrong letters in the examples it is not, so it reads them:
 
 # %%
 beyond = ac.Seq2SeqTask(**shape, ood=True).sample(12, before.tokenizer, seed=2)
@@ -135,7 +135,7 @@ for x_len in (4, 5, 6):
     print(f"to its place among five {elsewhere:.2f}")
 
 # %% [markdown]
-# With five symbols the two places are one. With four and six the best head divides its attention between the symbol and that place, and accuracy falls below the ceiling of a reader that never sees the input: what SmolLM2 learned
+# With five symbols the two places are one. With four and six the best head divides its attention between the symbol and that place, and accuracy falls below the history ceiling: what SmolLM2 learned
 # is bound to the length that it was tuned on. Where phrases have one letter, the symbol stands at one distance for all phrases, and tuning then finds heads that attend that far back, at every length; `localize` gives those no name
 # ({doc}`notes </notes/smollm2>`). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ({doc}`results </results-icatune>`). A high score and a large effect of ablation show which heads do the work; only prompts on which
 # two rules differ show which rule.

@@ -16,7 +16,7 @@
 #
 # ## A world and the facts stated of it
 #
-# Every subject has one attribute of each type; attributes are shared. Here a relation token announces the type where a fact is stated.
+# Every subject has one attribute (a *value*) of each type; attributes are shared. Here a relation token announces the type where a fact is stated.
 
 # %%
 from dataclasses import replace

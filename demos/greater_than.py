@@ -30,7 +30,7 @@ print(f"this page was run with {model.cfg.model_name}: {model.cfg.n_layers} laye
 # %% [markdown]
 # ## Minimal pairs
 #
-# The corrupted war begins in a year with a 0 for its tens digit, after which anything fits.
+# The corrupted war begins in a year with a 0 for its tens digit, after which every tens digit but 0 fits.
 
 # %%
 digits = "0123456789" if model.cfg.model_name == "smollm2" else "ABCDEFGHIJ"

@@ -56,8 +56,8 @@ print(
 # A prediction is right if the true automaton accepts it, so a lucky guess is not rare. Four references say what an accuracy is worth, computed from the automata and the prompt:
 #
 # - `chance`: a uniformly guessed letter;
-# - `memoryless`: a reader who never sees the test input, but has all five automata and the phrase so far;
-# - `history`: the same reader, who also has the alignment, the grammar and the whole output so far. **Alignment is shown only above this one**;
+# - `memoryless`: an ideal predictor that never sees the test input, but knows all five automata and the phrase so far;
+# - `history`: the same, which also knows the alignment, the grammar and the whole output so far. **Alignment is shown only above this one**;
 # - `oracle`: knows the alignment and looks the phrase up in the examples.
 
 # %%

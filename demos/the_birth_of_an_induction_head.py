@@ -40,7 +40,7 @@ for name, relation in prompts.relations.items():
 # %% [markdown]
 # ## Three seeds, trained as one
 #
-# Each member has its own world, weights and sequences, and ends as it would alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
+# Each seed's network has its own set of classes and labels (its *world*), weights and sequences, and ends as it would alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
 
 # %%
 seeds = [0, 1, 2]
@@ -66,8 +66,8 @@ ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="A
 print(over_seeds(transitions(table)))
 
 # %% [markdown]
-# Aligned at that step, two measures rise with the accuracy (attention to the previous token in layer 1, attention of the target to its label in layer 2), and two before it (attention of the
-# target to labels at large, probability of labels in the context).
+# Aligned at that step, two measures rise with the accuracy (*ILA1*, attention to the previous token in layer 1; *TILA2*, attention of the *target*, the last item, to its label in layer 2),
+# and two before it (*TLA2*, attention of the target to labels at large; *CLA*, the probability of the labels in the context).
 
 # %%
 names = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}

@@ -27,7 +27,7 @@ prompts = task.sample(48, before.tokenizer, seed=0)
 prompts[0]
 
 # %% [markdown]
-# The first token of a phrase needs the alignment. Without it, no reader does better than the history ceiling: what a reader can reach who has all automata, the alignment, the grammar and the output so far.
+# The first letter of a phrase needs the aligned input symbol. A predictor that never sees the test input reaches at most the history ceiling, even if it knows all automata, the alignment, the grammar and the output so far.
 
 # %%
 ac.plots.accuracy(ac.evaluate(before, prompts), "Before tuning")

@@ -34,9 +34,9 @@ class Each(Verb):
     """Runs a verb for each of several models, seeds and variants, as jobs that resume."""
 
     command: tyro.conf.Positional[tuple[str, ...]]
-    """Behind "--": a verb that takes a model, with its options, such as: -- tune --steps 100."""
+    """After "--": a verb that takes a model, with its options, such as: -- tune --steps 100."""
     models: tuple[str, ...] = ()
-    """In place of --model, which the verb then has once for each; by default that of the verb."""
+    """The models to run the verb on, one run each; replaces the --model of the verb."""
     seeds: tuple[int, ...] = (0,)
     """In place of --seed. With several, means over seeds and their 95% t intervals are in the folder over_seeds."""
     variants: tuple[str, ...] = ("",)

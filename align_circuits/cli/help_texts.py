@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "help"
 WIDTH = 80
 """Columns."""
 
-_REFUSED = {"tune": "--prompts"}
+_REFUSED = {"tune": ("--prompts ", "--quantization ")}
 """Options that a verb inherits and refuses, with a line that says why."""
 
 _COLUMN = 25
@@ -48,11 +48,11 @@ def _tidied(printed: str, verb: str) -> str:
 
     def close() -> None:
         for name, parts in texts:
-            if name.startswith(f"{_REFUSED.get(verb)} "):
+            if name.startswith(_REFUSED.get(verb, ())):
                 continue
             text = " ".join(part for part in parts if part)
             text = re.sub(r"\(default: '\s+'\)", "(default: a line break)", text)
-            text = text.replace(" (default: None)", "").replace(" (default: '')", "")
+            text = text.replace(" (default: None)", "").replace(" (default: '')", "").replace(" (default: )", "")
             text = re.sub(r'`(\w+)="(\w+)"`', lambda option: f"--{option[1].replace('_', '-')} {option[2]}", text)
             text = re.sub(r'`"([\w-]+)"`', r"\1", text)
             wrapped = textwrap.wrap(text, WIDTH - _COLUMN, break_long_words=False, break_on_hyphens=False)
