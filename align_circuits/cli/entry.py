@@ -25,8 +25,8 @@ GROUPS = {
         "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
     },
     "Train a model": {
-        "tune": "Tune a model with LoRA and follow how alignment emerges; a stopped run resumes with the same --out.",
-        "pretrain": "Train a small Llama from scratch by a recipe of the package; a stopped run resumes with the same --out.",
+        "tune": "Tune a model with LoRA and follow how alignment emerges; a stopped run resumes (same --out).",
+        "pretrain": "Train a small Llama from scratch by a recipe of the package; a stopped run resumes (same --out).",
     },
     "Repeat results": {
         "reproduce": "Reproduce a figure or table of a paper and test its claims.",

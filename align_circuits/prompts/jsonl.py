@@ -13,7 +13,7 @@ SCHEMA = {
     "corrupted": "a text of equally many tokens in which another answer is right",
     "corrupted_answer": "the right answer to the corrupted text",
     "positions": "places by name: a part of the text, [part, occurrence], or the index of a token",
-    "relations": 'by name {"query": name, "keys": [name, ...], "candidates": [name, ...]}, each a name from `positions`',
+    "relations": 'by name {"query": name, "keys": [name, ...], "candidates": [name, ...]}, all from `positions`',
     "group": "a string or a number, the same for related lines",
 }
 """The keys of a line, each with what it holds. All lines have the same keys."""
