@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pandas as pd
 from IPython.display import HTML, Markdown, display
@@ -11,6 +11,9 @@ from align_circuits.papers.claims import Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
+
+PREREGISTERED = Path("results/preregistered.csv")
+"""What `benchmarks/preregistered.py` read from the history of git."""
 
 PAPERS = ("icatune", "recall", "abrupt")
 VERDICTS = [*get_args(Verdict)]
@@ -37,10 +40,24 @@ def show(paper: str) -> None:
         about = f"{experiment.source}; scale `{folder.name}`{', models: ' + ', '.join(models) if models else ''}."
         display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
         if checks := experiment.check(table):
-            display(Markdown(verdicts(checks)))
+            display(Markdown(f"{verdicts(checks)} {preregistered(experiment.name, folder.name)}"))
             display(HTML(checks_html(checks)))
         for figure in experiment.draw(table).values():
             display(figure)
+
+
+def preregistered(name: str, scale: str) -> str:
+    """Returns, as a sentence, whether the thresholds of an experiment stood in the code before its result was kept."""
+    known = pd.read_csv(PREREGISTERED)
+    row: Any = next(known[(known["experiment"] == name) & (known["scale"] == scale)].itertuples(), None)
+    if row is None:
+        return "*Preregistered: not known.*"
+    kept = f"the result (commit {row.commit}, {row.date})"
+    if row.before == row.claims:
+        return f"*Preregistered: yes.* All thresholds stood in the code before {kept} was kept."
+    parts = {"stood there": row.before, "had another value": row.changed, "are new or worded anew": row.new}
+    counts = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+    return f"*Preregistered: no.* Of {row.claims} thresholds in the code before {kept}, {counts}."
 
 
 def overview(paper: str) -> pd.DataFrame:

@@ -1,0 +1,151 @@
+"""Which thresholds of claims stood in the code before the result was kept, by the history of git.
+
+For every table in `docs/results` the commit is found that brought its values, and in the tree just before it the
+claims of all experiments. A threshold is *before* if a claim in the same words, or nearly the same, had it there;
+*changed* if a claim in the same words had another one; *new* if there was no such claim. History shows when a result
+was committed, not when it was first seen; a claim that was worded anew counts as new.
+
+    python benchmarks/preregistered.py [--out docs/results/preregistered.csv]
+"""
+
+import argparse
+import ast
+import io
+import lzma
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.tables.tables import Table
+
+RESULTS = Path("docs/results")
+
+LIKE = 0.75
+"""How alike two wordings of a claim are, from 0 to 1 (`difflib`)."""
+
+FEWEST = 12
+"""Letters of its own that a claim must have to be told by them."""
+
+SLOT = "\0"
+"""What stands in a claim for a value that is filled in."""
+
+
+def git(*arguments: str) -> bytes:
+    """Returns what git prints."""
+    return subprocess.run(["git", *arguments], capture_output=True, check=True).stdout
+
+
+def versions(folder: Path) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yields the commits that touched a kept table, the earliest first, with the table that each left."""
+    for commit in git("log", "--reverse", "--format=%H", "--", str(folder)).decode().split():
+        for name, read in (("table.csv.xz", lzma.decompress), ("table.csv", bytes)):
+            try:
+                text = read(git("show", f"{commit}:{folder}/{name}"))
+            except subprocess.CalledProcessError:
+                continue
+            yield commit, pd.read_csv(io.BytesIO(text), low_memory=False)
+            break
+
+
+def commit_of(folder: Path) -> str:
+    """Returns the first commit whose table has today's values, in any order."""
+    now = np.sort(Table.load(folder).frame["value"].to_numpy(float))
+    for commit, table in versions(folder):
+        then = np.sort(table["value"].to_numpy(float)) if "value" in table else np.empty(0)
+        if then.shape == now.shape and np.allclose(then, now, atol=1e-9, equal_nan=True):
+            return commit
+    raise ValueError(f"{folder} differs from what is committed: commit it first")
+
+
+def claims_in(commit: str) -> list[tuple[str, float]]:
+    """Returns the claims in a commit's code, each with its threshold; `SLOT` stands where a value is filled in."""
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit, "align_circuits"))) as archive:
+        files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
+        trees = [ast.parse(file.read()) for file in files if file is not None]
+    found = [_claim_of(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [claim for claim in found if claim is not None]
+
+
+def _claim_of(call: ast.Call) -> tuple[str, float] | None:
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("at_least", "at_most"):
+        claim, threshold = call.func.value, call.args[0] if call.args else None
+        text = claim.args[0] if isinstance(claim, ast.Call) and claim.args else None
+    elif isinstance(call.func, ast.Name) and call.func.id == "Check":  # before `Claim` was there
+        text, threshold = named.get("claim", call.args[0] if call.args else None), named.get("threshold")
+    else:
+        return None
+    words = _text(text)
+    try:
+        return None if words is None or threshold is None else (words, float(ast.literal_eval(threshold)))
+    except (ValueError, TypeError):  # no number in the code, such as a parameter
+        return None
+
+
+def _text(node: ast.expr | None) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else SLOT for part in node.values)
+    return None
+
+
+def thresholds_of(words: str, claims: list[tuple[str, float]]) -> tuple[set[float], bool]:
+    """Returns the thresholds of the claims in these words, or of the most alike one, and whether the words are these.
+
+    Where several fit, such as one that is filled in almost whole, those with most letters of their own count.
+    """
+    fits: dict[int, set[float]] = {}
+    for own in (words, words.partition(": ")[2]):  # of several arms, each names its claims first
+        for text, threshold in claims:
+            letters = len(text.replace(SLOT, ""))
+            pattern = ".*".join(map(re.escape, text.split(SLOT)))
+            if letters >= FEWEST and re.fullmatch(pattern, own, re.DOTALL):
+                fits.setdefault(letters, set()).add(threshold)
+    if fits:
+        return fits[max(fits)], True
+    alike = [(SequenceMatcher(None, text.replace(SLOT, ""), words).ratio(), threshold) for text, threshold in claims]
+    best = max(alike, default=(0.0, 0.0))
+    return ({best[1]} if best[0] >= LIKE else set()), False
+
+
+def rows() -> Iterator[dict[str, object]]:
+    """Yields a row for each kept table whose experiment has claims."""
+    known: dict[str, list[tuple[str, float]]] = {}
+    for name, experiment in EXPERIMENTS.items():
+        for folder in sorted(RESULTS.glob(f"{experiment.study.name.replace('/', '-')}/*")):
+            checks = experiment.check(Table.load(folder))
+            if not checks:
+                continue
+            commit = commit_of(folder)
+            if commit not in known:
+                known[commit] = claims_in(f"{commit}^")
+            found = [thresholds_of(check.claim, known[commit]) for check in checks]
+            before = sum(check.threshold in old for check, (old, _) in zip(checks, found, strict=True))
+            changed = sum(same and check.threshold not in old for check, (old, same) in zip(checks, found, strict=True))
+            day = git("show", "--no-patch", "--format=%as", commit).decode().strip()
+            about = {"experiment": name, "scale": folder.name, "commit": commit[:7], "date": day}
+            yield {
+                **about,
+                "claims": len(checks),
+                "before": before,
+                "changed": changed,
+                "new": len(checks) - before - changed,
+            }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "preregistered.csv")
+    arguments = parser.parse_args()
+    frame = pd.DataFrame(rows())
+    frame.to_csv(arguments.out, index=False)
+    print(frame.to_string(index=False))
+    print(frame[["claims", "before", "changed", "new"]].sum().to_string())
