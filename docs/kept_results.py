@@ -55,9 +55,9 @@ def preregistered(name: str, scale: str) -> str:
     kept = f"the result (commit {row.commit}, {row.date})"
     if row.before == row.claims:
         return f"*Preregistered: yes.* All thresholds stood in the code before {kept} was kept."
-    parts = {"stood there": row.before, "had another value": row.changed, "are new or worded anew": row.new}
-    counts = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-    return f"*Preregistered: no.* Of {row.claims} thresholds in the code before {kept}, {counts}."
+    others = {"had another value": row.changed, "are new or worded anew": row.new}
+    counts = ", ".join(f"{count} {what}" for what, count in others.items() if count)
+    return f"*Preregistered: no.* Of {row.claims} thresholds {row.before} stood in the code before {kept} was kept; {counts}."
 
 
 def overview(paper: str) -> pd.DataFrame:
