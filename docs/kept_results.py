@@ -57,7 +57,8 @@ def preregistered(name: str, scale: str) -> str:
         return f"*Preregistered: yes.* All thresholds stood in the code before {kept} was kept."
     others = {"had another value": row.changed, "are new or worded anew": row.new}
     counts = ", ".join(f"{count} {what}" for what, count in others.items() if count)
-    return f"*Preregistered: no.* Of {row.claims} thresholds {row.before} stood in the code before {kept} was kept; {counts}."
+    there = f"{row.before} of {row.claims} thresholds stood in the code before {kept} was kept"
+    return f"*Preregistered: no.* {there}; {counts}."
 
 
 def overview(paper: str) -> pd.DataFrame:
