@@ -27,7 +27,7 @@ from align_circuits.tables.tables import Table
 MAX_NUMBERS = 100
 """Cells of a grid that shows its numbers."""
 
-MAX_LABELS = 16
+MAX_LABELS = 20
 """Labels along a side of a grid; of more, every second or third is shown."""
 
 _ABLATED = {
@@ -161,4 +161,5 @@ def accuracy_grids(
             if cell["col"] > 1:
                 figure.update_yaxes(showticklabels=False, **cell)
     numbers = all(frame.size <= MAX_NUMBERS for frame in panels.values())
-    return styled(figure, title, height=(130 + (36 if numbers else 14) * rows) * cells[-1]["row"])
+    height = 36 if numbers else 20 if rows <= MAX_LABELS else 14  # of a row, in pixels
+    return styled(figure, title, height=(130 + height * rows) * cells[-1]["row"])
