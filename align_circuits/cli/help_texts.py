@@ -44,36 +44,42 @@ def parser_help(verb: str) -> str:
 def _tidied(printed: str, verb: str) -> str:
     """Help in which every text is wrapped once, in words of the command line rather than of Python."""
     lines: list[str] = []
-    texts: list[tuple[str, list[str]]] = []
+    option: list[str] | None = None  # its name, and the lines of its text
+    for line in [*printed.replace("runs/VERB/", f"runs/{verb}/").rstrip().splitlines(), ""]:
+        if option and line.startswith(" " * 10) and not _OPTION.fullmatch(line):
+            option.append(line.strip())
+            continue
+        if option and not option[0].startswith(_REFUSED.get(verb, ())):
+            lines += _wrapped(option[0], " ".join(filter(None, option[1:])))
+        start = _OPTION.fullmatch(line)
+        option = [_metavars(start[1]), start[2] or ""] if start else None
+        if option is None:
+            lines.append(_metavars(line))
+    return "\n".join(lines)
 
-    def close() -> None:
-        for name, parts in texts:
-            if name.startswith(_REFUSED.get(verb, ())):
-                continue
-            text = " ".join(part for part in parts if part)
-            text = re.sub(r"\(default: '\s+'\)", "(default: a line break)", text)
-            text = text.replace(" (default: None)", "").replace(" (default: '')", "").replace(" (default: )", "")
-            text = re.sub(r'`(\w+)="(\w+)"`', lambda option: f"--{option[1].replace('_', '-')} {option[2]}", text)
-            text = re.sub(r'`"([\w-]+)"`', r"\1", text)
-            wrapped = textwrap.wrap(text, WIDTH - _COLUMN, break_long_words=False, break_on_hyphens=False)
-            beside = wrapped[:1] if len(name) + 4 <= _COLUMN else []
-            lines.append(f"  {name:<{_COLUMN - 2}}{''.join(beside)}".rstrip())
-            lines.extend(" " * _COLUMN + line for line in wrapped[len(beside) :])
-        texts.clear()
 
-    for line in printed.replace("runs/VERB/", f"runs/{verb}/").rstrip().splitlines():
-        if start := _OPTION.fullmatch(line):
-            close()
-            name = start[1].replace("{None}|", "").replace("{None,", "{")
-            name = name.replace("|{[STR [STR ...]]}", " [STR ...]").replace("[STR [STR ...]]", "STR [STR ...]")
-            texts.append((name, [start[2] or ""]))
-        elif texts and line.startswith(" " * 10):
-            texts[-1][1].append(line.strip())
-        else:
-            close()
-            lines.append(re.sub(r"\{None\}\|", "", line))
-    close()
-    return "\n".join(lines) + "\n"
+def _metavars(name: str) -> str:
+    """The name of an option and of its values, without what Python's types add."""
+    for python, plain in (
+        ("{None}|", ""),
+        ("{None,", "{"),
+        ("|{[STR [STR ...]]}", " [STR ...]"),
+        ("[STR [STR ...]]", "STR [STR ...]"),
+    ):
+        name = name.replace(python, plain)
+    return name
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    """The lines of an option."""
+    text = re.sub(r"\(default: '\s+'\)", "(default: a line break)", text)
+    text = re.sub(r" \(default: (None|''|)\)", "", text)
+    text = re.sub(r'`(\w+)="(\w+)"`', lambda option: f"--{option[1].replace('_', '-')} {option[2]}", text)
+    text = re.sub(r'`"([\w-]+)"`', r"\1", text)
+    wrapped = textwrap.wrap(text, WIDTH - _COLUMN, break_long_words=False, break_on_hyphens=False)
+    beside = wrapped[:1] if len(name) + 4 <= _COLUMN else []
+    first = f"  {name:<{_COLUMN - 2}}{''.join(beside)}".rstrip()
+    return [first, *(" " * _COLUMN + line for line in wrapped[len(beside) :])]
 
 
 if __name__ == "__main__":
