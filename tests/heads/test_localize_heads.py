@@ -159,7 +159,7 @@ def test_the_smallest_sets_are_beginnings_of_one_order(intact, monkeypatch):
     prompts = ac.Prompts.from_tokens([[1, 2, 3]])
     sets: Any = Sets.__new__(Sets)
     sets._discovery, sets._kind, sets._thresholds, sets._options = prompts, "all", Thresholds(), ac.RunOptions()
-    sets._model, sets._provenance, sets._heads = None, None, [(layer, head) for layer in range(2) for head in range(4)]
+    sets._model, sets._heads = None, [(layer, head) for layer in range(2) for head in range(4)]
     # 0.8 of 0.83 is lost with two heads; 0.88 is kept with three.
     assert sets._smallest([(0, 3), (1, 0), (0, 1)]) == {
         "necessary": [(0, 1), (1, 0)],

@@ -58,7 +58,7 @@ def _check(table: Table) -> list[Check]:
     def measured(length: str) -> tuple[Measured, Measured, str]:
         if others:
             return *both(partial(above_history, length), others[-1], first), "the model before tuning"
-        return above_history(length, first), above_history(length, first, "memoryless"), "a memoryless reader"
+        return above_history(length, first), above_history(length, first, "memoryless"), "a memoryless predictor"
 
     return [
         Claim(f"{where}: the tuned model's first token is above the history ceiling (difference)").at_least(
