@@ -87,7 +87,8 @@ def read_sweeps(folder: str | Path) -> list[Progress]:
     """
     plans = [(plan.parent, json.loads(plan.read_text(encoding="utf-8"))) for plan in Path(folder).glob(f"*/{_PLAN}")]
     found = [
-        progress_of(plan["what"], plan["started"], [sweep / name for name in plan["parts"]], {})
+        # Sweeps of 0.2.0 before its release have not written what they measure.
+        progress_of(plan.get("what", "sweep"), plan["started"], [sweep / name for name in plan["parts"]], {})
         for sweep, plan in plans
     ]
     return sorted(found, key=lambda progress: -progress.started)

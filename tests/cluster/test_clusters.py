@@ -2,6 +2,10 @@
 
 import sys
 import threading
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import submitit
@@ -82,6 +86,20 @@ def test_what_is_no_cluster_is_refused(on, settings, message, tmp_path, monkeypa
     monkeypatch.setattr("align_circuits.executors.SECONDS_TO_ANSWER", 0.5)
     with pytest.raises(ValueError, match=message), connected(on, tmp_path, **settings):
         pass
+
+
+def test_a_scheduler_without_workers_is_told(tmp_path, monkeypatch):
+    @contextmanager
+    def client(_: str):
+        yield SimpleNamespace(scheduler_info=lambda: {"workers": workers}, get_executor=lambda **_: "executor")
+
+    monkeypatch.setattr("align_circuits.executors._dask_client", client)
+    workers: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match="at here:1 has no workers yet"), connected("dask://here:1", tmp_path):
+        pass
+    workers["tcp://here:2"] = {}
+    with warnings.catch_warnings(action="error"), connected("dask://here:1", tmp_path) as executor:
+        assert executor == "executor"
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,17 @@ def test_curves_tell_names_apart_across_panels():
     assert colours[1] == colours[3] and len({*colours}) == 3
 
 
+def test_captions_and_titles_are_broken_to_the_width_of_their_panel():
+    caption = "a caption of so many words that it would run into that of the next panel"
+    frame = pd.DataFrame({"x": [1], "value": 0.5, "low": 0.4, "high": 0.6, "by": "a"})
+    drawn = plots.curves({f"{caption} {n}": frame for n in range(4)}, x="x", by="by", label=f"title: {caption}")
+    shown = [each.text.split("<br>") for each in drawn.layout.annotations]
+    assert [" ".join(lines) for lines in shown] == [f"{caption} {n}" for n in range(4)], "no word is lost"
+    assert max(len(line) for lines in shown for line in lines) <= 84 // 2, "four panels are two of two"
+    titles = [drawn.layout[f"xaxis{n}"].title.text for n in ("", 2, 3, 4)]
+    assert titles[:2] == [None, None] and all(title.startswith("title: ") for title in titles[2:]), "the lowest alone"
+
+
 def test_dots_stand_in_rows_from_the_top():
     frame = pd.DataFrame({"done": ["a", "b"] * 2, "seed": [0, 0, 1, 1], "value": [0.1, 0.2, 0.3, 0.4]})
     drawn: Any = plots.dots(frame.assign(low=frame["value"] - 0.05, high=frame["value"]), "done", "seed", "nats")

@@ -212,12 +212,13 @@ def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
     assert all(started <= each.started <= time.time() and each.failures == () for each in found)
     assert found[0].seconds_left is None, "nothing is done yet"
     assert found[1].seconds_left is not None and 0 < found[1].seconds_left <= 2 * (time.time() - started)
-    list(
-        SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "another"}).measure(
-            {"a": lambda: (np.zeros(2), "fast")}
-        )
-    )
-    assert [(each.done, each.running, each.waiting) for each in read_sweeps(tmp_path)] == [(1, 0, 0), (3, 0, 0)]
+    another = SweepParts(ac.RunOptions(out=tmp_path), "others", {"of": "another"})
+    list(another.measure({"a": lambda: (np.zeros(2), "fast")}))
+    read = read_sweeps(tmp_path)
+    assert [(each.what, each.done, each.running, each.waiting) for each in read] == [
+        ("others", 1, 0, 0),
+        ("numbers", 3, 0, 0),
+    ]
 
 
 def test_a_file_that_is_no_part_is_refused(tmp_path):

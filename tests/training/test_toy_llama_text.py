@@ -107,6 +107,12 @@ def test_a_seed_fixes_the_documents_and_the_global_state_stays():
     assert (after[1] == before[1]).all()
 
 
+def test_unmarked_text_asks_for_no_alignment():
+    marked = {"echoes", "halves"}
+    assert all(not marked & {*stage.mixture.shares} for stage in RECIPES["unmarked"].stages)
+    assert any(marked & {*stage.mixture.shares} for stage in RECIPES["toy-llama"].stages)
+
+
 def test_automata_stay_within_their_edges():
     for text in texts("single", most_edges=1):
         phrases = {line[2:] for line in text.split("\n")[:-1]}
