@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     out, err = PipeSafe(sys.stdout), PipeSafe(sys.stderr)
-    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
+    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)), warnings_as_lines():
         try:
             return _main(arguments)
         finally:
@@ -221,6 +222,17 @@ class PipeSafe:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Prints the warnings of the block as a line each, like errors, without the code that they come from."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{PROGRAM}: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

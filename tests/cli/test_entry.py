@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 import align_circuits as ac
 from align_circuits.cli import main
-from align_circuits.cli.entry import VERBS
+from align_circuits.cli.entry import VERBS, warnings_as_lines
 from align_circuits.cli.help_texts import parser_help
 
 PROGRAM = "import sys; from align_circuits.cli import main; status = main(); "
@@ -25,6 +26,14 @@ def test_help_imports_no_library(arguments):
     libraries = {"distributed", "numpy", "pandas", "pebble", "submitit", "torch", "transformers", "tyro"}
     done = run(*arguments, then=f"print(*sorted({libraries} & {{*sys.modules}}))")
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_warning_is_a_line_without_code():
+    before = warnings.formatwarning
+    with warnings_as_lines():
+        line = warnings.formatwarning("no workers yet", UserWarning, "executors.py", 7)
+    assert line == "align-circuits: no workers yet\n"
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize("verb", VERBS)
