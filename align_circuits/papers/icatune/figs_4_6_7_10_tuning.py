@@ -56,11 +56,7 @@ SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
 
 SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2))
 
-SMOLLM2_ARMS = (
-    SMOLLM2_ICA,
-    SMOLLM2_ONE_LETTER,
-    Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)),
-)
+SMOLLM2_ARMS = (SMOLLM2_ICA, SMOLLM2_ONE_LETTER, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)))
 
 SHOWN = ("in distribution", "OOD")
 """The conditions that figures show."""

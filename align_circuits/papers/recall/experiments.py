@@ -1,5 +1,6 @@
 """The experiments of the room: the figures of the paper, its theory, and what goes beyond it."""
 
+from align_circuits.papers.recall.beyond.finding_3 import FINDING_3
 from align_circuits.papers.recall.beyond.forced_attention import BRIDGE
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER
 from align_circuits.papers.recall.beyond.localized_gpt2 import LOCALIZED
@@ -16,6 +17,6 @@ from align_circuits.papers.recall.figures.theorems_1_and_2 import LEMMAS, THEORE
 
 RECALL = (
     *(FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, HEADS, FIG13, FIG14, FIG15, FIG16, FIG17, FIG18, FIG19),
-    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, BRIDGE, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
+    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, FINDING_3, BRIDGE, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
 )
 """In the order of the paper; then those of no single figure, then those beyond the paper."""

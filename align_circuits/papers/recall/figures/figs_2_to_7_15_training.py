@@ -27,6 +27,9 @@ from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig
 
+READINGS: tuple[gpt2.Finetuned, ...] = ("icl+grm", "icl+grm from 0")
+"""S_ft from 1 on, as App. B prints; and from 0 on, which makes ICL one of its cases, as the text calls it."""
+
 LEARNED = 0.8
 """A match is learned where it reaches this share of prompts."""
 
@@ -71,56 +74,82 @@ def _check_pretraining(table: Table) -> list[Check]:
     ]
 
 
-def _draw_finetuning(table: Table, kind: gpt2.Finetuned) -> dict[str, go.Figure]:
-    panels = {
-        f"ICL, {caption} query subjects": _four(stage=kind, probe=f"icl_{queries}")
-        for queries, caption in (("seen", "seen"), ("held_out", "held-out"))
-    }
-    label = f"steps of finetuning on {gpt2.CAPTIONS[kind]}"
-    return {"": draw_curves(table, panels, label=label, value="share of prompts")}
+def _draw_finetuning(table: Table, *kinds: gpt2.Finetuned) -> dict[str, go.Figure]:
+    figures = {}
+    for kind in kinds:
+        panels = {
+            f"ICL, {caption} query subjects": _four(stage=kind, probe=f"icl_{queries}")
+            for queries, caption in (("seen", "seen"), ("held_out", "held-out"))
+        }
+        label = f"steps of finetuning on {gpt2.CAPTIONS[kind]}"
+        title = gpt2.CAPTIONS[kind] if len(kinds) > 1 else ""
+        figures[title] = draw_curves(table, panels, label=label, value="share of prompts")
+    return figures
 
 
-def _check_finetuning(table: Table, kind: gpt2.Finetuned) -> list[Check]:
-    seen, held_out = ({"stage": kind, "probe": f"icl_{who}", "match": "exact"} for who in ("seen", "held_out"))
-    finding, published = (2, "about 1") if kind == "icl" else (3, "about 0.9")
-    claim = f"Finetuning on {gpt2.CAPTIONS[kind]} brings ICL about seen subjects (exact match)"
-    generalizes = f"Finding {finding}: and about held-out subjects (exact match)"
-    return [
-        learned(table, claim, LEARNED, "before finetuning", "about 1", **seen),
-        learned(table, generalizes, 0.5, "before finetuning", published, **held_out),
-    ]
+def _check_finetuning(table: Table, *kinds: gpt2.Finetuned) -> list[Check]:
+    checks = []
+    for kind in kinds:
+        seen, held_out = ({"stage": kind, "probe": f"icl_{who}", "match": "exact"} for who in ("seen", "held_out"))
+        finding, published = (2, "about 1") if kind == "icl" else (3, "about 0.9")
+        claim = f"Finetuning on {gpt2.CAPTIONS[kind]} brings ICL about seen subjects (exact match)"
+        generalizes = f"Finding {finding}, {gpt2.CAPTIONS[kind]}: and about held-out subjects (exact match)"
+        checks += [
+            learned(table, claim, LEARNED, "before finetuning", "about 1", **seen),
+            learned(table, generalizes, 0.5, "before finetuning", published, **held_out),
+        ]
+    return checks
 
 
 def _draw_formats(table: Table) -> dict[str, go.Figure]:
-    curves = {
-        f"{caption}, {who}": {"stage": "icl+grm", "probe": f"{probe}_{queries}", "match": "exact"}
-        for probe, caption in (("grm", "ICL+Grm, S_ft = 1"), ("icl", "ICL"))
-        for queries, who in (("seen", "seen"), ("held_out", "held-out"))
-    }
-    return {"": draw_curves(table, {"": curves}, label="steps of finetuning on ICL+Grm", value="exact match")}
+    figures = {}
+    for stage in READINGS:
+        curves = {
+            f"{caption}, {who}": {"stage": stage, "probe": f"{probe}_{queries}", "match": "exact"}
+            for probe, caption in (("grm", "S_ft = 1"), ("icl", "ICL"))
+            for queries, who in (("seen", "seen"), ("held_out", "held-out"))
+        }
+        label = f"steps of finetuning on {gpt2.CAPTIONS[stage]}"
+        figures[gpt2.CAPTIONS[stage]] = draw_curves(table, {"": curves}, label=label, value="exact match")
+    return figures
 
 
 def _check_formats(table: Table) -> list[Check]:
-    grm = _HELD_OUT | {"probe": "grm_held_out"}
-    grm_step, icl_step = (reached(table, 0.5, **where) for where in (grm, _HELD_OUT))
-    grm_first = (grm_step < icl_step) & np.isfinite(icl_step)
-    icl_first = (icl_step < grm_step) & np.isfinite(grm_step)
-    return [
-        Claim(
-            "ICL+Grm is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm earlier)",
-            "ICL+Grm first",
-        ).at_least(0.9, grm_first, icl_first, "ICL before ICL+Grm"),
-        learned(table, "ICL about held-out subjects follows (exact match)", 0.5, "before finetuning", **_HELD_OUT),
-    ]
+    checks = []
+    for stage in READINGS:
+        icl = _HELD_OUT | {"stage": stage}
+        grm_step, icl_step = (reached(table, 0.5, **icl | {"probe": probe}) for probe in ("grm_held_out", icl["probe"]))
+        grm_first = (grm_step < icl_step) & np.isfinite(icl_step)
+        icl_first = (icl_step < grm_step) & np.isfinite(grm_step)
+        checks += [
+            Claim(
+                f"{gpt2.CAPTIONS[stage]}: it is learned before ICL (share of seeds in which both reach a half, "
+                "held-out, ICL+Grm earlier)",
+                "ICL+Grm first",
+            ).at_least(0.9, grm_first, icl_first, "ICL before ICL+Grm"),
+            learned(
+                table,
+                f"{gpt2.CAPTIONS[stage]}: ICL about held-out subjects follows (exact match)",
+                0.5,
+                "before finetuning",
+                **icl,
+            ),
+        ]
+    return checks
 
 
 # Figures 5 to 7
 
 
+def _stages(table: Table) -> dict[gpt2.Finetuned, str]:
+    """The captions of the kinds of sequences that models of the table were finetuned on."""
+    return {stage: caption for stage, caption in gpt2.CAPTIONS.items() if stage in set(table.frame["stage"])}
+
+
 def _draw_seen(table: Table) -> dict[str, go.Figure]:
     rows = [
         {"n_seen": n, "curve": curve, **vars(over_seeds(best(table, n_seen=n, **_HELD_OUT | {"stage": stage})))}
-        for stage, curve in gpt2.CAPTIONS.items()
+        for stage, curve in _stages(table).items()
         for n in key_values(table, "n_seen")
     ]
     label = "subjects finetuned on"
@@ -130,7 +159,7 @@ def _draw_seen(table: Table) -> dict[str, go.Figure]:
 def _check_seen(table: Table) -> list[Check]:
     few, *_, many = key_values(table, "n_seen")
     checks = []
-    for stage, name in gpt2.CAPTIONS.items():
+    for stage, name in _stages(table).items():
         held_out, control = _HELD_OUT | {"stage": stage}, {"stage": stage, "probe": "pt", "match": "attribute"}
         claim = f"More subjects in finetuning on {name} raise ICL about held-out ones ({many} minus {few}, best step)"
         checks.append(
@@ -192,7 +221,7 @@ def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, 
 
 
 FINETUNING_STUDY = curves_study(
-    "recall/finetuning", *(Trainings(setup, ("icl", "icl+grm")) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
+    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU_FRESH, gpt2.PAPER))
 )
 
 FIG2 = figure(
@@ -215,8 +244,8 @@ FIG4 = figure(
     4,
     "Finetuning on ICL+Grm",
     FINETUNING_STUDY,
-    lambda table: _draw_finetuning(table, "icl+grm"),
-    lambda table: _check_finetuning(table, "icl+grm"),
+    lambda table: _draw_finetuning(table, *READINGS),
+    lambda table: _check_finetuning(table, *READINGS),
     "ICL, another format, comes too, about seen and held-out subjects.",
 )
 FIG15 = figure(

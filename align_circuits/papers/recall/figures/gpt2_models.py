@@ -12,19 +12,20 @@ from align_circuits.models.loading import load
 from align_circuits.papers.recall.figures.common import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
-from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.study import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.training.loop import TrainConfig, TrainRun
 
-Finetuned = Literal["icl", "icl+grm"]
-"""The sequences of finetuning: demonstrations, or demonstrations with short grammar."""
+Finetuned = Literal["icl", "icl+grm", "icl+grm from 0"]
+"""The sequences of finetuning: demonstrations, or demonstrations with short grammar, whose length S_ft is drawn from 1
+on, as App. B prints, or from 0 on, so that some are ICL."""
 
 Kind = Literal["untrained", "pt"] | Finetuned
 """A model: new, pretrained, or finetuned on a kind of sequences."""
 
-CAPTIONS: dict[Finetuned, str] = {"icl": "ICL", "icl+grm": "ICL+Grm"}
+CAPTIONS: dict[Finetuned, str] = {"icl": "ICL", "icl+grm": "ICL+Grm", "icl+grm from 0": "ICL+Grm, S_ft from 0"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class GPT2Setup:
     p_grammar: float = 0.2
     n_demos: int = 16
     grammar_lens: tuple[int, int] = (1, 5)
-    """S_ft of ICL+Grm."""
+    """S_ft of ICL+Grm, from the least to the greatest."""
     n_seen: int = 128
     """M_ft, the subjects of finetuning."""
     d_model: int = 256
@@ -47,6 +48,8 @@ class GPT2Setup:
     batch_size: int = 64
     seeds: int = 2
     """Each has its own world, initial weights, batches, and split into seen and held-out subjects."""
+    first_seed: int = 0
+    """The others follow it."""
     n_prompts: int = 512
     """Prompts of each kind that are evaluated at every row of the log."""
 
@@ -70,7 +73,8 @@ class GPT2Setup:
         """Returns ICL or ICL+Grm about seen subjects, with a held-out or a seen query subject."""
         world = self.world_of(seed)
         seen, others = world.split(self.n_seen, seed=seed)
-        lens = self.grammar_lens if kind == "icl+grm" else (0, 0)
+        least, most = self.grammar_lens
+        lens = {"icl": (0, 0), "icl+grm": (least, most), "icl+grm from 0": (0, most)}[kind]
         return replace(DemonstrationsTask(world, self.n_demos, lens, seen, others if held_out else None), **changes)
 
     def probes(self, seed: int) -> dict[str, Prompts]:
@@ -136,6 +140,9 @@ CPU = GPT2Setup(
 """A few minutes a seed on one core. Facts are learned several times sooner with Muon, which the paper does not use;
 finetuned with AdamW, as in the paper, the model recalls far more about held-out subjects."""
 
+CPU_FRESH = replace(CPU, seeds=6, first_seed=10)
+"""Seeds on which nothing was developed: those of `CPU` were seen when finding 3 was diagnosed."""
+
 
 def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
     """Returns the model before training."""
@@ -156,14 +163,16 @@ def pretrained(setup: GPT2Setup, seed: int, trained: str | Path) -> TrainRun:
     )
 
 
-def finetuned(setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path) -> TrainRun:
+def finetuned(
+    setup: GPT2Setup, seed: int, kind: Finetuned, trained: str | Path, predict: Predicted = "all"
+) -> TrainRun:
     """Returns a pretrained model finetuned on seen subjects; from the folder `trained` where it is there."""
     return train_stage(
         pretrained(setup, seed, trained).model,
-        Stage(setup.demonstrations(seed, kind), setup.finetuning, setup.batch_size),
+        Stage(setup.demonstrations(seed, kind), setup.finetuning, setup.batch_size, predict),
         probes=setup.probes(seed),
         seed=seed,
-        out=training_folder(trained, f"recall-{kind}", asdict(replace(setup, seeds=1)), seed),
+        out=training_folder(trained, f"recall-{kind}".replace(" ", "-"), asdict(_of_one_seed(setup)), seed, predict),
         progress=False,
     )
 
@@ -203,9 +212,10 @@ def each_seed(
 ) -> list[Measurement]:
     """Returns one job of a function of `setup`, `trained` and other arguments for each seed of the setup."""
     # setups that differ in finetuning alone are one job of pretraining
-    identity = _without_finetuning(setup) if function is pretrain else replace(setup, seeds=1)
+    identity = _without_finetuning(setup) if function is pretrain else _of_one_seed(setup)
     config |= {"setup": asdict(identity), "trained": inputs.trained}
-    return [Measurement(function, config, seed, keys or {}) for seed in range(setup.seeds)]
+    seeds = range(setup.first_seed, setup.first_seed + setup.seeds)
+    return [Measurement(function, config, seed, keys or {}) for seed in seeds]
 
 
 def each_kind(
@@ -241,7 +251,7 @@ class Trainings:
     """
 
     setup: GPT2Setup
-    stages: tuple[Literal["pt", "icl", "icl+grm"], ...]
+    stages: tuple[Literal["pt"] | Finetuned, ...]
     """Pretraining, and finetuning on one or the other."""
     changes: tuple[Mapping[str, Any], ...] = ({},)
     """The changes of the setup in each cell of the grid: arguments of `GPT2Setup.changed`."""
@@ -292,4 +302,9 @@ def _curves(config: Trainings, rows: Rows) -> pd.DataFrame:
 
 def _without_finetuning(setup: GPT2Setup) -> GPT2Setup:
     """The setup with default values where pretraining does not depend on it."""
-    return replace(setup, n_seen=1, finetuning=FINETUNING, seeds=1)
+    return replace(_of_one_seed(setup), n_seen=1, finetuning=FINETUNING)
+
+
+def _of_one_seed(setup: GPT2Setup) -> GPT2Setup:
+    """The setup with default values where the training of one seed does not depend on it."""
+    return replace(setup, seeds=1, first_seed=0)

@@ -36,8 +36,9 @@ Corruption = Literal["subject", "type"]
 LATENT = ("subject", "type", "has_fact", "grammar_len")
 """The random draws that prompts keep."""
 
-Predicted = Literal["all", "last"]
-"""Which tokens have a label in a batch: every next one, or the last attribute alone."""
+Predicted = Literal["all", "last", "attributes", "no first grammar"]
+"""Which tokens have a label in a batch: every next one; the last attribute alone; all attributes; or every next one but
+the first grammar token of a fact, which follows its subject."""
 
 
 class _FactSequences(Task):
@@ -68,9 +69,17 @@ class _FactSequences(Task):
         """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
         world, drawn = self.world, self._draw(n, Rng(_seed(n, seed), "training"), ends=predict == "last")
         tokens = torch.from_numpy(_write(world, drawn))
+        grammar_len = torch.from_numpy(drawn.grammar_len)[:, None]
         last = torch.from_numpy(_lengths(world, drawn.grammar_len, drawn.subject.shape[1]))[:, None] - 1
         pos = torch.arange(1, tokens.shape[1])
-        labelled = pos == last if predict == "last" else pos <= last
+        part, place = pos // (grammar_len + 3), pos % (grammar_len + 3)
+        states_fact = torch.from_numpy(drawn.has_fact).gather(1, part.clamp(max=drawn.subject.shape[1] - 1))
+        labelled = {
+            "all": pos <= last,
+            "last": pos == last,
+            "attributes": (pos <= last) & states_fact & (place == grammar_len + 1 + bool(world.relation_tokens)),
+            "no first grammar": (pos <= last) & ~(states_fact & (place == 1) & (grammar_len > 0)),
+        }[predict]
         return tokens[:, :-1], tokens[:, 1:].where(labelled, IGNORED)
 
     def corrupt(self, prompts: Prompts, kind: Corruption = "subject", *, seed: int = 0) -> Prompts:
@@ -377,6 +386,41 @@ def _prompts(world: RecallWorld, drawn: _Drawn, task: dict[str, Any]) -> Prompts
         token_strings=world.token_strings,
         task=task,
         latent={name: torch.from_numpy(getattr(drawn, name)) for name in LATENT},
+    )
+
+
+def followed_by_grammar(prompts: Prompts, world: RecallWorld, length: int, seed: int = 0) -> Prompts:
+    """Returns ICL prompts whose query subject alone is followed by grammar tokens of the requested type.
+
+    The one relation left is `query_subject`.
+
+    Args:
+        prompts: Of `DemonstrationsTask`, without padding.
+        world: Of the task.
+        length: How many grammar tokens; 0 leaves the prompt as it is.
+        seed: Of the grammar.
+    """
+    n, end = prompts.tokens.shape
+    lens = np.full(n, length)
+    type_ = prompts.latent["type"][:, -1:].numpy()
+    text = torch.from_numpy(_grammar(world, Rng(seed, "after the query"), type_, length, lens)[:, 0])
+
+    def grown(values: Tensor, new: Tensor | int) -> Tensor:
+        return torch.cat([values, torch.as_tensor(new).to(values).expand(n, length)], 1)
+
+    mask = grown(prompts.mask, True)
+    last = grown((torch.arange(end) == end - 1).expand(n, end), False)
+    return replace(
+        prompts,
+        inputs=grown(prompts.tokens, text),
+        mask=mask,
+        roles=grown(prompts.roles, Role.TEXT),
+        example=grown(prompts.example, int(prompts.example.max())),
+        targets=prompts.targets.assign(
+            **{name: prompts.targets[name] + length for name in ("query_pos", "target_pos")}
+        ),
+        relations={"query_subject": from_last_token("query_subject", last, mask)},
+        task={**prompts.task, "followed_by_grammar": length},
     )
 
 
