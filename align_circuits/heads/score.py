@@ -26,7 +26,7 @@ from align_circuits.tables.tables import Provenance, Table, with_level
 STANDARD = {
     "align_query": "hit",  # paper 1's alignment accuracy is an argmax
     "align_key": "hit",
-    "lookup": "mass",  # paper 1's printed IC-lookup is a ratio of sums
+    "lookup": "mass",  # paper 1's printed IC-lookup is a ratio of sums in the test example
     "induction": "mass",  # equal to TransformerLens's head detector, as are the next two
     "previous": "mass",
     "duplicate": "mass",
@@ -54,15 +54,17 @@ def score_heads(
 
     - `hit`: the share of targets whose most attended candidate is a key (`metrics.hit_rate`);
     - `mass`: Σ_targets Σ_keys α / Σ_targets Σ_candidates α, attention to keys over attention to candidates, each summed
-      over targets first, so that a target counts by the attention that it pays to candidates;
+      over the targets of a prompt first, so that a target counts by the attention that it pays to candidates. Prompts
+      then count by their targets, not by attention: else the few that pay candidates much would decide;
     - `attention`: the attention to keys itself, its mean over targets: how much of the head the relation explains;
     - `mean`: the mean over targets of Σ_keys α / Σ_candidates α, as in paper 1's released notebook for lookup. Where
       all tokens are candidates it equals `mass`, and each target's ratio is the "mul" measure of TransformerLens's
       `head_detector` (which averages over all positions, those without a key included, as 0).
 
     All four lie in [0, 1]; uniform attention scores keys / candidates on all but `attention`. `mass` misleads where a
-    few targets hold most of the attention to candidates, `mean` where the candidates get next to nothing: a ratio of
-    two tiny numbers weighs as much as one of two large ones. Both are refuted by ablating the head.
+    target of a prompt holds most of its attention to candidates, and both it and `mean` where the candidates get next
+    to nothing: a ratio of two tiny numbers weighs as much as one of two large ones. Both are refuted by ablating the
+    head.
 
     Beside the relations there are `sink`, the attention to a prompt's first token, and `entropy` of the attention in
     nats; both at the positions that predict a target, the first token of a prompt left out.
@@ -160,7 +162,7 @@ def _where_attended(values: Tensor, attention: _Attention) -> tuple[Tensor, Tens
 
 
 Measure = Callable[[_Attention], tuple[Float[Tensor, "entry head"], Float[Tensor, "entry head"]]]
-"""Attention -> (part, whole): the metric is Σ part / Σ whole over entries."""
+"""Attention -> (part, whole): the metric of a prompt is Σ part / Σ whole over its entries."""
 
 MEASURES: Mapping[str, Measure] = {"hit": _hit, "mass": _mass, "attention": _attention, "mean": _mean}
 """How a relation can be measured, by suffix."""
@@ -269,10 +271,8 @@ class ScoreAccumulator:
                     measured.append((name, entries.prompt, values.cpu().double()))
         return measured
 
-    def measured(
-        self,
-    ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
-        """The keys of `score_heads`'s rows, each row's ratio in each prompt, its denominator, its number of targets."""
+    def measured(self) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
+        """The keys of `score_heads`'s rows, each row's ratio in each prompt, and its number of targets there."""
         if not self.seen.all():
             layer = int((~self.seen).any(1).nonzero()[0])
             raise RuntimeError(f"the engine gave no attention for layer {layer}: this model's patterns cannot be read")
@@ -284,10 +284,10 @@ class ScoreAccumulator:
         )
         sums = rearrange(list(self.sums.values()), "metric sum layer prompt head -> sum (metric layer head) prompt")
         part, whole, count = sums.numpy()
-        return with_level(keys), np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), whole, count
+        return with_level(keys), np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0), count
 
     def table(self, provenance: Provenance) -> Table:
         """The ratios, with intervals over prompts."""
-        keys, values, whole, count = self.measured()
+        keys, values, count = self.measured()
         bounded = (keys["metric"] != "entropy").to_numpy()
-        return Table.from_prompts(keys, values, whole, provenance, counts=count, bounded=bounded)
+        return Table.from_prompts(keys, values, count, provenance, bounded=bounded)

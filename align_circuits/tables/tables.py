@@ -86,7 +86,7 @@ class Table:
     values: Float[ndarray, "row prompt"] | None = None
     """The same measurement prompt by prompt, where it was kept: what paired differences are computed from."""
     weights: Float[ndarray, "row prompt"] | None = None
-    """How much each of `values` weighs: its number of targets, or the denominator of a ratio of sums."""
+    """How much each of `values` weighs: its number of targets."""
 
     def __post_init__(self):
         if missing := [column for column in VALUES if column not in self.frame.columns]:
@@ -101,7 +101,6 @@ class Table:
         weights: Float[ndarray, "row prompt"],
         provenance: Provenance,
         *,
-        counts: Float[ndarray, "row prompt"] | None = None,
         bounded: Bool[ndarray, " row"] | bool = True,
     ) -> "Table":
         """Makes a table of means over prompts with 95% intervals.
@@ -109,9 +108,8 @@ class Table:
         Args:
             keys: The key columns, one row for each row of `values`.
             values: Each row's mean in each prompt; anything where the weight is 0.
-            weights: How much it weighs: the number of its targets, or the denominator of a ratio of sums.
+            weights: How much it weighs: the number of its targets.
             provenance: Where the values came from.
-            counts: The number of targets where that is not the weight.
             bounded: Which rows lie in [0, 1] and get `stats.proportion`'s interval; others get `stats.mean_interval`'s.
         """
         low, high = np.full((2, len(values)), np.nan)
@@ -120,10 +118,7 @@ class Table:
             rows = np.broadcast_to(rows, len(values))
             low[rows], high[rows] = interval(values[rows], weights[rows])
         frame = keys.reset_index(drop=True).assign(
-            value=stats.weighted_mean(values, weights),
-            low=low,
-            high=high,
-            n=(weights if counts is None else counts).sum(1).astype(int),
+            value=stats.weighted_mean(values, weights), low=low, high=high, n=weights.sum(1).astype(int)
         )
         return cls(frame, provenance, values, weights)
 

@@ -29,7 +29,7 @@ from align_circuits.tables.tables import Provenance, Table
 PROBED = ("align_query", "align_key", "lookup")
 """The head metrics that every probe measures."""
 
-COLUMNS = ("value", "weight", "count")
+COLUMNS = ("value", "weight")
 
 
 class Probe:
@@ -64,10 +64,10 @@ class Probe:
         """Returns the results of several steps, with intervals over prompts."""
         results = [self._results[step] if self.folder is None else self._read(step) for step in steps]
         keys: Any = pd.concat([keys.assign(step=step) for step, (keys, _) in zip(steps, results, strict=True)])
-        value, weight, count = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
+        value, weight = (np.concatenate([numbers[name] for _, numbers in results]) for name in COLUMNS)
         order = ["step", "ood", "metric", "kind", "offset", "level", "layer", "head"]
         bounded = (keys["metric"] != "log_prob").to_numpy()
-        table = Table.from_prompts(keys[order], value, weight, provenance, counts=count, bounded=bounded)
+        table = Table.from_prompts(keys[order], value, weight, provenance, bounded=bounded)
         return replace(table, values=None, weights=None)
 
     def _path(self, step: int) -> Path:
@@ -81,7 +81,7 @@ class Probe:
 
 
 def _measure(model: HookedModel, prompts: Prompts, scored: Sequence[str]) -> tuple[pd.DataFrame, dict[str, ndarray]]:
-    """Accuracy and heads from a single pass: the keys, and for each row and prompt value, weight and count."""
+    """Accuracy and heads from a single pass: the keys, and for each row and prompt value and weight."""
     metrics = [name for name in scored if len(prompts.relations.get(name, ()))]
     scores = ScoreAccumulator(
         resolve(prompts, metrics or ["sink"]), model.cfg.n_layers, model.cfg.n_heads, len(prompts)
@@ -115,12 +115,12 @@ def _measure(model: HookedModel, prompts: Prompts, scored: Sequence[str]) -> tup
         on_logits=lambda row, logits: targets.assign(values, *rows_of(1, row, logits)),
         options=RunOptions(engine="fast"),
     )
-    heads, value, weight, count = scores.measured()
+    heads, value, weight = scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
     model_keys, means, counts = summarize_targets(prompts, values)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
     model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
-    numbers = {"value": (value, means), "weight": (weight, counts), "count": (count, counts)}
+    numbers = {"value": (value, means), "weight": (weight, counts)}
     joined = {name: np.concatenate(both) for name, both in numbers.items()}
     return pd.concat([heads, model_keys], ignore_index=True), joined
 

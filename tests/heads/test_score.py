@@ -97,18 +97,23 @@ def looped(
                     attention = pattern.mean(0) if head is None else pattern[head]
                     row_of_attention = attention[query - left].tolist()
                     attends = {p: row_of_attention[p - left] for p in candidates}
-                    rows[layer, head].append((sum(attends[p] for p in keys), sum(attends.values()), attends, keys))
+                    rows[layer, head].append(
+                        (index, sum(attends[p] for p in keys), sum(attends.values()), attends, keys)
+                    )
     hit, mass, attention_on, mean = {}, {}, {}, {}
     for place, found in rows.items():
         hits = []
-        for _, whole, attends, keys in found:
+        for _, _, whole, attends, keys in found:
             best = [p for p in attends if attends[p] >= max(attends.values()) * (1 - TIE)]
             hits.append(sum(p in keys for p in best) / len(best) if whole > 0 else 0)
-        ratios = [part / whole for part, whole, _, _ in found if whole > 0]
-        total = sum(whole for _, whole, _, _ in found)
+        ratios = [part / whole for _, part, whole, _, _ in found if whole > 0]
         hit[place] = np.mean(hits)
-        mass[place] = sum(part for part, _, _, _ in found) / total if total > 0 else math.nan
-        attention_on[place] = np.mean([part for part, _, _, _ in found])
+        of_prompts = []  # each prompt's ratio of sums, once for each of its rows with any attention to candidates
+        for index in {index for index, *_ in found}:
+            own = [(part, whole) for at, part, whole, _, _ in found if at == index and whole > 0]
+            of_prompts += len(own) * [sum(part for part, _ in own) / sum(whole for _, whole in own)] if own else []
+        mass[place] = np.mean(of_prompts) if of_prompts else math.nan
+        attention_on[place] = np.mean([part for _, part, _, _, _ in found])
         mean[place] = np.mean(ratios) if ratios else math.nan
     return {"hit": hit, "mass": mass, "attention": attention_on, "mean": mean}
 
@@ -250,14 +255,14 @@ def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
     assert (frame["value"] <= frame["high"] + 1e-9).all()
 
 
-def test_pooled_lookup_is_not_the_mean_of_prompts(models, prompts):
-    """A prompt weighs by its attention to the candidates: the interval and the value see the same weights."""
-    table = score_heads(models["gpt2"], prompts, ["lookup", "lookup_mean"])
+def test_lookup_counts_prompts_by_targets_and_not_by_attention(models, prompts):
+    """The interval and the value see the same weights."""
+    table = score_heads(models["gpt2"], prompts, ["lookup", "lookup_attention"])
     assert table.values is not None and table.weights is not None
-    pooled = (table.values * table.weights).sum(1) / table.weights.sum(1)
-    np.testing.assert_allclose(table.frame["value"], pooled)
-    unweighted = table.values[: len(table) // 2].mean(1)
-    assert np.abs(unweighted - table.where(metric="lookup").frame["value"]).max() > 1e-4
+    lookup = (table.frame["metric"] == "lookup").to_numpy()
+    values, targets = table.values[lookup], prompts.relations["lookup"].prompt.bincount().numpy()
+    assert (table.weights == targets).all()
+    np.testing.assert_allclose(table.frame["value"][lookup], values @ targets / targets.sum())
 
 
 def test_a_metric_without_any_row_has_no_value(models):

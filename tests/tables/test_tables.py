@@ -37,12 +37,10 @@ def test_from_prompts():
     assert ((frame["low"] < frame["value"]) & (frame["value"] < frame["high"])).all()
 
 
-def test_counts_and_bounds_apart_from_weights():
+def test_only_what_is_bounded_has_an_exact_bound():
     keys = pd.DataFrame({"metric": ["share", "nats"]})
-    values, weights = np.ones((2, 4)), np.full((2, 4), 0.25)
-    made = Table.from_prompts(
-        keys, values, weights, Provenance("made"), counts=np.full((2, 4), 3.0), bounded=np.array([True, False])
-    )
+    values, weights = np.ones((2, 4)), np.full((2, 4), 3.0)
+    made = Table.from_prompts(keys, values, weights, Provenance("made"), bounded=np.array([True, False]))
     assert made.frame["n"].tolist() == [12, 12]
     assert made.frame["low"].tolist() == pytest.approx([0.025 ** (1 / 4), 1.0])
 
