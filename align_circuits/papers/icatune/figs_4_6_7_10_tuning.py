@@ -507,9 +507,7 @@ FIG10 = Experiment(
             replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
         ),
         smollm2=Layers(
-            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)),
-            (4, 8, 12, 16, 20, 24),
-            n=32,
+            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)), (4, 8, 12, 16, 20), n=32
         ),
         measured=[ends],
         arms=Layers.arms,

@@ -10,12 +10,12 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
-from torch import nn
+from torch import Tensor, nn
 
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.claims import Check, Claim, Measured, over_seeds
+from align_circuits.papers.claims import Check, Claim, Measured, over_seeds, share_of
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -40,8 +40,20 @@ Role = Literal["subject", "relation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
+RAISED = {
+    "subject": ("subject to own", "subject to other values"),
+    "relation": ("relation to own", "relation to other values"),
+    "value": ("value to its type", "value to other values"),
+}
+"""Which blocks of W_OV are compared, by the attended token: its own logits and others."""
+
+FACTS_LEARNED = 0.95
+"""Exact match on PT from which a pretrained model knows its facts, which all claims about heads presuppose."""
+
 ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
 """The relations of the last position by which heads are scored."""
+
+STAGES = ("untrained", "pretrained", "finetuned")
 
 KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
 
@@ -80,8 +92,9 @@ def measure_heads(*, seed: int, setup: Mapping[str, Any]) -> list[dict[str, Any]
 def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequences: str) -> list[dict[str, Any]]:
     """Returns accuracy, attention and the cosines of each head's output with the constructions', at the last position.
 
-    The cosine with f_subj is dominated by a part that all subjects share, -1 at all values; so the table also has the
-    cosine with another subject's f_subj, and with another type's f_rel.
+    The cosine with f_subj is dominated by a part that all subjects share, -1 at all values, so that another subject's
+    is nearly as high. `f_subj, centred` leaves it out: the mean over subjects is taken from the construction, and that
+    over prompts from the output. Each cosine stands beside that with another subject's, or another type's.
     """
     directions, rows = Directions(world, 1), []
     rows += [{"metric": name, "value": float(x.mean())} for name, x in probe(model, prompts, world).items()]
@@ -102,9 +115,12 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
         "f_rel": values[type_],
         "f_subj of another": directions.facts[(subject + 1) % world.n_subjects] - directions.value,
         "f_rel of another": values[(type_ + 1) % world.n_types],
+        "f_subj, centred": directions.facts[subject] - directions.facts.mean(0),
+        "f_subj, centred, of another": directions.facts[(subject + 1) % world.n_subjects] - directions.facts.mean(0),
     }
     for name, direction in theory.items():
-        cosines = nn.functional.cosine_similarity(outputs, direction[:, None], dim=-1).mean(0)
+        compared = outputs - outputs.mean(0) if "centred" in name else outputs
+        cosines = nn.functional.cosine_similarity(compared, direction[:, None], dim=-1).mean(0)
         rows += [{"metric": "cosine", "head": h, "what": name, "value": v} for h, v in enumerate(cosines.tolist())]
     return [{"sequences": sequences, **row} for row in rows]
 
@@ -143,11 +159,35 @@ def blocks(model: AttentionOnly, world: RecallWorld) -> list[dict[str, Any]]:
         "value to its type": of.same_type,
         "value to other values": torch.outer(of.value, of.value) - of.same_type,
     }
-    return [
+    means = [
         {"metric": "weight", "head": head, "what": name, "value": float((ov[head] * mask).sum() / mask.sum())}
         for name, mask in masks.items()
         for head in range(model.cfg.n_heads)
     ]
+    raised = [
+        {"metric": "raised", "head": head, "what": what, "value": raised_above(ov[head], masks[own], masks[others])}
+        for what, (own, others) in RAISED.items()
+        for head in range(model.cfg.n_heads)
+    ]
+    return [*means, *raised]
+
+
+def raised_above(
+    ov: Float[Tensor, "logit token"], own: Float[Tensor, "logit token"], others: Float[Tensor, "logit token"]
+) -> float:
+    """Returns how often a token raises one of its own logits above another one: 0 to 1, chance .5, ties half.
+
+    Args:
+        ov: W_OV of a head, from the attended token to logits.
+        own: 1 at each token's own logits; tokens without any are left out.
+        others: 1 at the logits that they are compared with.
+    """
+    shares = []
+    for token in own.any(0).nonzero()[:, 0]:
+        high, low = ov[own[:, token] > 0, token], ov[others[:, token] > 0, token]
+        difference = high[:, None] - low
+        shares.append(((difference > 0).double() + (difference == 0).double() / 2).mean())
+    return float(torch.stack(shares).mean())
 
 
 def attention_map(model: AttentionOnly, prompt: Prompts, sequences: str) -> list[dict[str, Any]]:
@@ -214,14 +254,27 @@ def _of(table: Table, role: Role, **where: Any) -> Measured:
 _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
     ("after pretraining a head attends to the subject", "subject", "attention", "subject", "pretrained"),
     ("another attends to the latest relation token", "relation", "attention", "relation", "pretrained"),
-    ("the subject head's output is f_subj (cosine)", "subject", "cosine", "f_subj", "pretrained"),
+    ("the subject head's output is f_subj (cosine, centred)", *("subject", "cosine", "f_subj, centred", "pretrained")),
     ("the relation head's output is f_rel (cosine)", "relation", "cosine", "f_rel", "pretrained"),
+    (
+        "W_OV of the subject head raises a subject's values above others (share of pairs)",
+        *("subject", "raised", "subject", "pretrained"),
+    ),
+    (
+        "W_OV of the relation head raises a type's values above others (share of pairs)",
+        *("relation", "raised", "relation", "pretrained"),
+    ),
     (
         "after finetuning the subject head attends to the query subject",
         *("subject", "attention", "query_subject", "finetuned"),
     ),
     ("and the relation head to attributes", "relation", "attention", "same_type", "finetuned"),
     ("whose output is then f_rel (cosine)", "relation", "cosine", "f_rel", "finetuned"),
+    ("and the subject head's still f_subj (cosine, centred)", *("subject", "cosine", "f_subj, centred", "finetuned")),
+    (
+        "W_OV of the relation head then raises values of an attribute's type above others (share of pairs)",
+        *("relation", "raised", "value", "finetuned"),
+    ),
 ]
 """Claims about the head of a role: the role, the metric, of what, and the stage."""
 
@@ -232,13 +285,34 @@ _STAGES = {
 """The sequences of each stage, the stage before it, and its caption."""
 
 
+def know_their_facts(table: Table) -> Table:
+    """Returns the rows of seeds whose pretrained model knows its facts (`FACTS_LEARNED`)."""
+    facts: Any = table.where(stage="pretrained", sequences="pretraining", metric="exact").frame
+    return Table(
+        table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])], table.provenance
+    )
+
+
 def _checks(table: Table, name: str) -> Iterator[Check]:
+    facts = {stage: per_seed(table, stage=stage, sequences="pretraining", metric="exact") for stage in STAGES[:2]}
+    learned, before = (share_of(facts[stage] >= FACTS_LEARNED) for stage in ("pretrained", "untrained"))
+    claim = f"{name}: facts are learned, as all that follows presupposes"
+    yield Claim(f"{claim} (exact match {FACTS_LEARNED:g} or more, share of seeds)").at_least(
+        0.5, learned, before, "before training"
+    )
+    table = know_their_facts(table)
+    if not len(table):
+        return
+    measured = set(zip(table.frame["metric"], table.frame["what"], strict=True))
     for claim, role, metric, what, stage in _OF_HEADS:
+        if (metric, what) not in measured:
+            continue  # in a result that was kept before this was measured
         sequences, before, control_is = _STAGES[stage]
-        keys = {"stage": stage, "metric": metric, "sequences": sequences, "what": what}
+        keys = {"stage": stage, "metric": metric, "sequences": None if metric == "raised" else sequences, "what": what}
         control = {"stage": before}
-        if (what, stage) == ("f_rel", "pretrained"):
-            control, control_is = {"what": "f_rel of another"}, "another type's"
+        if "centred" in what or (what, stage) == ("f_rel", "pretrained"):
+            other = "f_subj, centred, of another" if "centred" in what else "f_rel of another"
+            control, control_is = {"what": other}, "another's"
         value, of_control = (_of(table, role, **where) for where in (keys, keys | control))
         yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
     for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
@@ -335,7 +409,7 @@ HEADS = Experiment(
     f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
     study(
         "recall/heads",
-        *(AttentionOnlyModels(setup, seeds, BOTH_POSITIONS) for setup, seeds in ((SMOKE, 1), (CPU, 3), (PAPER, 3))),
+        *(AttentionOnlyModels(setup, seeds, BOTH_POSITIONS) for setup, seeds in ((SMOKE, 1), (CPU, 10), (PAPER, 3))),
         jobs=heads_jobs,
         summarize=lambda _, rows: heads_table(rows),
     ),
