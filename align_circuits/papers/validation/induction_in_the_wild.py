@@ -44,7 +44,7 @@ KEYS = ("part", "data", "of", "draw", "seed", "metric", "level", "layer", "head"
 class Wild:
     """How much of what."""
 
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (3, 4, 5)
     """Of random tokens; each seed has windows of prose that no other has."""
     n: int = 12
     """Prompts of random tokens, and of prose, a seed, on which heads are scored."""
@@ -54,7 +54,7 @@ class Wild:
     """Tokens of a window of prose on which heads are scored."""
     named_on: tuple[int, int] = (12, 25)
     """Prompts of random tokens on which `localize` names heads, and how many tokens each repeats."""
-    windows: int = 6
+    windows: int = 32
     """Windows of prose a seed in which the in-context gain is measured."""
     early: int = 40
     """The first token of the early ones."""
@@ -192,12 +192,14 @@ def in_context_gain(
     drawn = [score_matched(induction, others, {"induction": grids["induction"]}, generator) for _ in range(draws)]
     baseline = ablation_baseline(loaded, prompts, "mean")
     sets: list[list[Edit]] = [[], *([Ablate(heads, how="mean", reference=baseline)] for heads in (induction, *drawn))]
-    intact, without, *matched = _gains(loaded, prompts, sets, late)
-    (foreign,) = _gains(loaded, _with_other_beginnings(prompts, late + band, early + band), [[]], late)
+    early_tokens, late_tokens = _bands(loaded, prompts, sets, late)
+    intact, without, *matched = late_tokens - early_tokens
+    # The late tokens with only as many tokens of their own text before them as the early ones have.
+    _, foreign = _bands(loaded, _with_other_beginnings(prompts, late + band, early + band), [[]], late)
     lost = [intact - gain for gain in matched]
     rows = {
         ("nothing", "gain", None): intact,
-        ("the beginning", "gain", None): foreign,
+        ("the beginning", "gain", None): foreign[0] - early_tokens[0],
         ("induction", "gain", None): without,
         ("induction", "lost", None): intact - without,
         ("matched", "lost", None): np.mean(lost, axis=0),
@@ -216,13 +218,15 @@ def _is_late(targets: pd.DataFrame, first: int, band: int) -> Any:
     return (targets["offset"] >= first) & (targets["offset"] < first + band)
 
 
-def _gains(model: Any, prompts: Prompts, sets: list[list[Edit]], late: int) -> list[Float[ndarray, " prompt"]]:
-    """For each set of edits the gain of each window."""
+def _bands(
+    model: Any, prompts: Prompts, sets: list[list[Edit]], late: int
+) -> tuple[Float[ndarray, "set prompt"], Float[ndarray, "set prompt"]]:
+    """For each set of edits the mean log-probability of each window's early and late tokens, in nats."""
     targets = TargetMetrics.of(prompts, ("log_prob",))
     values, _ = targets.measure_edited(model, sets)
     is_late = (targets.targets["offset"] >= late).to_numpy()
-    means = [values[0][:, part].reshape(len(sets), len(prompts), -1).mean(2) for part in (is_late, ~is_late)]
-    return list(means[0] - means[1])
+    early, late_ = (values[0][:, part].reshape(len(sets), len(prompts), -1).mean(2) for part in (~is_late, is_late))
+    return early, late_
 
 
 def _with_other_beginnings(prompts: Prompts, window: int, kept: int) -> Prompts:
@@ -438,7 +442,7 @@ WILD = Experiment(
                 pairs=3,
             ),
             "cpu": Wild(),
-            "paper": Wild(n=64, windows=16, draws=20, pairs=25),
+            "paper": Wild(n=64, draws=20, pairs=25),
         },
         _jobs,
         _summarize,

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.papers.recall.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER, last_demonstrations, measure, token_groups
 from align_circuits.papers.recall.beyond.mixed_training import MIXING
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE, SITES, parts_of, swapped
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
 from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import MixedTask
@@ -273,3 +275,43 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
 
     assert all(check.met and check.control_fails for check in BRIDGE.check(rows(0.8)))
     assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]
+
+
+def test_finding_3_is_judged_in_seeds_that_know_their_facts():
+    """Recall is planted: with S_ft from 0, after a grammar token, or with layer 1 on the subject if the loss allows."""
+
+    def recalls(kind: str | None, loss: str | None, grammar: int, attention: str) -> bool:
+        after_grammar = grammar == 4 or (grammar == 1 and loss != "all")
+        reads = attention == "query subject" and loss != "all"
+        return kind is not None and attention != "separator" and (kind == "icl+grm from 0" or after_grammar or reads)
+
+    def rows(ignorant: tuple[int, ...]) -> Table:
+        models = [(None, None), *((kind, loss) for kind in READINGS for loss in LOSSES)]
+        found: list[dict[str, Any]] = []
+        for seed in range(6):
+            for kind, loss in models:
+                keys = {"kind": kind, "loss": loss, "seed": seed}
+                found.append({**keys, "match": "pt", "value": 0.5 if seed in ignorant else 0.99 - seed / 1000})
+                for grammar in (0, 1, 4):
+                    for attention in ATTENTION:
+                        value = 0.9 * recalls(kind, loss, grammar, attention) * (seed not in ignorant) + seed / 1000
+                        places = {"grammar": grammar, "attention": attention, "match": "exact"}
+                        found.append({**keys, **places, "value": value})
+        return table(found)
+
+    checks = FINDING_3.check(rows(()))
+    assert all(check.met and check.control_fails for check in checks)
+    assert FINDING_3.check(rows((0, 5)))[0].measured.value == pytest.approx(4 / 6)
+    assert [check.met for check in FINDING_3.check(rows((0, 5)))[1:]] == [True] * (len(checks) - 1)
+    assert FINDING_3.draw(rows(()))
+    assert not any(check.met for check in FINDING_3.check(rows(tuple(range(6)))))
+
+
+def test_a_weight_matrix_raises_what_was_planted():
+    own, others = torch.zeros(4, 3), torch.zeros(4, 3)
+    own[0, 0] = own[1, 1] = 1.0
+    others[2:, :2] = 1.0
+    ov = torch.zeros(4, 3)
+    ov[0, 0] = 1.0  # above both others; token 1 ties with one of its others and is below the other
+    ov[3, 1] = 2.0
+    assert raised_above(ov, own, others) == pytest.approx((1 + 0.25) / 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from align_circuits.papers.recall.figures.common import best, reached
-from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG5, FIG6, FIG15
+from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG4, FIG5, FIG6, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18, by_type
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
 from align_circuits.papers.recall.figures.gpt2_models import SMOKE, Trainings, curves_study, finetuned, pretrained
@@ -18,6 +18,8 @@ from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.tables.tables import Provenance, Table
 
 STEPS = np.arange(0, 101, 10)
+READ = {"icl+grm": 1e9, "icl+grm from 0": 50}
+"""When recall comes under each reading of S_ft."""
 
 
 def curves(middle: Callable[[str, str], float], probes: tuple[str, ...], **keys: Any) -> pd.DataFrame:
@@ -75,18 +77,19 @@ def test_generalization_is_seen_where_it_is(generalizes):
     assert holds(FIG3.check(table(found))) == [True, generalizes]
 
 
-def test_the_check_names_the_format_that_is_learned_first():
-    def at(first: str) -> Table:
-        return table(
-            curves(
-                lambda probe, _match: 20 if probe.startswith(first) else 60,
-                ("grm_held_out", "icl_held_out"),
-                stage="icl+grm",
-            )
-        )
+def test_both_readings_of_finding_3_are_judged_on_their_own():
+    probes = "icl_seen", "icl_held_out"
+    never, comes = (curves(lambda _probe, _match, at=at: at, probes, stage=s) for s, at in READ.items())
+    assert [check.met for check in FIG4.check(table(never, comes))] == [False, False, True, True]
 
-    assert holds(FIG15.check(at("grm"))) == [True, True]
-    assert [check.met for check in FIG15.check(at("icl"))] == [False, True]
+
+def test_the_check_names_the_format_that_is_learned_first():
+    def at(first: str, stage: str) -> pd.DataFrame:
+        probes = "grm_held_out", "icl_held_out"
+        return curves(lambda probe, _match: 20 if probe.startswith(first) else 60, probes, stage=stage)
+
+    found = table(at("grm", "icl+grm"), at("icl", "icl+grm from 0"))
+    assert [check.met for check in FIG15.check(found)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("matters", [True, False])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from align_circuits.papers.recall.task.posterior import type_ceiling, type_posterior
-from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask
+from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, followed_by_grammar
 from align_circuits.papers.recall.task.world import RecallWorld, distances
 from align_circuits.prompts.prompts import Prompts, Role
+from align_circuits.tasks.rng import Rng
 
 PLAIN = RecallWorld.small()
 RELATIONS = RecallWorld.small(relation_tokens=True)
@@ -262,6 +263,56 @@ def test_the_last_label_is_the_attribute_due(task):
         assert torch.equal(everything[asked], labels[asked])
     before = tokens[asked]
     assert bool((before == task.world.separator).all()) == task.world.relation_tokens
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("predict", ["attributes", "no first grammar"])
+def test_labels_are_of_attributes_alone_or_leave_out_what_follows_a_subject(task, predict):
+    tokens, labels = task.batch(7, 20, predict)
+    everything = task.batch(7, 20)[1]
+    facts = torch.from_numpy(task._draw(20, Rng(7, "training"), ends=False).has_fact)
+    for row, every, states in zip(tokens.tolist(), everything.tolist(), facts.tolist(), strict=True):
+        written = [row[0], *(label for label in every if label != IGNORED)]
+        kept = [label != IGNORED for label in labels[tokens.tolist().index(row)].tolist()]
+        parts = read_in_order(task, written, states)
+        expected = {at for at, what in enumerate(parts) if what == "attribute"}
+        if predict == "no first grammar":
+            expected = {at for at, what in enumerate(parts) if at and what != "first grammar"}
+        assert {at + 1 for at, label in enumerate(kept) if label} == expected
+
+
+def read_in_order(task, written: list[int], states: list[bool]) -> list[str]:
+    """What each token of a sequence is: an attribute, the grammar token right after a subject, or something else."""
+    world, kinds = task.world, []
+    inner = next((at for at, token in enumerate(written) if token in (world.separator, *attributes(world))), 0) - 1
+    inner = task.grammar_len if isinstance(task, FactsTask) else inner
+    for at in range(len(written)):
+        part, place = divmod(at, inner + 3)
+        value = inner + 1 + world.relation_tokens
+        what = "first grammar" if place == 1 and inner else "other"
+        kinds.append(("attribute" if place == value else what) if states[part] else "other")
+    return kinds
+
+
+def attributes(world: RecallWorld) -> list[int]:
+    return [token for ids in world.value_ids for token in ids]
+
+
+def test_a_query_alone_is_followed_by_grammar_of_its_type():
+    icl = DemonstrationsTask(PLAIN, 5).sample(300, seed=0)
+    longer = followed_by_grammar(icl, PLAIN, 2, seed=1)
+    assert torch.equal(longer.tokens[:, :-2], icl.tokens)
+    assert longer.mask.all()
+    assert torch.equal(longer.roles[:, -2:].unique(), torch.tensor([int(Role.TEXT)]))
+    first, second = (longer.tokens[:, -2:] - PLAIN.grammar_ids.start).T.numpy()
+    type_ = longer.latent["type"][:, -1].numpy()
+    assert (PLAIN.chains[type_, first, second] > 0).all()
+    wrong = PLAIN.chains[(type_ + 1) % PLAIN.n_types, first, second]
+    assert np.log(PLAIN.chains[type_, first, second]).mean() > np.log(wrong + 1e-9).mean()
+    assert longer.relations["query_subject"].keys_of(0) == [icl.tokens.shape[1] - 1]
+    assert (longer.targets["query_pos"] == longer.tokens.shape[1] - 1).all()
+    assert longer.targets["token"].equals(icl.targets["token"])
+    assert torch.equal(followed_by_grammar(icl, PLAIN, 0).tokens, icl.tokens)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -117,7 +117,7 @@ def know_their_facts(table: Table) -> Table:
 def _check(table: Table) -> list[Check]:
     facts, on_icl = (per_seed(table, kind=None, **where) for where in ({"match": "pt"}, _ON_ICL))
     known = know_their_facts(table)
-    most = max(key_values(table, "grammar"))
+    most = int(max(key_values(table, "grammar")))
 
     def exact(kind: str | None, loss: str | None, grammar: int = 0, attention: str = "free") -> Float[ndarray, " seed"]:
         if not len(known):
