@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.papers.validation import induction_in_the_wild
 from align_circuits.papers.validation.induction_in_the_wild import in_context_gain, prose
 
 EARLY, LATE, BAND, WINDOWS = 8, 40, 6, 3
@@ -17,8 +18,9 @@ def mean_log_prob(model, tokens: torch.Tensor, first: int) -> torch.Tensor:
     return log_probs[:, places - 1].gather(2, tokens[:, places, None])[..., 0].mean(1)
 
 
-def test_late_tokens_are_held_against_early_ones_and_against_a_foreign_beginning():
+def test_late_tokens_are_held_against_early_ones_and_against_a_foreign_beginning(monkeypatch):
     model = ac.load("toy-llama", dtype=torch.float32)
+    monkeypatch.setattr(induction_in_the_wild, "stored", lambda _: model)
     frame = in_context_gain(
         model="toy-llama", named_on=(8, 8), windows=WINDOWS, early=EARLY, late=LATE, band=BAND, draws=1, seed=0
     )
