@@ -1,5 +1,6 @@
 """What the pages of results show of the tables that are kept in the folder `results`."""
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,9 @@ from align_circuits.tables.tables import Table
 
 PREREGISTERED = Path("results/preregistered.csv")
 """What `benchmarks/preregistered.py` read from the history of git."""
+
+CAUSES = Path("results/causes.toml")
+"""Why claims fail."""
 
 PAPERS = ("icatune", "recall", "abrupt")
 VERDICTS = [*get_args(Verdict)]
@@ -69,3 +73,48 @@ def overview(paper: str) -> pd.DataFrame:
         counts = {verdict: found.count(verdict) for verdict in VERDICTS}
         rows.append({"experiment": experiment.name, "what": experiment.title, "scale": folder.name, **counts})
     return pd.DataFrame(rows)
+
+
+def failing(paper: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yields experiment, scale, claim and measured number of every claim that fails."""
+    for experiment, folder in kept(paper):
+        for check in experiment.check(Table.load(folder)):
+            if check.verdict == "fails":
+                yield experiment.name, folder.name, check.claim, check.row()["measured"]
+
+
+def why(paper: str) -> pd.DataFrame:
+    """Returns the causes of the claims of a paper that fail, with the claims and the experiment that shows the cause.
+
+    Raises:
+        LookupError: A failing claim without a cause, or with several; or a cause of a claim that does not fail.
+    """
+    causes = tomllib.loads(CAUSES.read_text(encoding="utf-8"))["cause"]
+    left = {(place, *claim) for place, cause in enumerate(causes) for claim in map(tuple, cause["claims"])}
+    left = {key for key in left if key[1] in {experiment.name for experiment, _ in kept(paper)}}
+    claims: dict[int, list[str]] = {}
+    for name, scale, claim, measured in failing(paper):
+        found = [key for key in left if key[1:3] == (name, scale) and claim.startswith(key[3])]
+        if len(found) != 1:
+            raise LookupError(f"{name}, {scale}: {len(found)} causes for {claim!r}")
+        left.remove(found[0])
+        claims.setdefault(found[0][0], []).append(f"{name} ({scale}): {claim}: {measured}")
+    if left:
+        raise LookupError(f"causes of claims that do not fail: {sorted(left)}")
+    return pd.DataFrame(
+        {
+            "why": causes[place]["what"],
+            "shown by": causes[place].get("shown_by", "not shown"),
+            "claims that fail": len(own),
+            "which": "; ".join(own),
+        }
+        for place, own in sorted(claims.items())
+    )
+
+
+def summary(paper: str) -> pd.DataFrame:
+    """Returns the verdicts on the paper's own claims and on those beyond it."""
+    counts = overview(paper)
+    beyond = [EXPERIMENTS[name].source.lower().startswith("beyond") for name in counts["experiment"]]
+    whose = pd.Series(beyond, counts.index).map({True: "beyond the paper", False: "of the paper" if paper in PAPERS else "of the package"})
+    return counts.groupby(whose.rename("claims"), sort=False)[VERDICTS].sum()

@@ -89,7 +89,7 @@ class Check:
         return not self._meets(self.control.value)
 
     def _meets(self, value: float) -> bool:
-        return value >= self.threshold if self.relation == ">=" else value <= self.threshold
+        return bool(value >= self.threshold if self.relation == ">=" else value <= self.threshold)
 
     def row(self) -> dict[str, str]:
         """Returns the check as a row for people."""

@@ -1,0 +1,39 @@
+"""What the pages of results say of the kept tables."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from align_circuits.papers.experiments import EXPERIMENTS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def kept_results():
+    spec = importlib.util.spec_from_file_location("kept_results", DOCS / "kept_results.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kept_results"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("paper", ["icatune", "recall", "abrupt", "validation"])
+def test_every_claim_that_fails_has_one_cause(kept_results, monkeypatch, paper):
+    monkeypatch.chdir(DOCS)
+    causes = kept_results.why(paper)
+    assert causes["claims that fail"].sum() == kept_results.summary(paper)["fails"].sum() > 0
+    assert set(causes["shown by"]) <= {*EXPERIMENTS, "not shown"}
+
+
+def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
+    monkeypatch.chdir(DOCS)
+    monkeypatch.setattr(kept_results, "failing", lambda _: iter([("icatune/fig3", "cpu", "No such claim", "0")]))
+    with pytest.raises(LookupError, match="0 causes for 'No such claim'"):
+        kept_results.why("icatune")
+    monkeypatch.setattr(kept_results, "failing", lambda _: iter([]))
+    with pytest.raises(LookupError, match="claims that do not fail"):
+        kept_results.why("icatune")
