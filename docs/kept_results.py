@@ -116,5 +116,7 @@ def summary(paper: str) -> pd.DataFrame:
     """Returns the verdicts on the paper's own claims and on those beyond it."""
     counts = overview(paper)
     beyond = [EXPERIMENTS[name].source.lower().startswith("beyond") for name in counts["experiment"]]
-    whose = pd.Series(beyond, counts.index).map({True: "beyond the paper", False: "of the paper" if paper in PAPERS else "of the package"})
+    whose = pd.Series(beyond, counts.index).map(
+        {True: "beyond the paper", False: "of the paper" if paper in PAPERS else "of the package"}
+    )
     return counts.groupby(whose.rename("claims"), sort=False)[VERDICTS].sum()

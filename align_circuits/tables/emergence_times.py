@@ -44,6 +44,54 @@ def emergence_step(
     >>> emergence_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
     40.0
     """
+    reached = _sustained(steps, values, sustained)
+    rise = reached.max() - values[0]
+    crossed = reached >= values[0] + rise / 2
+    return float(steps[crossed.argmax()]) if rise >= min_rise else float("nan")
+
+
+def steepest_share(
+    steps: Float[ndarray, " probe"],
+    values: Float[ndarray, " probe"],
+    within: float,
+    *,
+    min_rise: float = MIN_RISE,
+    sustained: int = SUSTAINED,
+) -> float:
+    """Returns how much of a metric's rise comes within the few steps in which it is steepest; NaN if it did not emerge.
+
+    The rise is that of `emergence_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
+    all of it; a rise at an even pace gives about `within` over all steps.
+
+    Args:
+        steps: The step of each probe, ascending.
+        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
+        within: How many steps.
+        min_rise: A smaller rise is no emergence.
+        sustained: The number of probes in a row.
+
+    Raises:
+        ValueError: As for `emergence_step`.
+
+    >>> steepest_share(np.arange(0.0, 70, 10), np.array([0.0, 0.0, 0.25, 0.75, 1.0, 1.0, 1.0]), 10.0)
+    0.5
+    """
+    reached = _sustained(steps, values, sustained)
+    rise = reached.max() - values[0]
+    if not rise >= min_rise:
+        return float("nan")
+    level = np.maximum(reached, values[0])
+    starts = steps[: len(level)]
+    steepest = max(
+        (level[(starts >= step) & (starts <= step + within)] - level[at]).max() for at, step in enumerate(starts)
+    )
+    return float(steepest / rise)
+
+
+def _sustained(
+    steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], sustained: int
+) -> Float[ndarray, " window"]:
+    """The level that each probe and those after it, `sustained` in all, reach or exceed."""
     if not len(steps) or len(steps) != len(values) or (np.diff(steps) <= 0).any() or np.isnan(values[0]):
         raise ValueError(
             f"{len(values)} values at steps {np.asarray(steps).tolist()[:5]}...: give one value for each of ascending "
@@ -55,11 +103,7 @@ def emergence_step(
             f"{sustained + 1} times"
         )
     # A probe without a value must reach no level, or a gap would sustain a rise.
-    windows = np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained)
-    reached = windows.min(1)  # by each probe and those after it
-    rise = reached.max() - values[0]
-    crossed = reached >= values[0] + rise / 2
-    return float(steps[crossed.argmax()]) if rise >= min_rise else float("nan")
+    return np.lib.stride_tricks.sliding_window_view(np.where(np.isnan(values), -np.inf, values), sustained).min(1)
 
 
 @checked

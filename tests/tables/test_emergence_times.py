@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align_circuits.tables.emergence_times import emergence, emergence_step
+from align_circuits.tables.emergence_times import emergence, emergence_step, steepest_share
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -38,6 +38,32 @@ def test_it_equals_a_slow_search(values, sustained, min_rise):
     steps = [10.0 * at for at in range(len(values))]
     found = emergence_step(np.array(steps), np.array(values), min_rise=min_rise, sustained=sustained)
     np.testing.assert_equal(found, looped(steps, values, min_rise, sustained))
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
+    sustained=st.integers(1, 4),
+    within=st.sampled_from([10.0, 25.0, 40.0]),
+)
+def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
+    values[0] = 0.0 if math.isnan(values[0]) else values[0]
+    steps = [10.0 * at for at in range(len(values))]
+    levels = []
+    for at in range(len(values) - sustained + 1):
+        window = values[at : at + sustained]
+        levels.append(values[0] if any(math.isnan(value) for value in window) else max(values[0], min(window)))
+    rise = max(levels) - values[0]
+    pairs = [(i, j) for i in range(len(levels)) for j in range(i, len(levels)) if steps[j] - steps[i] <= within]
+    expected = max(levels[j] - levels[i] for i, j in pairs) / rise if rise >= 0.3 else math.nan
+    found = steepest_share(np.array(steps), np.array(values), within, sustained=sustained)
+    np.testing.assert_allclose(found, expected)
+
+
+def test_an_even_pace_and_a_jump_are_told_apart():
+    steps = np.arange(0.0, 201, 5)
+    assert steepest_share(steps, steps / 200, 20.0) == pytest.approx(0.1, abs=0.01)
+    assert steepest_share(steps, (steps > 90).astype(float), 20.0) == 1.0
 
 
 def test_a_lucky_probe_and_a_small_rise_are_no_emergence():

@@ -48,6 +48,9 @@ from align_circuits.tables.tables import Provenance, Table
 ICA = Arm("ICA-Tune")
 """The tuning of the bundled model that most figures are about."""
 
+FRESH_SEEDS = (10, 11, 12, 13, 14, 15)
+"""Seeds of the bundled model on which nothing was developed."""
+
 PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
 SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
 
@@ -189,7 +192,26 @@ def _check_emergence_of_arm(table: Table) -> list[Check]:
             else []
         ),
         *order_checks(table),
+        *(abruptness_checks(table) if "abruptness" in set(table.frame["part"]) else []),  # not in older results
     ]
+
+
+def abruptness_checks(table: Table) -> list[Check]:
+    """Returns the checks that accuracy and alignment rise abruptly."""
+    rows = table.where(part="abruptness")
+    captions = {
+        "accuracy": ("Accuracy of first tokens", "most of it at once"),
+        "align_query": ("Alignment, in the head that is best at the end,", "between steps 75 and 90 of 200"),
+    }
+    return [
+        Claim(f"{what} rises abruptly (share of the rise within a tenth of the steps)", published).at_least(
+            0.5, over_seeds(rows.where(metric=metric).frame["value"].to_numpy(float)), _EVEN, "a rise at an even pace"
+        )
+        for metric, (what, published) in captions.items()
+    ]
+
+
+_EVEN = Measured(0.1, 0.1, 0.1)
 
 
 def order_checks(table: Table) -> list[Check]:
@@ -246,7 +268,7 @@ FIG4 = Experiment(
         "icatune/fig4",
         summarize_courses,
         smoke=Tunings((SMOKE_ICA,), n=4, every=1),
-        cpu=Tunings((ICA,)),
+        cpu=Tunings((replace(ICA, seeds=FRESH_SEEDS),)),
         paper=Tunings((PAPER_ICA,)),
         smollm2=Tunings(SMOLLM2_ARMS, n=32, every=1),
         measured=[ends],

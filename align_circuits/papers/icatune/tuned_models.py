@@ -16,8 +16,9 @@ from align_circuits.models.loading import load
 from align_circuits.papers.claims import seed_rows
 from align_circuits.papers.study import Inputs, Measurement, Rows, Study, training_folder
 from align_circuits.run.evaluation import evaluate
-from align_circuits.tables.emergence_times import emergence
-from align_circuits.tables.tables import VALUES, Provenance, Table
+from align_circuits.tables.emergence_times import SUSTAINED, emergence_step, steepest_share
+from align_circuits.tables.emergence_times import best_head as best_of_last
+from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.training.probe import PROBED
 from align_circuits.training.tuning import TOY_LLAMA, TuneConfig, TuneRun, tune
@@ -271,21 +272,29 @@ def ended(frame: Any) -> pd.DataFrame:
 
 
 def emerged(frame: Any) -> pd.DataFrame:
-    """Returns the step at which accuracy, alignment and lookup emerged in each seed, with `part="emergence"`.
+    """Returns when accuracy, alignment and lookup emerged in each seed, and how abruptly.
 
     Args:
         frame: The rows of `course`.
 
     Returns:
-        `value` is the step, NaN where the metric did not emerge (`emergence`). Followed are first tokens, and the best
-        head of the last probes, in distribution.
+        With `part="emergence"`, `value` is the step, NaN where the metric did not emerge (`emergence`); with
+        `part="abruptness"` the share of its rise that comes within a tenth of the steps (`steepest_share`). Followed
+        are first tokens, and the best head of the last probes, in distribution.
     """
     rows = []
+    within = 0.1 * float(frame["step"].max())
     for (arm, seed), run in frame.groupby(["arm", "seed"], sort=False):
-        table = Table(run.drop(columns=["arm", "seed"]), Provenance("course"))
+        own: Any = run[~run["ood"] & run["offset"].isna()]
         for metric, kind in (("accuracy", "first"), *((metric, "all") for metric in PROBED)):
-            if metric in set(run["metric"]):
-                when = emergence(table, metric, kind=kind, ood=False, offset=None)
-                step = when.where(measure="step").frame["value"].iloc[0]
-                rows.append({"arm": arm, "seed": seed, "metric": metric, "kind": kind, "value": step})
-    return pd.DataFrame(rows).assign(part="emergence", condition="in distribution", of="step", n=1)
+            followed = own[(own["metric"] == metric) & (own["kind"] == kind)]
+            if not len(followed):
+                continue
+            if metric in PROBED:
+                followed = best_of_last(followed[followed["level"] == "head"].drop(columns=["arm", "seed"]), SUSTAINED)
+            course = followed.sort_values("step")
+            steps, values = course["step"].to_numpy(float), course["value"].to_numpy(float)
+            keys = {"arm": arm, "seed": seed, "metric": metric, "kind": kind}
+            rows.append({**keys, "part": "emergence", "of": "step", "value": emergence_step(steps, values)})
+            rows.append({**keys, "part": "abruptness", "of": "share", "value": steepest_share(steps, values, within)})
+    return pd.DataFrame(rows).assign(condition="in distribution", n=1)

@@ -235,6 +235,7 @@ def test_figure_4_tells_success_from_failure(folder, tmp_path):
     frame.loc[good & ahead, ["value", "low", "high"]] = 1.0
     frame.loc[(frame["part"] == "before") & (frame["metric"] == "align_query"), ["value", "low", "high"]] = 0.2
     frame.loc[(frame["part"] == "emergence") & (frame["metric"] == "align_query"), "value"] = 1.0
+    frame.loc[frame["part"] == "abruptness", "value"] = 0.8 + frame["seed"].astype(float) / 100
     checks = {check.claim: check for check in experiment.check(Table(frame, table.provenance))}
     for claim, check in checks.items():
         if not claim.startswith("Lookup heads lie"):
