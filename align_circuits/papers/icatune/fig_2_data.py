@@ -43,6 +43,23 @@ def examples(*, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _behind_its_symbol(prompt: str) -> Measured:
+    """In what share of a prompt's phrases the letters stand behind the symbol that they translate; exact."""
+    pairs = [line.split(":") for line in prompt.splitlines()]
+    phrases = [(x[place], y[place * len(y) // len(x) :]) for x, y in pairs for place in range(len(x))]
+    share = sum(y.startswith(symbol) for symbol, y in phrases) / len(phrases)
+    return Measured(share, share, share)
+
+
+def _check_examples(table: Table) -> list[Check]:
+    standard, aligned = (
+        _behind_its_symbol(table.where(style=style).frame["prompt"].iloc[0]) for style in ("standard", "pre-aligned")
+    )
+    return [
+        Claim("Pre-aligned: each phrase stands behind its symbol (share)").at_least(1.0, aligned, standard, "standard")
+    ]
+
+
 TABLE1 = Experiment(
     "icatune/table1",
     "A standard and a pre-aligned prompt (value: tokens)",
@@ -53,6 +70,7 @@ TABLE1 = Experiment(
         lambda config, _: [Measurement(examples, seed=config.seed)],
         lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
     ),
+    check=_check_examples,
 )
 
 

@@ -5,12 +5,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of
+from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
@@ -85,7 +86,7 @@ def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
     return frame[frame["offset"].isna()].drop(columns="seed")
 
 
-def _accuracy(table: Table, style: str, kind: str = "all", **where: int) -> Table:
+def _accuracy(table: Table, style: str, kind: str = "all", **where: int | str) -> Table:
     return table.where(style=style, kind=kind, predictor="model", metric="accuracy", **where)
 
 
@@ -170,6 +171,38 @@ def _draw_models(table: Table) -> dict[str, go.Figure]:
     return {"fig9": plots.curves(panels, x="phrase_len", by="model", label="phrase length c")}
 
 
+def _check_models(table: Table) -> list[Check]:
+    names = [str(name) for name in table.frame["model"].unique()]
+    c = sorted(int(length) for length in table.frame["phrase_len"].unique())
+
+    def rise(model: str, style: str) -> Measured:
+        return difference_of(*(_accuracy(table, style, model=model, phrase_len=length) for length in (c[-1], c[0])))
+
+    def worst(model: str, style: str) -> Measured:
+        return extreme_of(_accuracy(table, style, model=model), highest=False)
+
+    checks = []
+    for name in names:
+        checks += [
+            Claim(
+                f"{name}: accuracy rises with phrase length (c = {c[-1]} minus c = {c[0]})", "in all models"
+            ).at_least(0.2, *both(partial(rise, name), *STYLES), "pre-aligned prompts"),
+            Claim(f"{name}: accuracy is high at every c on pre-aligned prompts (the worst c)", "also 1B").at_least(
+                0.9, *both(partial(worst, name), *STYLES[::-1]), "standard prompts"
+            ),
+        ]
+    for smaller, larger in pairwise(names):
+        gaps = (
+            difference_of(*(_accuracy(table, style, model=model) for model in (larger, smaller))) for style in STYLES
+        )
+        checks.append(
+            Claim(f"{larger} is more accurate than {smaller} (mean over c, difference)", "larger models are").at_least(
+                0.05, *gaps, "pre-aligned prompts"
+            )
+        )
+    return checks
+
+
 FIG9 = Experiment(
     "icatune/fig9",
     "Accuracy in context of several models, at the longest inputs",
@@ -187,5 +220,6 @@ FIG9 = Experiment(
         models="several",
     ),
     _draw_models,
+    _check_models,
     published="Llama 3.2 1B and 3B and Llama 3 8B: larger models are better, and all are good on pre-aligned prompts.",
 )

@@ -188,11 +188,16 @@ def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
     ]
     about = {"seed": None, "condition": "in distribution", "metric": "accuracy", "kind": "first", "n": 3}
     frame = pd.DataFrame(rows).assign(**about)
-    faster, learned = EXPERIMENTS["icatune/fig7"].check(
+    faster, learned, *between = EXPERIMENTS["icatune/fig7"].check(
         Table(frame.assign(low=frame["value"], high=frame["value"]), Provenance("test"))
     )
     assert faster.claim.startswith("λ = 16 is learned faster than λ = 1 ") and faster.measured.value == 0.5
     assert learned.met and learned.control_fails
+    assert [check.claim[: check.claim.index(" (")] for check in between] == [
+        "λ = 4 is learned faster than λ = 1",
+        "λ = 16 is learned faster than λ = 4",
+    ]
+    assert all(check.met and check.control_fails for check in between)
 
 
 def test_phrases_are_accepted_by_their_own_automata_alone(char_tokenizer):

@@ -121,7 +121,7 @@ def _check(table: Table) -> list[Check]:
 
     def exact(kind: str | None, loss: str | None, grammar: int = 0, attention: str = "free") -> Float[ndarray, " seed"]:
         if not len(known):
-            return np.array([np.nan])
+            return np.zeros(1)  # has no interval, so that nothing is decided
         where: dict[str, Any] = {"kind": kind, "loss": loss, "grammar": grammar, "attention": attention}
         return per_seed(known, match="exact", **where)
 
