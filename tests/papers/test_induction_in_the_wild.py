@@ -1,5 +1,7 @@
 """The in-context gain on prose, against log-probabilities that are read from plain logits."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def mean_log_prob(model, tokens: torch.Tensor, first: int) -> torch.Tensor:
 def test_late_tokens_are_held_against_early_ones_and_against_a_foreign_beginning(monkeypatch):
     model = ac.load("toy-llama", dtype=torch.float32)
     monkeypatch.setattr(induction_in_the_wild, "stored", lambda _: model)
-    frame = in_context_gain(
+    frame: Any = in_context_gain(
         model="toy-llama", named_on=(8, 8), windows=WINDOWS, early=EARLY, late=LATE, band=BAND, draws=1, seed=0
     )
     measured = frame[frame["draw"].isna() & (frame["metric"] == "gain")].set_index("of")["value"]

@@ -192,12 +192,12 @@ def _check_models(table: Table) -> list[Check]:
             ),
         ]
     for smaller, larger in pairwise(names):
-        gaps = (
+        gap, control = (
             difference_of(*(_accuracy(table, style, model=model) for model in (larger, smaller))) for style in STYLES
         )
         checks.append(
             Claim(f"{larger} is more accurate than {smaller} (mean over c, difference)", "larger models are").at_least(
-                0.05, *gaps, "pre-aligned prompts"
+                0.05, gap, control, "pre-aligned prompts"
             )
         )
     return checks

@@ -195,7 +195,7 @@ def in_context_gain(
     early_tokens, late_tokens = _bands(loaded, prompts, sets, late)
     intact, without, *matched = late_tokens - early_tokens
     # The late tokens with only as many tokens of their own text before them as the early ones have.
-    _, foreign = _bands(loaded, _with_other_beginnings(prompts, late + band, early + band), [[]], late)
+    foreign = _bands(loaded, _with_other_beginnings(prompts, late + band, early + band), [[]], late)[1]
     lost = [intact - gain for gain in matched]
     rows = {
         ("nothing", "gain", None): intact,

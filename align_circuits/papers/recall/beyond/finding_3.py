@@ -111,7 +111,8 @@ def know_their_facts(table: Table) -> Table:
     """Returns the rows of seeds whose pretrained model knows its facts (`FACTS_LEARNED`)."""
     facts: Any = table.where(kind=None, match="pt").frame
     seeds = facts.loc[facts["value"] >= FACTS_LEARNED, "seed"]
-    return Table(table.frame[table.frame["seed"].isin(seeds)], table.provenance)
+    known: Any = table.frame[table.frame["seed"].isin(seeds)]
+    return Table(known, table.provenance)
 
 
 def _check(table: Table) -> list[Check]:

@@ -288,9 +288,8 @@ _STAGES = {
 def know_their_facts(table: Table) -> Table:
     """Returns the rows of seeds whose pretrained model knows its facts (`FACTS_LEARNED`)."""
     facts: Any = table.where(stage="pretrained", sequences="pretraining", metric="exact").frame
-    return Table(
-        table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])], table.provenance
-    )
+    known: Any = table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])]
+    return Table(known, table.provenance)
 
 
 def _checks(table: Table, name: str) -> Iterator[Check]:
