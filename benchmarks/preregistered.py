@@ -64,25 +64,53 @@ def commit_of(folder: Path) -> str:
     raise ValueError(f"{folder} differs from what is committed: commit it first")
 
 
-def claims_in(commit: str) -> list[tuple[str, float]]:
-    """Returns the claims in a commit's code, each with its threshold; `SLOT` stands where a value is filled in."""
+Written = tuple[str, float, bool]
+"""The words of a claim in the code, a threshold, and whether they stand together there."""
+
+
+def claims_in(commit: str) -> list[Written]:
+    """Returns the claims in a commit's code; `SLOT` stands where a value is filled in."""
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit, "align_circuits"))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
         trees = [ast.parse(file.read()) for file in files if file is not None]
-    found = [_claim_of(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [claim for claim in found if claim is not None]
+    return [claim for tree in trees for claim in _claims_of(tree)]
 
 
-def _claim_of(call: ast.Call) -> tuple[str, float] | None:
+def _claims_of(tree: ast.Module) -> Iterator[Written]:
+    """Yields the claims of a file. Words that stand apart from a threshold, as in a list, have each such threshold."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    apart: set[float] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (claim := _claim_of(node, constants)) is not None:
+            words, threshold = claim
+            if len(words.replace(SLOT, "")) >= FEWEST:
+                yield words, threshold, True
+            else:
+                apart.add(threshold)
+    for node in ast.walk(tree) if apart else ():
+        if isinstance(node, ast.expr) and len((words := _text(node) or "").replace(SLOT, "")) >= FEWEST:
+            yield from ((words, threshold, False) for threshold in apart)
+
+
+def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, float] | None:
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("at_least", "at_most"):
         claim, threshold = call.func.value, call.args[0] if call.args else None
         text = claim.args[0] if isinstance(claim, ast.Call) and claim.args else None
+    elif isinstance(call.func, ast.Name) and call.func.id == "learned" and len(call.args) > 2:  # recall's short form
+        text, threshold = call.args[1:3]
     elif isinstance(call.func, ast.Name) and call.func.id == "Check":  # before `Claim` was there
         text, threshold = named.get("claim", call.args[0] if call.args else None), named.get("threshold")
     else:
         return None
-    words = _text(text)
+    words = SLOT if isinstance(text, ast.Name) else _text(text)
+    threshold = constants.get(threshold.id, threshold) if isinstance(threshold, ast.Name) else threshold
     try:
         return None if words is None or threshold is None else (words, float(ast.literal_eval(threshold)))
     except (ValueError, TypeError):  # no number in the code, such as a parameter
@@ -97,28 +125,31 @@ def _text(node: ast.expr | None) -> str | None:
     return None
 
 
-def thresholds_of(words: str, claims: list[tuple[str, float]]) -> tuple[set[float], bool]:
+def thresholds_of(words: str, claims: list[Written]) -> tuple[set[float], bool]:
     """Returns the thresholds of the claims in these words, or of the most alike one, and whether the words are these.
 
     Where several fit, such as one that is filled in almost whole, those with most letters of their own count.
     """
-    fits: dict[int, set[float]] = {}
+    fits: dict[int, set[tuple[float, bool]]] = {}
     for own in (words, words.partition(": ")[2]):  # of several arms, each names its claims first
-        for text, threshold in claims:
+        for text, threshold, together in claims:
             letters = len(text.replace(SLOT, ""))
             pattern = ".*".join(map(re.escape, text.split(SLOT)))
             if letters >= FEWEST and re.fullmatch(pattern, own, re.DOTALL):
-                fits.setdefault(letters, set()).add(threshold)
+                fits.setdefault(letters, set()).add((threshold, together))
     if fits:
-        return fits[max(fits)], True
-    alike = [(SequenceMatcher(None, text.replace(SLOT, ""), words).ratio(), threshold) for text, threshold in claims]
-    best = max(alike, default=(0.0, 0.0))
-    return ({best[1]} if best[0] >= LIKE else set()), False
+        best = fits[max(fits)]
+        return {threshold for threshold, _ in best}, all(together for _, together in best)
+    alike = [
+        (SequenceMatcher(None, text.replace(SLOT, ""), words).ratio(), of) for text, of, together in claims if together
+    ]
+    likest = max(alike, default=(0.0, 0.0))
+    return ({likest[1]} if likest[0] >= LIKE else set()), False
 
 
 def rows() -> Iterator[dict[str, object]]:
     """Yields a row for each kept table whose experiment has claims."""
-    known: dict[str, list[tuple[str, float]]] = {}
+    known: dict[str, list[Written]] = {}
     for name, experiment in EXPERIMENTS.items():
         for folder in sorted(RESULTS.glob(f"{experiment.study.name.replace('/', '-')}/*")):
             checks = experiment.check(Table.load(folder))

@@ -426,7 +426,7 @@ def _check_decays(table: Table) -> list[Check]:
             0.95, mean_of(end.where(arm=strong)), mean_of(start.where(arm=strong)), "before"
         ),
         *(
-            Claim(f"{arm} is learned faster than {over} (first tokens, mean over steps, difference)").at_least(
+            Claim(f"{arm} is ahead of {over} on average over steps (first tokens, difference)").at_least(
                 0.0, ahead(mean, over, arm), ahead(mean, arm, over), "the other way round"
             )
             for middle in between

@@ -194,8 +194,8 @@ def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
     assert faster.claim.startswith("λ = 16 is learned faster than λ = 1 ") and faster.measured.value == 0.5
     assert learned.met and learned.control_fails
     assert [check.claim[: check.claim.index(" (")] for check in between] == [
-        "λ = 4 is learned faster than λ = 1",
-        "λ = 16 is learned faster than λ = 4",
+        "λ = 4 is ahead of λ = 1 on average over steps",
+        "λ = 16 is ahead of λ = 4 on average over steps",
     ]
     assert all(check.met and check.control_fails for check in between)
 

@@ -296,7 +296,7 @@ def _checks(table: Table, name: str) -> Iterator[Check]:
     facts = {stage: per_seed(table, stage=stage, sequences="pretraining", metric="exact") for stage in STAGES[:2]}
     learned, before = (share_of(facts[stage] >= FACTS_LEARNED) for stage in ("pretrained", "untrained"))
     claim = f"{name}: facts are learned, as all that follows presupposes"
-    yield Claim(f"{claim} (exact match {FACTS_LEARNED:g} or more, share of seeds)").at_least(
+    yield Claim(f"{claim} (share of seeds with an exact match of {FACTS_LEARNED:g} or more)").at_least(
         0.5, learned, before, "before training"
     )
     table = know_their_facts(table)
