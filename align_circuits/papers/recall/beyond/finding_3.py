@@ -176,7 +176,7 @@ def _check(table: Table) -> list[Check]:
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     learned = know_their_facts(table)
     shown: Any = (learned if len(learned) else table).where(match="exact").frame
-    captions = {"free": "layer 1 free", "query subject": "layer 1 reads the query subject"}
+    captions = {"free": "free", "query subject": "forced"}
     panels = {}
     for kind, reading in READINGS.items():
         rows = shown[shown["kind"] == kind]
@@ -205,5 +205,6 @@ FINDING_3 = Experiment(
     ),
     _draw,
     _check,
-    "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15).",
+    "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15). In the panels *forced*, the last token attends to "
+    "the query subject alone in layer 1.",
 )
