@@ -205,6 +205,6 @@ FINDING_3 = Experiment(
     ),
     _draw,
     _check,
-    "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15). In the panels *forced*, the last token attends to "
-    "the query subject alone in layer 1.",
+    "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15). In the panels *forced*, the last token attends "
+    "to the query subject alone in layer 1.",
 )
