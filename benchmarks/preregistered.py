@@ -139,7 +139,8 @@ def thresholds_of(words: str, claims: list[Written]) -> tuple[set[float], bool]:
                 fits.setdefault(letters, set()).add((threshold, together))
     if fits:
         best = fits[max(fits)]
-        return {threshold for threshold, _ in best}, all(together for _, together in best)
+        these = max(fits) >= len(words) / 3  # of a claim that is filled in almost whole, the words are another's
+        return {threshold for threshold, _ in best}, these and all(together for _, together in best)
     alike = [
         (SequenceMatcher(None, text.replace(SLOT, ""), words).ratio(), of) for text, of, together in claims if together
     ]
