@@ -20,7 +20,14 @@ from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.beyond.forced_attention import with_relation_back
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import SOURCE, key_values, per_seed, study
+from align_circuits.papers.recall.figures.common import (
+    FACTS_LEARNED,
+    SOURCE,
+    key_values,
+    know_their_facts,
+    per_seed,
+    study,
+)
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import Predicted, followed_by_grammar
 from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread
@@ -40,8 +47,8 @@ READINGS: dict[gpt2.Finetuned, str] = {"icl+grm": "S_ft from 1", "icl+grm from 0
 ATTENTION = ("free", "query subject", "separator")
 """What the last token attends to in layer 1: what it does, or one token alone."""
 
-FACTS_LEARNED = 0.95
-"""Exact match on PT from which a pretrained model knows its facts, which finding 3 presupposes."""
+_PT: dict[str, Any] = {"kind": None, "match": "pt"}
+"""The exact match of pretrained models on PT."""
 
 _ON_ICL: dict[str, Any] = {"match": "exact", "grammar": 0, "attention": "free"}
 
@@ -107,17 +114,9 @@ def transfer(
     return rows
 
 
-def know_their_facts(table: Table) -> Table:
-    """Returns the rows of seeds whose pretrained model knows its facts (`FACTS_LEARNED`)."""
-    facts: Any = table.where(kind=None, match="pt").frame
-    seeds = facts.loc[facts["value"] >= FACTS_LEARNED, "seed"]
-    known: Any = table.frame[table.frame["seed"].isin(seeds)]
-    return Table(known, table.provenance)
-
-
 def _check(table: Table) -> list[Check]:
-    facts, on_icl = (per_seed(table, kind=None, **where) for where in ({"match": "pt"}, _ON_ICL))
-    known = know_their_facts(table)
+    facts, on_icl = per_seed(table, **_PT), per_seed(table, kind=None, **_ON_ICL)
+    known = know_their_facts(table, **_PT)
     most = int(max(key_values(table, "grammar")))
 
     def exact(kind: str | None, loss: str | None, grammar: int = 0, attention: str = "free") -> Float[ndarray, " seed"]:
@@ -174,7 +173,7 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    learned = know_their_facts(table)
+    learned = know_their_facts(table, **_PT)
     shown: Any = (learned if len(learned) else table).where(match="exact").frame
     captions = {"free": "free", "query subject": "forced"}
     panels = {}

@@ -54,6 +54,17 @@ def per_seed(table: Table, **where: Any) -> Float[ndarray, " seed"]:
     return table.where(**where).frame.sort_values("seed")["value"].to_numpy(float)
 
 
+FACTS_LEARNED = 0.95
+"""Exact match on PT from which a pretrained model knows its facts, which claims about recall and heads presuppose."""
+
+
+def know_their_facts(table: Table, **pretrained: Any) -> Table:
+    """Returns the rows of seeds whose pretrained model knows its facts; `pretrained` selects its exact match on PT."""
+    facts: Any = table.where(**pretrained).frame
+    known: Any = table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])]
+    return Table(known, table.provenance)
+
+
 def by_seed(table: Table, **where: Any) -> pd.DataFrame:
     """Returns the training curves of one measure, with steps as rows and seeds as columns."""
     return table.where(**where).frame.pivot(index="step", columns="seed", values="value").sort_index()

@@ -24,7 +24,7 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     AttentionOnlySetup,
     Positions,
 )
-from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
+from align_circuits.papers.recall.figures.common import FACTS_LEARNED, SOURCE, know_their_facts, per_seed, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
@@ -47,13 +47,8 @@ RAISED = {
 }
 """Which blocks of W_OV are compared, by the attended token: its own logits and others."""
 
-FACTS_LEARNED = 0.95
-"""Exact match on PT from which a pretrained model knows its facts, which all claims about heads presuppose."""
-
 ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
 """The relations of the last position by which heads are scored."""
-
-STAGES = ("untrained", "pretrained", "finetuned")
 
 KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
 
@@ -285,21 +280,15 @@ _STAGES = {
 """The sequences of each stage, the stage before it, and its caption."""
 
 
-def know_their_facts(table: Table) -> Table:
-    """Returns the rows of seeds whose pretrained model knows its facts (`FACTS_LEARNED`)."""
-    facts: Any = table.where(stage="pretrained", sequences="pretraining", metric="exact").frame
-    known: Any = table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])]
-    return Table(known, table.provenance)
-
-
 def _checks(table: Table, name: str) -> Iterator[Check]:
-    facts = {stage: per_seed(table, stage=stage, sequences="pretraining", metric="exact") for stage in STAGES[:2]}
-    learned, before = (share_of(facts[stage] >= FACTS_LEARNED) for stage in ("pretrained", "untrained"))
+    exact: dict[str, Any] = {"sequences": "pretraining", "metric": "exact"}
+    facts = (per_seed(table, stage=stage, **exact) for stage in ("pretrained", "untrained"))
+    learned, before = (share_of(of_stage >= FACTS_LEARNED) for of_stage in facts)
     claim = f"{name}: facts are learned, as all that follows presupposes"
     yield Claim(f"{claim} (share of seeds with an exact match of {FACTS_LEARNED:g} or more)").at_least(
         0.5, learned, before, "before training"
     )
-    table = know_their_facts(table)
+    table = know_their_facts(table, stage="pretrained", **exact)
     if not len(table):
         return
     measured = set(zip(table.frame["metric"], table.frame["what"], strict=True))
