@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from align_circuits.tables.emergence_times import emergence, emergence_step, steepest_share
 from align_circuits.tables.tables import Provenance, Table
 
+COURSES = st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12)
+"""Values of a metric, some of them missing."""
+
 
 def looped(steps, values, min_rise, sustained):
     """Tries every probe."""
@@ -28,11 +31,7 @@ def looped(steps, values, min_rise, sustained):
 
 
 @settings(deadline=None)
-@given(
-    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
-    sustained=st.integers(1, 4),
-    min_rise=st.sampled_from([0.1, 0.3, 0.6]),
-)
+@given(values=COURSES, sustained=st.integers(1, 4), min_rise=st.sampled_from([0.1, 0.3, 0.6]))
 def test_it_equals_a_slow_search(values, sustained, min_rise):
     values[0] = 0.0 if math.isnan(values[0]) else values[0]
     steps = [10.0 * at for at in range(len(values))]
@@ -41,11 +40,7 @@ def test_it_equals_a_slow_search(values, sustained, min_rise):
 
 
 @settings(deadline=None)
-@given(
-    values=st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12),
-    sustained=st.integers(1, 4),
-    within=st.sampled_from([10.0, 25.0, 40.0]),
-)
+@given(values=COURSES, sustained=st.integers(1, 4), within=st.sampled_from([10.0, 25.0, 40.0]))
 def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
     values[0] = 0.0 if math.isnan(values[0]) else values[0]
     steps = [10.0 * at for at in range(len(values))]
