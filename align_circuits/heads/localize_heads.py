@@ -15,6 +15,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
+from align_circuits.heads.head_groups import GroupMember, GroupSearch
 from align_circuits.heads.head_sets import HeadSets, Verdict
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.patch import patch_heads
@@ -87,6 +88,8 @@ class Localization:
     interchanges: Table | None = None
     """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
     heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
+    groups: Mapping[str, tuple[GroupMember, ...]] = field(default_factory=dict)
+    """If asked for, the members of each role's group: also heads that stand in for each other (`head_groups`)."""
 
     def __repr__(self) -> str:
         named = [f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads]
@@ -114,6 +117,14 @@ class Localization:
         if role not in self.heads_by_role:
             raise KeyError(f"no role {role!r}: choose one of {', '.join(self.heads_by_role)}")
         return list(self.heads_by_role[role])
+
+    def group(self, role: str) -> list[Head]:
+        """Returns the members of a role's group, those named one by one among them, as far as groups were asked for.
+
+        Raises:
+            KeyError: No such role.
+        """
+        return [member.head for member in self.groups.get(role, ())] or self.heads(role)
 
     @property
     def named_heads(self) -> list[Head]:
@@ -189,6 +200,7 @@ def localize(
     thresholds: Thresholds = Thresholds(),
     draws: int = 20,
     smallest: bool = False,
+    groups: bool = False,
     options: RunOptions = RunOptions(),
 ) -> Localization:
     """Finds the heads that have a role in a task, and tests whether the model needs them.
@@ -222,6 +234,9 @@ def localize(
         draws: How many control sets of either kind are ablated at most; fewer once a verdict is lost.
         smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
             tested on the second; takes several times as long.
+        groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
+            those that share a role, and backups (`head_groups`). Takes up to three times as long. Aligners have no
+            groups where all keys lie at one distance.
         options: How the model is run.
 
     Raises:
@@ -257,6 +272,7 @@ def localize(
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, pair, heads=heads, options=options)
     settings = {"n": n, "seed": seed, "draws": draws, "smallest": smallest, "thresholds": asdict(thresholds)}
+    settings |= {"groups": True} if groups else {}
     provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
     table = _evidence(scores, control, p, [candidates, diffuse], ablation_effects, patching_effects, names, provenance)
     heads_by_role = _named(table, candidates, names, thresholds, tested)
@@ -268,6 +284,10 @@ def localize(
     verdicts = sets.verdicts(named, group_ablations) + sets.verdicts_of_roles(heads_by_role, draws, seed)
     if smallest:
         verdicts += sets.verdicts_of_smallest(named, draws, seed)
+    # Where a fixed distance does as well as the alignment, only the control tells them apart, which groups do not run.
+    searched = [role for role in names if groups and not _confounded(tested, role)]
+    intact = {discovery: discovered, tested: scores}
+    search = GroupSearch(model, intact, p, thresholds, seed, options) if searched else None
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
     # The token before it predicts its first one; before a text there may be padding.
@@ -289,6 +309,7 @@ def localize(
         verdicts,
         diffuse_aligners,
         _interchanges(model, pair, heads, heads_by_role, named, controls, options),
+        {role: search.group(role, heads_by_role[role]) for role in searched} if search else {},
     )
 
 

@@ -24,6 +24,7 @@ from align_circuits.heads.renaming_test import (
     share_at_least_first,
     smallest_by_renaming,
 )
+from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
@@ -40,7 +41,13 @@ _ALIGNMENTS = ("align_query", "align_key")
 
 
 def p_values(
-    model: HookedModel, prompts: Prompts, relations: Sequence[str], *, seed: int = 0, options: RunOptions = RunOptions()
+    model: HookedModel,
+    prompts: Prompts,
+    relations: Sequence[str],
+    *,
+    seed: int = 0,
+    edits: Sequence[Edit] = (),
+    options: RunOptions = RunOptions(),
 ) -> dict[str, Float[ndarray, "layer head"]]:
     """Returns the p-value of every head for each relation: how often redrawn keys score as high as the true ones.
 
@@ -71,6 +78,7 @@ def p_values(
         prompts: Prompts of one task, alike in layout.
         relations: Their names.
         seed: Of the redraws.
+        edits: What is changed while the model runs.
         options: Engine and batch size.
 
     Raises:
@@ -84,7 +92,7 @@ def p_values(
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     renamed = [name for name in relations if redraws_tokens(prompts, name)]
     tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
-    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
+    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, edits=edits, options=options) if renamed else {}
     if not tests:
         return by_renaming
     places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
@@ -97,9 +105,8 @@ def p_values(
             in_batch = torch.isin(rows_of_test[name], batch)
             test.add(in_batch.nonzero()[:, 0], layer, pattern[torch.searchsorted(batch, rows_of_test[name][in_batch])])
 
-    forward(
-        model, prompts, prompt=rows[:, 0].contiguous(), query=rows[:, 1].contiguous(), on_pattern=add, options=options
-    )
+    prompt, query = rows.T.contiguous()
+    forward(model, prompts, prompt=prompt, query=query, on_pattern=add, edits=edits, options=options)
     redrawn = {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()} | by_renaming
     return {name: redrawn[name] for name in relations}
 

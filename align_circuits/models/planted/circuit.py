@@ -1,6 +1,7 @@
 """The induction circuit of Fig. 8 for sequence-to-sequence prompts: its residual stream, heads, units and decoys."""
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.models.planted.head_builder import (
+    Directions,
     HeadSpec,
     OVTerm,
     QKTerm,
@@ -35,11 +37,19 @@ FUNCTION_VECTOR_GAIN = 4.0
 """The output weight of the function-vector head: about the logit by which letters of one half exceed those of the other
 in prompts where most tokens are letters of that half."""
 
+LETTER_BIAS = 2.0
+"""What the letter-bias head adds to the logit of every letter."""
+
+SUPPRESSION = 200.0
+"""By how many nats the backup of a self-repairing circuit prefers delimiters, per logit above half of `EVIDENCE`."""
+
+_NOISE_RANK, _TOKEN_NORM, _SCORE_NOISE = 4, 5.0, 20.0
+
 SPARE = 8
 """The number of directions that decoys write and no head or unit reads."""
 
 
-def residual_stream(task: Seq2SeqTask, n_ctx: int) -> Subspaces:
+def residual_stream(task: Seq2SeqTask, n_ctx: int, self_repair: bool = False) -> Subspaces:
     """Returns the subspaces of the residual stream; coordinates are exactly 0 where they do not apply.
 
     From the embeddings: `one` (always 1), `delimiter` (BOS, separator, colon), `first` (the first token, without BOS),
@@ -49,7 +59,8 @@ def residual_stream(task: Seq2SeqTask, n_ctx: int) -> Subspaces:
     Written by heads and units: `distance` to the latest delimiter and whether that is a colon (`output`); `input
     place`, `next phrase`, `next offset`, and `next start` (the phrase again, only where its first letter comes next);
     `own phrase`, `own offset` and the letters `1 before` and `2 before` this one (all one-hot); `key symbol` and `query
-    symbol` (codes); `prediction` (one-hot times a logit); `spare`.
+    symbol` (codes); `prediction` (one-hot times a logit); `spare`. With self-repair also `looked up`, what the lookup
+    heads alone predict, and whether they are `sure`.
     """
     m, c, letters = task.x_len, task.phrase_len, len(task.letters)
     symbol, place = _code_width(len(task.alphabet)), _code_width(n_ctx)
@@ -76,6 +87,7 @@ def residual_stream(task: Seq2SeqTask, n_ctx: int) -> Subspaces:
             "query symbol": symbol,
             "prediction": letters,
             "spare": SPARE,
+            **({"looked up": letters, "sure": 1} if self_repair else {}),
         }
     )
 
@@ -207,6 +219,68 @@ def lookup(task: Seq2SeqTask, stream: Subspaces, share: float = 1.0) -> HeadSpec
         ),
         (OVTerm(stream["letter"], stream["prediction"], share * EVIDENCE),),
     )
+
+
+def watched(lookup_head: HeadSpec, stream: Subspaces) -> HeadSpec:
+    """Returns a lookup head that also writes what it predicts where `sureness_units` read it."""
+    (prediction,) = lookup_head.ov
+    return replace(lookup_head, ov=(prediction, replace(prediction, write=stream["looked up"])))
+
+
+def sureness_units(stream: Subspaces) -> ReLUUnits:
+    """Say by how much the best letter that was looked up exceeds half of `EVIDENCE`."""
+    letters = stream["looked up"]
+    count = letters.shape[1]
+    return ReLUUnits(letters, torch.full((count,), -EVIDENCE / 2), stream["sure"].expand(-1, count))
+
+
+def repair(lookup_head: HeadSpec, stream: Subspaces) -> HeadSpec:
+    """Returns a lookup head that rests on delimiters, which have no letter, while earlier lookup heads are sure."""
+    return replace(lookup_head, qk=(*lookup_head.qk, QKTerm(stream["sure"], stream["delimiter"], SUPPRESSION)))
+
+
+def shared(spec: HeadSpec, heads: int) -> HeadSpec:
+    """Returns one of several heads that attend alike and write an equal share each."""
+    return replace(spec, ov=tuple(replace(term, weight=term.weight / heads) for term in spec.ov))
+
+
+def biased(spec: HeadSpec, stream: Subspaces, nats: float) -> HeadSpec:
+    """Returns a head whose scores rise by so many nats a token, towards the latest."""
+    return replace(spec, qk=(*spec.qk, QKTerm(stream["one"], stream["position"], nats)))
+
+
+def noisy(spec: HeadSpec, stream: Subspaces, scale: float, generator: torch.Generator) -> HeadSpec:
+    """Returns a head with random terms: `scale` is about the standard deviation of what it writes more, everywhere."""
+    numbers = torch.cat([stream[name] for name in ("position", "distance", "output")], 1).sum(1).bool()
+
+    def random() -> Directions:
+        directions = torch.randn(len(numbers), _NOISE_RANK, generator=generator)
+        return directions.masked_fill(numbers[:, None], 0)
+
+    # Tokens have a norm of about 5, so that each coordinate along these directions is about 1.
+    qk = QKTerm(random() / _TOKEN_NORM, random() / _TOKEN_NORM, _SCORE_NOISE * scale * _NOISE_RANK**-0.5)
+    ov = OVTerm(random() / _TOKEN_NORM, random(), scale * _NOISE_RANK**-0.5)
+    return HeadSpec((*spec.qk, qk), (*spec.ov, ov))
+
+
+def sink(stream: Subspaces, generator: torch.Generator) -> HeadSpec:
+    """Attends to the first token; writes spare directions only."""
+    return HeadSpec((QKTerm(stream["one"], stream["position"], -MARGIN),), (_to_spare(stream, "letter", generator),))
+
+
+def duplicate(stream: Subspaces, generator: torch.Generator) -> HeadSpec:
+    """Attends to the same letter, here and earlier; writes spare directions only."""
+    return HeadSpec((QKTerm(stream["letter"], stream["letter"], MARGIN),), (_to_spare(stream, "letter", generator),))
+
+
+def previous_to_spare(stream: Subspaces, generator: torch.Generator) -> HeadSpec:
+    """Attends to the previous token; writes spare directions only."""
+    return HeadSpec((_steps_back(stream, 1),), (_to_spare(stream, "letter", generator),))
+
+
+def letter_bias(stream: Subspaces) -> HeadSpec:
+    """Attends to all tokens equally; raises all letters alike, by `LETTER_BIAS`."""
+    return HeadSpec((), (OVTerm(stream["one"], stream["prediction"].sum(1, keepdim=True), LETTER_BIAS),))
 
 
 def positional_lookup(stream: Subspaces, generator: torch.Generator) -> HeadSpec:

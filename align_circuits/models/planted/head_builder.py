@@ -63,19 +63,24 @@ class HeadSpec:
         return replace(self, qk=tuple(weak))
 
     def write(self, model: HandBuilt, layer: int, head: int) -> None:
-        """Sets the weights of a head that are still zero."""
+        """Sets the weights of a head that are still zero.
+
+        Heads that share a key head have a part of its columns each, so that none reads what another has there.
+        """
         attention = model.blocks[layer].attn
+        shared, place = divmod(head, attention.group)
+        first = place * (model.cfg.d_head // attention.group)
         with torch.no_grad():
-            start = 0
+            start = first
             for term in self.qk:
                 columns = slice(start, start := start + term.query.shape[1])
                 # Attention divides scores by the root of d_head, which depends on the widest head of the model.
                 attention.W_Q[head, :, columns] = term.query * term.weight * model.cfg.d_head**0.5
-                attention.W_K[head, :, columns] = term.key
-            start = 0
+                attention.W_K[shared, :, columns] = term.key
+            start = first
             for term in self.ov:
                 columns = slice(start, start := start + term.read.shape[1])
-                attention.W_V[head, :, columns] = term.read
+                attention.W_V[shared, :, columns] = term.read
                 attention.W_O[head, columns] = term.write.T * term.weight
 
 

@@ -21,7 +21,22 @@ from align_circuits.tasks.token_ids import look_up
 
 Decoy = Literal["random", "gold_without_output", "off_by_one", "positional_lookup", "backup", "diffuse"]
 DECOYS: tuple[Decoy, ...] = get_args(Decoy)
-"""All decoys; inert heads fill the remaining places."""
+"""The decoys that a circuit has by default; inert heads fill the remaining places."""
+
+OtherDecoy = Literal[
+    "sink",
+    "duplicate",
+    "previous_to_spare",
+    "previous_without_output",
+    "key_without_output",
+    "lookup_without_output",
+    "letter_bias",
+]
+OTHER_DECOYS: tuple[OtherDecoy, ...] = get_args(OtherDecoy)
+"""Further decoys, on request."""
+
+CIRCUIT_ROLES = ("previous", "align_query", "align_key", "lookup")
+"""The roles that a planted circuit has, in the order of its layers."""
 
 ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
     {
@@ -31,13 +46,17 @@ ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
         "align_key": "align_key",
         "lookup": "lookup",
         "backup": "lookup",
+        "repair": "lookup",
         "second_previous": None,
         "induction": "induction",
         "function_vector": None,
         **dict.fromkeys(("random", "gold_without_output", "off_by_one", "positional_lookup", "diffuse", "inert")),
+        **dict.fromkeys(OTHER_DECOYS),
     }
 )
 """The true role of each kind of head; None without an effect on the output by that attention."""
+
+_TRIES = 100
 
 STAGES = 4
 """The layers of the circuit: boundaries, previous token, alignment, lookup."""
@@ -68,6 +87,12 @@ def planted_circuit(
     n_layers: int = 6,
     n_heads: int = 4,
     n_ctx: int = 512,
+    *,
+    n_key_value_heads: int | None = None,
+    copies: Mapping[str, int] = MappingProxyType({}),
+    self_repair: bool = False,
+    positional_bias: float = 0.0,
+    noise: float = 0.0,
 ) -> PlantedModel:
     """Builds a transformer that solves a task in context by heads of known roles.
 
@@ -100,6 +125,11 @@ def planted_circuit(
     - `diffuse`: spreads its attention over the prompt and makes the letters that occur in it more likely, by means of
       an MLP all by the same amount, so it does not choose between letters that were looked up.
 
+    On request (`OTHER_DECOYS`) `sink` attends to the first token, `duplicate` to the same letter, and
+    `previous_to_spare` to the previous token, and write only what no head reads; `previous_without_output`,
+    `key_without_output` and `lookup_without_output` attend as a head of the circuit does and write nothing;
+    `letter_bias` raises all letters alike.
+
     Args:
         task: A task in the standard style, with phrases of one to three letters.
         seed: Fixes the places of the heads, and the weights of random heads.
@@ -109,10 +139,19 @@ def planted_circuit(
         n_layers: The number of layers, at least 4.
         n_heads: The number of heads in a layer, at least 4.
         n_ctx: The longest prompt that the model can read.
+        n_key_value_heads: For grouped queries: how many heads have keys and values; `n_heads` is a multiple of it.
+        copies: Over how many heads of one layer a role is split, 1 by default; each attends as the role requires and
+            writes an equal share, so that the others do without any one of them.
+        self_repair: Whether a further lookup head, in a later layer, predicts only where the others are not sure of a
+            letter (`kinds` calls it `"repair"`): intact, the model does not use it; with the others ablated, it does.
+        positional_bias: By how many nats a token the scores of all heads rise towards the latest, but for those of the
+            first two stages and the sink.
+        noise: The standard deviation of what every head writes beside its own output, into each direction that holds
+            no number (position, distance): random combinations of what it attends to. Scores get 20 times as much.
 
     Raises:
         ValueError: The task is in another style, its phrases or prompts are too long, `strength` is outside [0, 1], a
-            decoy is unknown, or the layers or heads are too few.
+            decoy or a role is unknown, or the layers or heads are too few.
 
     Source: The Missing Alignment Link, §4.1 and Fig. 8.
 
@@ -124,15 +163,18 @@ def planted_circuit(
     token_ids = look_up(tokenizer, task.alphabet, task.letters, task.colon, task.separator, MARKER, task.spaced)
     bos = task.bos and token_ids.bos is not None
     _check(task, bos, strength, decoys, n_layers, n_heads, n_ctx)
+    _check_variations(n_layers, n_heads, n_key_value_heads, copies, self_repair, noise)
     generator = torch.Generator().manual_seed(seed)
-    # In the order of the stages, but in any layers: no method may find a head by its place.
-    layers = sorted(torch.randperm(n_layers, generator=generator)[:STAGES].tolist())
-    stream = circuit.residual_stream(task, n_ctx)
+    # In the order of the stages, but in any layers: no method may find a head by its place. A head that repairs comes
+    # after all.
+    layers = sorted(torch.randperm(n_layers - self_repair, generator=generator)[:STAGES].tolist())
+    stream = circuit.residual_stream(task, n_ctx, self_repair)
     placements = [
         replace(placement, spec=placement.spec.weakened(strength))
-        for placement in _circuit_heads(task, stream, layers, backup="backup" in decoys)
+        for placement in _circuit_heads(task, stream, layers, n_layers, "backup" in decoys, copies, self_repair)
     ]
     decoy_heads = _decoy_heads(task, stream, layers, n_layers, n_ctx, generator)
+    decoy_heads += _other_decoy_heads(task, stream, layers, n_layers, seed)
     placements += [placement for placement in decoy_heads if placement.kind in decoys]
     heads = _place(placements, n_layers, n_heads, generator)
     for head in product(range(n_layers), range(n_heads)):
@@ -140,14 +182,28 @@ def planted_circuit(
             is_random = "random" in decoys and bool(torch.rand((), generator=generator) < 0.5)
             heads[head] = ("random", circuit.random_head(stream, generator)) if is_random else ("inert", HeadSpec())
     units = _units(task, stream, layers, [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"])
+    if self_repair:
+        units[layers[-1]].append(circuit.sureness_units(stream))
+    if positional_bias:
+        heads = {
+            head: (kind, spec if kind in _PLACED_BY_POSITION else circuit.biased(spec, stream, positional_bias))
+            for head, (kind, spec) in heads.items()
+        }
+    if noise:
+        noise_generator = torch.Generator().manual_seed(seed)
+        heads = {
+            head: (kind, circuit.noisy(spec, stream, noise, noise_generator)) for head, (kind, spec) in heads.items()
+        }
+    width = max(spec.width for _, spec in heads.values())
     model = PlantedModel(
         HandBuiltConfig(
             n_layers=n_layers,
             n_heads=n_heads,
+            n_key_value_heads=n_key_value_heads,
             n_ctx=n_ctx,
             d_vocab=len(tokenizer),
             d_model=stream["one"].shape[0],
-            d_head=max(spec.width for _, spec in heads.values()),
+            d_head=width * (n_heads // (n_key_value_heads or n_heads)),
             d_mlp=max(sum(len(group.bias) for group in groups) for groups in units.values()),
             model_name=f"planted-{seed}",
         ),
@@ -212,18 +268,37 @@ class _Placement:
     layers: Sequence[int]
 
 
-def _circuit_heads(task: Seq2SeqTask, stream: Subspaces, layers: Sequence[int], backup: bool) -> Sequence[_Placement]:
+_PLACED_BY_POSITION = ("boundary", "previous", "second_previous", "sink")
+"""The kinds of heads that attend by position alone: a positional bias would make them other heads."""
+
+
+def _circuit_heads(
+    task: Seq2SeqTask,
+    stream: Subspaces,
+    layers: Sequence[int],
+    n_layers: int,
+    backup: bool,
+    copies: Mapping[str, int],
+    self_repair: bool,
+) -> Sequence[_Placement]:
     first, second, third, fourth = layers
     lookup = circuit.lookup(task, stream, share=0.5 if backup else 1.0)
-    heads = [
-        _Placement("boundary", circuit.boundary(task, stream), [first]),
-        _Placement("previous", circuit.previous(task, stream), [second]),
-        _Placement("align_query", circuit.aligner(task, stream, "next start"), [third]),
-        _Placement("align_key", circuit.aligner(task, stream, "own phrase"), [third]),
-        _Placement("lookup", lookup, [fourth]),
-    ]
+    looked_up = circuit.watched(lookup, stream) if self_repair else lookup
+    specs = {
+        "previous": (circuit.previous(task, stream), second),
+        "align_query": (circuit.aligner(task, stream, "next start"), third),
+        "align_key": (circuit.aligner(task, stream, "own phrase"), third),
+        "lookup": (looked_up, fourth),
+    }
+    heads = [_Placement("boundary", circuit.boundary(task, stream), [first])]
+    for role, (spec, layer) in specs.items():
+        count = copies.get(role, 1)
+        heads += [_Placement(role, circuit.shared(spec, count), [layer])] * count
     if backup:
-        heads.append(_Placement("backup", lookup, [fourth]))
+        heads.append(_Placement("backup", looked_up, [fourth]))
+    if self_repair:
+        full = circuit.lookup(task, stream)
+        heads.append(_Placement("repair", circuit.repair(full, stream), range(fourth + 1, n_layers)))
     if task.phrase_len > 2:
         heads.append(_Placement("second_previous", circuit.second_previous(stream), [second]))
     return heads
@@ -244,18 +319,43 @@ def _decoy_heads(
     ]
 
 
+def _other_decoy_heads(
+    task: Seq2SeqTask, stream: Subspaces, layers: Sequence[int], n_layers: int, seed: int
+) -> list[_Placement]:
+    """Those of `OTHER_DECOYS`, from a generator of their own: the heads of other circuits stay where they are."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second, third, fourth = layers
+    return [
+        _Placement("sink", circuit.sink(stream, generator), range(n_layers)),
+        _Placement("duplicate", circuit.duplicate(stream, generator), range(n_layers)),
+        _Placement("previous_to_spare", circuit.previous_to_spare(stream, generator), range(n_layers)),
+        _Placement("previous_without_output", HeadSpec(circuit.previous(task, stream).qk), range(first + 1, n_layers)),
+        _Placement(
+            "key_without_output", HeadSpec(circuit.aligner(task, stream, "own phrase").qk), range(second + 1, n_layers)
+        ),
+        _Placement("lookup_without_output", HeadSpec(circuit.lookup(task, stream).qk), range(third + 1, n_layers)),
+        # Earlier, the units that bound what the diffuse head wrote would take it back.
+        _Placement("letter_bias", circuit.letter_bias(stream), range(fourth, n_layers)),
+    ]
+
+
 def _place(
     placements: Sequence[_Placement], n_layers: int, n_heads: int, generator: torch.Generator
 ) -> dict[Head, tuple[str, HeadSpec]]:
-    """Gives every head a random free place within its layers."""
-    free = list(product(range(n_layers), range(n_heads)))
-    heads = {}
-    for placement in placements:
-        allowed = [head for head in free if head[0] in placement.layers]
-        head = allowed[int(torch.randint(len(allowed), (), generator=generator))]
-        free.remove(head)
-        heads[head] = (placement.kind, placement.spec)
-    return heads
+    """Gives every head a random free place within its layers; anew where the heads before left none."""
+    for _ in range(_TRIES):
+        free = list(product(range(n_layers), range(n_heads)))
+        heads = {}
+        for placement in placements:
+            allowed = [head for head in free if head[0] in placement.layers]
+            if not allowed:
+                break
+            head = allowed[int(torch.randint(len(allowed), (), generator=generator))]
+            free.remove(head)
+            heads[head] = (placement.kind, placement.spec)
+        else:
+            return heads
+    raise ValueError(f"{n_layers} layers of {n_heads} heads have no place for a {placement.kind!r} head: give more")
 
 
 def _units(
@@ -287,7 +387,32 @@ def _check(
         )
     if not 0 <= strength <= 1:
         raise ValueError(f"strength is {strength}: give a number from 0 (no circuit) to 1 (exact)")
-    if unknown := set(decoys) - set(DECOYS):
-        raise ValueError(f"unknown decoys {sorted(unknown)}: choose among {', '.join(DECOYS)}")
+    if unknown := set(decoys) - {*DECOYS, *OTHER_DECOYS}:
+        raise ValueError(f"unknown decoys {sorted(unknown)}: choose among {', '.join((*DECOYS, *OTHER_DECOYS))}")
     if n_layers < STAGES or n_heads < 4:
         raise ValueError(f"{n_layers} layers of {n_heads} heads: the circuit needs at least {STAGES} layers of 4 heads")
+
+
+def _check_variations(
+    n_layers: int,
+    n_heads: int,
+    n_key_value_heads: int | None,
+    copies: Mapping[str, int],
+    self_repair: bool,
+    noise: float,
+) -> None:
+    """Raises if heads cannot be shared or split as asked for."""
+    if n_key_value_heads is not None and (n_key_value_heads < 1 or n_heads % n_key_value_heads):
+        raise ValueError(f"n_key_value_heads={n_key_value_heads}: give a divisor of {n_heads}, the number of heads")
+    if unknown := set(copies) - set(CIRCUIT_ROLES):
+        raise ValueError(f"copies of {sorted(unknown)}: choose among {', '.join(CIRCUIT_ROLES)}")
+    if few := [role for role, count in copies.items() if count < 1]:
+        raise ValueError(f"copies={dict(copies)}: give at least 1 of {few[0]}")
+    aligners = copies.get("align_query", 1) + copies.get("align_key", 1)
+    most = max(aligners, copies.get("lookup", 1) + 1, copies.get("previous", 1) + 1)
+    if most > n_heads:
+        raise ValueError(f"copies={dict(copies)}: a layer of the circuit needs {most} heads and has {n_heads}")
+    if self_repair and n_layers <= STAGES:
+        raise ValueError(f"self_repair with {n_layers} layers: the head that repairs needs one more than {STAGES}")
+    if noise < 0:
+        raise ValueError(f"noise={noise}: give a number from 0 on")

@@ -22,6 +22,8 @@ class HandBuiltConfig:
     d_mlp: int
     d_vocab: int
     n_ctx: int
+    n_key_value_heads: int | None = None
+    """Under grouped-query attention: how many heads have keys and values, each for `n_heads` over this of them."""
     model_name: str = "hand-built"
     act_fn: str = "relu"
     normalization_type: None = None
@@ -116,13 +118,13 @@ class HandBuilt(HookedRootModule):
         return torch.stack([block.attn.W_Q for block in self.blocks])
 
     @property
-    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """The key weights of all layers."""
+    def W_K(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        """The key weights of all layers, of their key heads under grouped-query attention."""
         return torch.stack([block.attn.W_K for block in self.blocks])
 
     @property
-    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """The value weights of all layers."""
+    def W_V(self) -> Float[Tensor, "layer kv_head d_model d_head"]:
+        """The value weights of all layers, of their key heads under grouped-query attention."""
         return torch.stack([block.attn.W_V for block in self.blocks])
 
     @property
@@ -154,11 +156,14 @@ class HandBuiltBlock(nn.Module):
 
 
 class HandBuiltAttention(nn.Module):
-    """Softmax attention without biases."""
+    """Softmax attention without biases, with grouped queries where `n_key_value_heads` says so."""
 
     def __init__(self, cfg: HandBuiltConfig):
         super().__init__()
-        self.W_Q, self.W_K, self.W_V = (_zeros(cfg, cfg.n_heads, cfg.d_model, cfg.d_head) for _ in range(3))
+        key_heads = cfg.n_key_value_heads or cfg.n_heads
+        self.group = cfg.n_heads // key_heads
+        self.W_Q = _zeros(cfg, cfg.n_heads, cfg.d_model, cfg.d_head)
+        self.W_K, self.W_V = (_zeros(cfg, key_heads, cfg.d_model, cfg.d_head) for _ in range(2))
         self.W_O = _zeros(cfg, cfg.n_heads, cfg.d_head, cfg.d_model)
         self.hook_q, self.hook_k, self.hook_v, self.hook_z = (HookPoint() for _ in range(4))
         self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()
@@ -171,6 +176,7 @@ class HandBuiltAttention(nn.Module):
             hook(torch.einsum("npd,hde->nphe", residual, weight))
             for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
         )
+        k, v = (each.repeat_interleave(self.group, 2) for each in (k, v))
         scores = torch.einsum("nqhe,nkhe->nhqk", q / q.shape[-1] ** 0.5, k)
         scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
         pattern = self.hook_pattern(scores.softmax(-1))

@@ -1,0 +1,280 @@
+"""Methods that find heads: from a model and a pair of prompts to a score of every head, the higher the more it matters.
+
+Each returns a grid `[layer head]`, or one for each role where it tells roles apart. Methods that run the model once a
+head take the pair's first `FEW` prompts; the others take all.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+from torch import Tensor
+from transformer_lens.head_detector import compute_head_attention_similarity_score
+
+from align_circuits.circuits.attribute import EdgeMethod, HeadMethod, attribute_edges, attribute_heads
+from align_circuits.circuits.direct_effects import direct_logits
+from align_circuits.heads.ablate import How, ablate_heads
+from align_circuits.heads.localize_heads import Localization, localize
+from align_circuits.heads.patch import patch_heads
+from align_circuits.heads.score import score_heads
+from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.names import name_of
+from align_circuits.run.forward_pass import capture
+from align_circuits.run.options import RunOptions
+from align_circuits.run.pairs import Direction, Pair
+from align_circuits.run.target_metrics import TargetMetrics
+
+Grid = Float[ndarray, "layer head"]
+
+Scores = Grid | Mapping[str, Grid]
+"""A score of every head, or one for each role, by the name of the relation that such a head follows."""
+
+Localizer = Callable[[HookedModel, Pair], Scores]
+"""A method that finds heads. The pair's prompts hold the relations of the roles; its metric is the log-probability of
+the targets unless it has another."""
+
+FEW = 4
+"""Prompts on which the model runs once a head."""
+
+_CUTS = (0.1, 0.01)
+"""What a head may cost, in nats, and still be pruned: from coarse circuits to fine ones."""
+
+_MASK_STEPS, _MASK_RATE, _MASK_PRICE = 60, 0.2, 0.02
+
+
+def attention(model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by their attention alone: the standard score of each role (`score_heads`).
+
+    Source: Voita et al. (2019), "Analyzing Multi-Head Self-Attention"; Olsson et al. (2022) for induction.
+    """
+    roles = _roles(pair)
+    scores = score_heads(model, pair.clean, roles)
+    return {role: np.nan_to_num(scores.grid(role)) for role in roles}
+
+
+def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by TransformerLens's detector, with each role's keys as the pattern to detect.
+
+    The "mul" measure: the share of all attention that lies on the pattern, over the first `FEW` prompts.
+
+    Source: TransformerLens, `head_detector.compute_head_attention_similarity_score`, which `detect_head` calls.
+    """
+    prompts, patterns = pair.clean[:FEW], {}
+    for role in _roles(pair):
+        relation = prompts.relations[role]
+        keys, _ = relation.expand()
+        length = prompts.mask.shape[1]
+        patterns[role] = torch.zeros(len(prompts), length, length)
+        patterns[role][relation.prompt, relation.query] = keys.float()
+    names = [name_of("pattern", layer) for layer in range(model.cfg.n_layers)]
+    cached = capture(model, prompts, names)
+    grids = {role: np.zeros((model.cfg.n_layers, model.cfg.n_heads)) for role in patterns}
+    for role, pattern in patterns.items():
+        for layer, head in heads_of(model.cfg):
+            found = [
+                compute_head_attention_similarity_score(
+                    cached[names[layer]][row, head],
+                    pattern[row],
+                    exclude_bos=False,
+                    exclude_current_token=False,
+                    error_measure="mul",
+                )
+                for row in range(len(prompts))
+            ]
+            grids[role][layer, head] = np.mean(found)
+    return grids
+
+
+def ablation(how: How) -> Localizer:
+    """Returns the method that scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
+
+    def method(model: HookedModel, pair: Pair) -> Grid:
+        table = ablate_heads(model, pair.clean[:FEW], how, metrics=("log_prob",))
+        return -table.where(kind="all").grid("log_prob")
+
+    return method
+
+
+def patching(direction: Direction) -> Localizer:
+    """Returns the method that scores heads by patching each alone between the two runs (`patch_heads`)."""
+
+    def method(model: HookedModel, pair: Pair) -> Grid:
+        table = patch_heads(model, replace(_few(pair), metric="log_prob", kind="all", direction=direction))
+        return table.grid("log_prob") * (1 if direction == "denoise" else -1)
+
+    return method
+
+
+def direct_effect(model: HookedModel, pair: Pair) -> Grid:
+    """Scores heads by what the path from them to the logits, past all other heads and MLPs, does for the answer.
+
+    The size of what a head adds to the gold token's logit (`direct_logits`), less what it adds on the corrupted
+    prompts.
+
+    Source: path patching to the logits, Wang et al. (2022), "Interpretability in the Wild", §3.1.
+    """
+    clean, corrupted = (
+        direct_logits(model, prompts).heads().grid("direct_logit") for prompts in (pair.clean, pair.corrupted)
+    )
+    return np.abs(clean - corrupted)
+
+
+def head_attribution(method: HeadMethod) -> Localizer:
+    """Returns the method that sums the size of a head's scores at its output and its query (`attribute_heads`)."""
+
+    def scores(model: HookedModel, pair: Pair) -> Grid:
+        table = attribute_heads(model, replace(pair, direction="noise"), method=method, sites=("z", "q"))
+        parts = (table.where(site=site).grid("log_prob") for site in ("z", "q"))
+        return np.sum([np.abs(part) for part in parts], axis=0)
+
+    return scores
+
+
+def edge_attribution(method: EdgeMethod) -> Localizer:
+    """Returns the method that sums the size of the scores of all edges that leave a head (`attribute_edges`)."""
+
+    def scores(model: HookedModel, pair: Pair) -> Grid:
+        frame = attribute_edges(model, replace(_few(pair), direction="noise"), method=method).frame
+        of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum()
+        grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
+        for layer, head in heads_of(model.cfg):
+            grid[layer, head] = of_sender[f"L{layer}H{head}"]
+        return grid
+
+    return scores
+
+
+def pruning(model: HookedModel, pair: Pair) -> Grid:
+    """Scores heads by greedy pruning: which survive how coarse a cut.
+
+    From the last layer to the first, each head is patched from the corrupted prompts and stays so if that costs less
+    than the cut, on top of all heads that stay patched already. The score is the number of cuts that a head survives.
+
+    Source: after Conmy et al. (2023), "Towards Automated Circuit Discovery", with heads in place of edges.
+    """
+    few = replace(_few(pair), direction="noise")
+    targets = TargetMetrics.of(few.base, ("log_prob",))
+    grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
+
+    def mean_log_prob(patched: list[Head]) -> float:
+        edits = [Patch(patched)] if patched else []
+        return float(targets.measure_edited(model, [edits], source=few.source)[0].mean())
+
+    for cut in _CUTS:
+        pruned: list[Head] = []
+        now = mean_log_prob(pruned)
+        for head in reversed(heads_of(model.cfg)):
+            without = mean_log_prob([*pruned, head])
+            if now - without < cut:
+                pruned, now = [*pruned, head], without
+            else:
+                grid[head] += 1
+    return grid
+
+
+def learned_masks(model: HookedModel, pair: Pair) -> Grid:
+    """Scores heads by gates between 0 and 1 that gradient descent learns: a head's own output, or the corrupted run's.
+
+    Minimised is the loss on the targets plus a price for every open gate; the score is the gate.
+
+    Source: after Cao et al. (2021), "Low-Complexity Probing via Finding Subnetworks", and Bhaskar et al. (2024),
+    "Finding Transformer Circuits with Edge Pruning", with plain sigmoid gates of heads.
+    """
+    few = replace(_few(pair), direction="noise")
+    few = few.prepared(model, RunOptions())
+    cfg, network = model.cfg, model
+    names = [name_of("z", layer) for layer in range(cfg.n_layers)]
+    corrupted = capture(model, few.source, names)
+    gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, requires_grad=True)
+    optimizer = torch.optim.Adam([gates], lr=_MASK_RATE)
+    tokens, mask = few.inputs(torch.device("cpu"))
+
+    def gate(layer: int) -> Callable[..., Tensor]:
+        def change(z: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - as TransformerLens calls it
+            open_by = gates[layer].sigmoid()[:, None]
+            return open_by * z + (1 - open_by) * corrupted[names[layer]]
+
+        return change
+
+    hooks = [(name, gate(layer)) for layer, name in enumerate(names)]
+    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            for _ in range(_MASK_STEPS):
+                logits = network.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
+                loss = -few.mean_metric(logits[:, few.queries]) / len(tokens)
+                loss = loss + _MASK_PRICE * gates.sigmoid().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+    return gates.detach().sigmoid().double().numpy()
+
+
+def localized(model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by `localize`: those that it names first, then by score and p-value."""
+    found = _localization(model, pair)
+    return {role: _ranked(found, role, found.heads_by_role[role]) for role in found.heads_by_role}
+
+
+def localized_groups(model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by `localize` with groups: their members first, then by score and p-value."""
+    found = _localization(model, pair, groups=True)
+    return {role: _ranked(found, role, found.group(role)) for role in found.heads_by_role}
+
+
+def _localization(model: HookedModel, pair: Pair, groups: bool = False) -> Localization:
+    return localize(model, pair.clean, corrupted=pair.corrupted, roles=_roles(pair), draws=0, groups=groups)
+
+
+def _ranked(found: Localization, role: str, named: Any) -> Grid:
+    """Named heads lie in [1, 2], the others in [0, 1]: `named_in` reads the names back."""
+    score, p = (found.table.where(role=role, metric=metric).grid(metric) for metric in ("score", "p"))
+    grid = np.nan_to_num(score) * (1 - p) / 2
+    for head in named:
+        grid[head] += 1.5
+    return grid
+
+
+def named_in(grid: Grid) -> set[Head]:
+    """Returns the heads that a grid of `localized` or `localized_groups` names."""
+    return {(int(layer), int(head)) for layer, head in np.argwhere(grid >= 1)}
+
+
+def _roles(pair: Pair) -> list[str]:
+    return [role for role, relation in pair.clean.relations.items() if len(relation)]
+
+
+def _few(pair: Pair) -> Pair:
+    return replace(pair, clean=pair.clean[:FEW], corrupted=pair.corrupted[:FEW])
+
+
+METHODS: Mapping[str, Localizer] = {
+    "attention": attention,
+    "head detector": head_detector,
+    "ablation, zero": ablation("zero"),
+    "ablation, mean": ablation("mean"),
+    "ablation, resample": ablation("resample"),
+    "patching, denoise": patching("denoise"),
+    "patching, noise": patching("noise"),
+    "direct effect": direct_effect,
+    "AtP": head_attribution("atp"),
+    "AtP*": head_attribution("atp_star"),
+    "EAP": edge_attribution("eap"),
+    "EAP-IG": edge_attribution("eap_ig_inputs"),
+    "pruning": pruning,
+    "learned masks": learned_masks,
+    "localize": localized,
+    "localize, groups": localized_groups,
+}
+"""The methods of this package, by name."""

@@ -1,0 +1,64 @@
+"""Methods by name: those of this package, and those that other packages register.
+
+A package registers a function `(model, pair) -> scores` (`methods.Localizer`) under the entry-point group
+`align_circuits.localizers`, in its `pyproject.toml`:
+
+    [project.entry-points."align_circuits.localizers"]
+    my-method = "my_package.module:function"
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+import numpy as np
+
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.localizers.methods import METHODS, Localizer, Scores
+from align_circuits.run.pairs import Pair
+
+GROUP = "align_circuits.localizers"
+"""The entry-point group."""
+
+
+def method_names() -> list[str]:
+    """Returns the names of all methods, those of this package first."""
+    return [*METHODS, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(METHODS))]
+
+
+def localizer(name: str) -> Localizer:
+    """Returns a method by its name.
+
+    Raises:
+        ValueError: No such method, or one whose package cannot be imported.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    entries = list(entry_points(group=GROUP, name=name))
+    if not entries:
+        raise ValueError(f"no method {name!r}: choose among {', '.join(map(repr, method_names()))}")
+    try:
+        return next(iter(entries)).load()
+    except Exception as error:
+        raise ValueError(f"the method {name!r} ({next(iter(entries)).value}) cannot be loaded: {error}") from error
+
+
+def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns what a method scores, by role: the same for all where it does not tell roles apart.
+
+    Raises:
+        ValueError: No such method, or scores that are no grid of the model's heads, or not for every role.
+    """
+    scores: Scores = localizer(name)(model, pair)
+    shape = (model.cfg.n_layers, model.cfg.n_heads)
+    by_role = {}
+    for role in roles:
+        if isinstance(scores, dict) and role not in scores:
+            raise ValueError(f"{name!r} returned no scores for {role!r}, but for {', '.join(scores) or 'no role'}")
+        grid = np.asarray(scores[role] if isinstance(scores, dict) else scores, dtype=float)
+        if grid.shape != shape or np.isnan(grid).any():
+            raise ValueError(
+                f"{name!r} returned an array of shape {grid.shape} for {role!r}, or one with NaN: give a number for "
+                f"each of {shape[0]} layers of {shape[1]} heads"
+            )
+        by_role[role] = grid
+    return by_role

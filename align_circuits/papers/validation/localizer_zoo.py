@@ -1,0 +1,284 @@
+"""Which methods find the heads that matter, and where do they go blind? A zoo of planted circuits with known roles."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from align_circuits.heads.permutation_tests import p_values
+from align_circuits.hooks.heads import Head
+from align_circuits.localizers.comparison import FRACTIONS, agreement, head_faithfulness, names_agreement
+from align_circuits.localizers.methods import FEW, METHODS, named_in
+from align_circuits.localizers.registry import scores_of
+from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
+from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
+from align_circuits.papers.claims import Check, Claim, Measured, value_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.report import plots
+from align_circuits.run.pairs import Pair
+from align_circuits.tables.intervals import t_interval
+from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import exchanged
+
+NAMING = ("localize", "localize, groups")
+"""The methods that name heads, beside scoring them."""
+
+BY_SCORE = "attention of .5"
+"""The control of names: heads with a standard score of .5 or more."""
+
+ESSENTIAL = ("boundary", "second_previous", "repair")
+"""Kinds of heads that matter without a role of their own, or only once others are gone: neither right nor wrong."""
+
+WITHOUT_ATTENTION = ("inert", "random", "sink", "letter_bias")
+"""Kinds of heads that follow no role by attention either: their p-values are to be uniform."""
+
+
+BY_CONTENT = ("align_query", "align_key", "lookup")
+"""The roles that a head without content cannot follow: one that prefers late tokens attends one token back."""
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Which circuits, prompts and methods."""
+
+    first: int
+    """The seed of the first circuit."""
+    circuits: int
+    """How many circuits, of consecutive seeds."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    n: int = 32
+    """Prompts for each circuit; methods that run the model once a head take `FEW` of them."""
+
+
+def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]]:
+    """Measures how every method scores the heads of one circuit; the function of a job.
+
+    The corrupted prompts are other prompts of the task (`exchanged`), so that every part of the circuit differs.
+
+    Args:
+        methods: Their names.
+        n: Prompts.
+        seed: Of the circuit and the prompts.
+
+    Returns:
+        By method and role how its scores agree with the circuit (`agreement`, `names_agreement`); by method the
+        faithfulness of its best heads and its `cost`, in passes of the model over all prompts.
+    """
+    on_one_thread()
+    circuit = zoo_circuit(seed)
+    model = circuit.build()
+    prompts = model.task.sample(n, model.tokenizer, seed=seed)
+    pair = Pair(*exchanged(prompts))
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, role: str, values: Mapping[str, float]) -> None:
+        rows.extend({"method": method, "role": role, "metric": name, "value": each} for name, each in values.items())
+
+    a_pass = _seconds(lambda: model(prompts.tokens))
+    grids: dict[str, dict[str, np.ndarray]] = {}
+    for method in methods:
+        began = time.process_time()
+        grids[method] = scores_of(method, model, pair, CIRCUIT_ROLES)
+        add(method, "all", {"cost": (time.process_time() - began) / a_pass})
+    others = _of_kinds(model, lambda kind: ROLE_OF_KIND[kind] is None and kind not in ESSENTIAL)
+    for role in CIRCUIT_ROLES:
+        single = _of_kinds(model, lambda kind, role=role: ROLE_OF_KIND[kind] == role and kind not in ESSENTIAL)
+        group = _of_kinds(model, lambda kind, role=role: ROLE_OF_KIND[kind] == role)
+        for method in methods:
+            add(method, role, agreement(grids[method][role], single, others))
+            if method in NAMING:
+                named = named_in(grids[method][role])
+                add(method, role, _names(named, single, group))
+        if "attention" in methods:
+            chosen = {(int(layer), int(head)) for layer, head in np.argwhere(grids["attention"][role] >= 0.5)}
+            add(BY_SCORE, role, _names(chosen, single, group))
+    few = Pair(prompts[:FEW], pair.corrupted[:FEW])
+    best = {method: _best_of(by_role) for method, by_role in grids.items()}
+    for method, areas in head_faithfulness(model, few, best, FRACTIONS).items():
+        add(method, "all", areas)
+    p = p_values(model, prompts, list(CIRCUIT_ROLES), seed=seed)
+    idle = _of_kinds(model, lambda kind: kind in WITHOUT_ATTENTION)
+    for role in CIRCUIT_ROLES:
+        for of, heads in (("without the role", idle), ("with the role", _of_kinds(model, lambda k, r=role: k == r))):
+            at_most = np.mean([p[role][head] <= 0.05 for head in heads])
+            add(f"p-values, {of}", role, {"p at most .05": float(at_most)})
+    return rows
+
+
+def _names(named: set[Head], single: Sequence[Head], group: Sequence[Head]) -> dict[str, float]:
+    """Recall among the heads that the intact model uses, and that repair; false are those without the role at all."""
+    repair = [head for head in group if head not in single]
+    found = names_agreement(named, group)
+    recalls = {"recall": names_agreement(named, single)["recall"], "recall of repair": len(named & set(repair))}
+    if not repair:
+        del recalls["recall of repair"]
+    return recalls | {"false_discoveries": found["false_discoveries"]}
+
+
+def _of_kinds(model: PlantedModel, chosen: Any) -> list[Head]:
+    return [head for head, kind in model.kinds.items() if chosen(kind)]
+
+
+def _best_of(by_role: Mapping[str, np.ndarray]) -> np.ndarray:
+    """One score of each head: its best rank in any role, as a share."""
+    ranks = [grid.ravel().argsort().argsort().reshape(grid.shape) / grid.size for grid in by_role.values()]
+    return np.max(ranks, axis=0)
+
+
+def _seconds(run: Any) -> float:
+    """The least of three runs, in seconds of the processor."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        run()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def _jobs(config: Zoo, _: Inputs) -> list[Measurement]:
+    seeds = range(config.first, config.first + config.circuits)
+    common = {"methods": list(config.methods), "n": config.n}
+    return [Measurement(compare, common, seed, zoo_circuit(seed).traits) for seed in seeds]
+
+
+def _summarize(_: Zoo, rows: Rows) -> pd.DataFrame:
+    """Means over circuits, in all of them and in those alike in a trait; by role, and over the roles of a circuit."""
+    frame: Any = rows["compare"]
+    frame["copies"] = [
+        row[f"copies of {row['role']}"] if row["role"] in CIRCUIT_ROLES else np.nan for row in frame.to_dict("records")
+    ]
+    parts = [_means(frame, "circuits", "all")]
+    for trait in ("copies", "strength", "grouped", "self_repair", "positional_bias"):
+        parts += [_means(group, trait, f"{value:g}") for value, group in frame.groupby(trait)]
+    parts += [_means(group, "noise", "some" if noisy else "none") for noisy, group in frame.groupby(frame["noise"] > 0)]
+    parts.append(_lead(frame))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _means(frame: pd.DataFrame, trait: str, at: str) -> pd.DataFrame:
+    """The mean over circuits of each metric, by role and over the roles."""
+    found = []
+    for role, group in _by_role(frame):
+        wide = group.groupby(["method", "metric", "seed"])["value"].mean().unstack("seed")
+        low, high = t_interval(wide.to_numpy(float))
+        keys = wide.index.to_frame(index=False).assign(trait=trait, at=at, role=role)
+        counts = wide.notna().sum(axis=1).to_numpy()
+        found.append(keys.assign(value=wide.mean(axis=1).to_numpy(), low=low, high=high, n=counts))
+    return pd.concat(found)
+
+
+def _by_role(frame: Any) -> Iterator[tuple[str, Any]]:
+    yield "all", frame
+    for role in CIRCUIT_ROLES:
+        if (frame["role"] == role).any():
+            yield role, frame[frame["role"] == role]
+
+
+def _lead(frame: Any) -> pd.DataFrame:
+    """By how much `localize` with groups exceeds each other method, in the same circuits."""
+    of_auroc = frame[frame["metric"] == "auroc"]
+    wide = of_auroc.groupby(["method", "seed"])["value"].mean().unstack("seed")
+    if "localize, groups" not in wide.index:
+        return pd.DataFrame()
+    lead = wide.loc["localize, groups"] - wide.drop(index="localize, groups")
+    low, high = t_interval(lead.to_numpy(float))
+    keys = lead.index.to_frame(index=False).assign(metric="auroc of groups above", trait="circuits", at="all")
+    return keys.assign(role="all", value=lead.mean(axis=1).to_numpy(), low=low, high=high, n=lead.shape[1])
+
+
+def _check(table: Table) -> list[Check]:
+    def value(method: str, metric: str, **where: Any) -> Measured:
+        return value_of(
+            table, **({"trait": "circuits", "at": "all", "role": "all"} | where), method=method, metric=metric
+        )
+
+    groups = "localize, groups"
+    if "3" not in set(table.frame.loc[table.frame["trait"] == "copies", "at"]):
+        return []
+    three = {"trait": "copies", "at": "3"}
+    others = [method for method in table.frame["method"].unique() if method in METHODS and method != groups]
+    checks = [
+        Claim("Groups: heads of a role that is split over three are named (recall)").at_least(
+            0.9, value(groups, "recall", **three), value("localize", "recall", **three), "localize without groups"
+        ),
+        Claim("Groups: heads named for a role without having it (share)").at_most(
+            0.05,
+            value(groups, "false_discoveries"),
+            value(BY_SCORE, "false_discoveries"),
+            "heads named by their attention alone",
+        ),
+        Claim("Groups: the head that repairs is named (recall)").at_least(
+            0.9, value(groups, "recall of repair"), value("localize", "recall of repair"), "localize without groups"
+        ),
+    ]
+    checks += [
+        Claim(f"The p-values of heads that follow no role, for {role}: at most .05 (share)").at_most(
+            0.05,
+            value("p-values, without the role", "p at most .05", role=role),
+            value("p-values, with the role", "p at most .05", role=role),
+            "heads of the role",
+        )
+        for role in BY_CONTENT
+    ]
+    for method in others:
+        lead = value(method, "auroc of groups above")
+        reverse = Measured(-lead.value, -lead.high, -lead.low)
+        checks.append(
+            Claim(f"Groups lead {method} (AUROC, mean over roles, difference)").at_least(
+                0.0, lead, reverse, "the difference turned round"
+            )
+        )
+    return checks
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    methods = [method for method in METHODS if method in set(table.frame["method"])]
+    heat = table.where(trait="circuits", at="all", metric="auroc").frame
+    wide = heat.pivot_table(index="method", columns="role", values="value").reindex(methods)[[*CIRCUIT_ROLES, "all"]]
+    grid = go.Figure(
+        go.Heatmap(
+            z=wide.to_numpy(),
+            x=[role.replace("_", " ") for role in wide.columns],
+            y=list(wide.index),
+            zmin=0.5,
+            zmax=1,
+            colorscale="Viridis",
+            texttemplate="%{z:.2f}",
+            colorbar={"title": "AUROC"},
+        )
+    )
+    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="role", height=560)
+    by_copies = table.where(trait="copies", role="all", metric="recall_at_size").frame
+    named = table.where(trait="copies", role="all", metric="recall").frame
+    blind = plots.curves(
+        {
+            "best heads, as many as there are": by_copies.assign(at=by_copies["at"].astype(float)),
+            "named heads": named.assign(at=named["at"].astype(float)),
+        },
+        x="at",
+        by="method",
+        label="heads over which a role is split",
+        value="share of its heads found",
+    )
+    return {"auroc": grid, "split roles": blind}
+
+
+def _experiment(name: str, title: str, seeds: range, circuits: int) -> Experiment:
+    smoke = Zoo(seeds.start, 1, ("attention", "ablation, mean", "EAP", "localize", "localize, groups"), n=16)
+    whole = Zoo(seeds.start, circuits)
+    study = Study(name, {"smoke": smoke, "cpu": whole, "paper": Zoo(seeds.start, len(seeds))}, _jobs, _summarize)
+    return Experiment(name, title, "the package's own benchmark", study, _draw, _check)
+
+
+PUBLIC_ZOO = _experiment(
+    "localizers/zoo", "Which methods find the heads that matter? The public zoo", PUBLIC, len(PUBLIC)
+)
+
+HELD_OUT_ZOO = _experiment(
+    "localizers/held-out", "Which methods find the heads that matter? Held-out circuits", HELD_OUT, 100
+)
+"""Measured once, with the methods as they were finished on the public zoo."""
