@@ -1,6 +1,7 @@
 """`align-circuits localize`."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.sweep_verb import SweepVerb
@@ -19,6 +20,8 @@ class Localize(SweepVerb):
     """How many control sets are ablated at most, to compare with the named heads."""
     smallest: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
+    groups: bool = False
+    """Whether heads are looked for that stand in for each other, which takes up to three times as long."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
@@ -31,20 +34,11 @@ class Localize(SweepVerb):
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,
         )
+        asked: Any = {"draws": self.draws, "smallest": self.smallest, "groups": self.groups, "options": self.options}
         if self.prompts is None:
-            result = localize(
-                model, self.task, self.count, self.seed, draws=self.draws, smallest=self.smallest, options=self.options
-            )
+            result = localize(model, self.task, self.count, self.seed, **asked)
         else:
-            result = localize(
-                model,
-                prompts,
-                seed=self.seed,
-                corrupted=corrupted,
-                draws=self.draws,
-                smallest=self.smallest,
-                options=self.options,
-            )
+            result = localize(model, prompts, seed=self.seed, corrupted=corrupted, **asked)
         roles = getattr(model, "roles", None)
         print()
         for role, heads in result.heads_by_role.items():

@@ -62,6 +62,11 @@ class Rerun(Verb):
 
             model = tuple(settings["models"]) or Reproduce.model
             return Reproduce(settings["name"], scale=settings["scale"], model=model, out=folder)
+        if name == "benchmark":
+            from align_circuits.cli.benchmark_command import Benchmark
+
+            methods = tuple(settings["methods"])
+            return Benchmark(methods, settings["circuits"], settings["held_out"], out=folder)
         if name in ("score", "evaluate", "ablate", "patch", "attribute", "localize", "tune") and "model" in settings:
             repeated = verb_class(name)
             assert issubclass(repeated, PromptVerb)

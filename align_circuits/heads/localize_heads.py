@@ -147,7 +147,19 @@ class Localization:
     @property
     def caveats(self) -> str:
         """What to bear in mind: named heads that are many, heads that almost pass, what this task cannot establish."""
-        return " ".join([*self._share_sentences(), *self._diffuse_sentences(), *self.notes])
+        return " ".join([*self._group_sentences(), *self._share_sentences(), *self._diffuse_sentences(), *self.notes])
+
+    def _group_sentences(self) -> list[str]:
+        """The heads that only their group shows."""
+        sentences = []
+        for role, members in self.groups.items():
+            sharing = [member.head for member in members if not member.single and member.round == 1]
+            backups = [member.head for member in members if not member.single and member.round > 1]
+            if sharing:
+                sentences.append(f"Also {role}, one for another: {describe(sharing)}.")
+            if backups:
+                sentences.append(f"Backups of {role}, once the others are ablated: {describe(backups)}.")
+        return sentences
 
     def _share_sentences(self) -> list[str]:
         """Whether the named heads are a large share of the model."""

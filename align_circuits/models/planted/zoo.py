@@ -17,10 +17,10 @@ from align_circuits.models.planted.model import (
 )
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
-PUBLIC = range(200)
+PUBLIC = range(140)
 """The seeds on which methods may be developed."""
 
-HELD_OUT = range(10_000, 10_200)
+HELD_OUT = range(10_000, 10_060)
 """The seeds on which a finished method is measured once."""
 
 _DECOYS = tuple(kind for kind in (*DECOYS, *OTHER_DECOYS) if kind != "backup")
@@ -66,7 +66,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
     two heads a key head), the strength (.5, .7 or 1), noise (none, or .05 over the root of the number of heads; none
     at strength .5, where it would break the circuit), positional bias (none or .05 nats a token), self-repair (half),
     the decoys (each of twelve kinds in three circuits of five), the number of heads over which each role is split (1 to
-    6, as far as the layer has room), and the task: 4 or 5 symbols, phrases of one or two letters, 4 or 5 examples, a
+    6, as far as the layer has room), and the task: 4 or 5 symbols, phrases of one or two letters, 3 or 4 examples, a
     permuted alignment.
 
     Args:
@@ -104,7 +104,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
     task = {
         "x_len": int(draw.integers(4, 6)),
         "phrase_len": int(draw.integers(1, 3)),
-        "n_examples": int(draw.integers(4, 6)),
+        "n_examples": int(draw.integers(3, 5)),
         "alignment": "permutation",
         "task_seed": seed,
         # Few, so that heads are narrow and 200 circuits run in minutes.

@@ -50,7 +50,7 @@ class Zoo:
     circuits: int
     """How many circuits, of consecutive seeds."""
     methods: tuple[str, ...] = tuple(METHODS)
-    n: int = 32
+    n: int = 24
     """Prompts for each circuit; methods that run the model once a head take `FEW` of them."""
 
 
@@ -197,8 +197,11 @@ def _check(table: Table) -> list[Check]:
         )
 
     groups = "localize, groups"
-    if "3" not in set(table.frame.loc[table.frame["trait"] == "copies", "at"]):
-        return []
+    if groups not in set(table.frame["method"]) or "localize" not in set(table.frame["method"]):
+        return []  # other methods
+    of_three = (table.frame["trait"] == "copies") & (table.frame["at"] == "3")
+    if not of_three.any() or "recall of repair" not in set(table.frame["metric"]):
+        return []  # too few circuits
     three = {"trait": "copies", "at": "3"}
     others = [method for method in table.frame["method"].unique() if method in METHODS and method != groups]
     checks = [
@@ -235,10 +238,34 @@ def _check(table: Table) -> list[Check]:
     return checks
 
 
+def overview(table: Table) -> pd.DataFrame:
+    """Returns a row for each method: its AUROC by role, and over the roles how many heads it finds, at what cost."""
+    frame: Any = table.where(trait="circuits", at="all").frame
+    auroc = frame[frame["metric"] == "auroc"].pivot_table(index="method", columns="role", values="value")
+    names = {
+        "recall_at_size": "heads found, of as many",
+        "recall": "heads named",
+        "false_discoveries": "named falsely",
+        "circuit_performance_ratio": "CPR",
+        "circuit_model_distance": "CMD",
+        "cost": "cost in passes",
+    }
+    rest = frame[(frame["role"] == "all") & frame["metric"].isin(names)]
+    rest = rest.pivot_table(index="method", columns="metric", values="value").rename(columns=names)
+    auroc = auroc.rename(columns=lambda role: f"AUROC, {role.replace('_', ' ')}")
+    return auroc.join(rest.reindex(columns=[name for name in names.values() if name in rest])).loc[_methods(table)]
+
+
+def _methods(table: Table) -> list[str]:
+    """The methods that scored heads: ours in their order, then others."""
+    scored = dict.fromkeys(table.where(metric="auroc").frame["method"])
+    return [method for method in METHODS if method in scored] + [method for method in scored if method not in METHODS]
+
+
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    methods = [method for method in METHODS if method in set(table.frame["method"])]
+    methods = _methods(table)
     heat = table.where(trait="circuits", at="all", metric="auroc").frame
-    wide = heat.pivot_table(index="method", columns="role", values="value").reindex(methods)[[*CIRCUIT_ROLES, "all"]]
+    wide = heat.pivot_table(index="method", columns="role", values="value").loc[methods, [*CIRCUIT_ROLES, "all"]]
     grid = go.Figure(
         go.Heatmap(
             z=wide.to_numpy(),
@@ -252,13 +279,11 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         )
     )
     grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="role", height=560)
-    by_copies = table.where(trait="copies", role="all", metric="recall_at_size").frame
-    named = table.where(trait="copies", role="all", metric="recall").frame
+    split: Any = table.where(trait="copies", role="all").frame
+    panels = {"best heads, as many as there are": "recall_at_size", "named heads": "recall"}
+    parts = {title: split[split["metric"] == metric] for title, metric in panels.items()}
     blind = plots.curves(
-        {
-            "best heads, as many as there are": by_copies.assign(at=by_copies["at"].astype(float)),
-            "named heads": named.assign(at=named["at"].astype(float)),
-        },
+        {title: part.assign(at=part["at"].astype(float)) for title, part in parts.items() if len(part)},
         x="at",
         by="method",
         label="heads over which a role is split",
@@ -267,18 +292,16 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     return {"auroc": grid, "split roles": blind}
 
 
-def _experiment(name: str, title: str, seeds: range, circuits: int) -> Experiment:
+def _experiment(name: str, title: str, seeds: range) -> Experiment:
     smoke = Zoo(seeds.start, 1, ("attention", "ablation, mean", "EAP", "localize", "localize, groups"), n=16)
-    whole = Zoo(seeds.start, circuits)
-    study = Study(name, {"smoke": smoke, "cpu": whole, "paper": Zoo(seeds.start, len(seeds))}, _jobs, _summarize)
+    whole = Zoo(seeds.start, len(seeds))
+    study = Study(name, {"smoke": smoke, "cpu": whole, "paper": whole}, _jobs, _summarize)
     return Experiment(name, title, "the package's own benchmark", study, _draw, _check)
 
 
-PUBLIC_ZOO = _experiment(
-    "localizers/zoo", "Which methods find the heads that matter? The public zoo", PUBLIC, len(PUBLIC)
-)
+PUBLIC_ZOO = _experiment("localizers/zoo", "Which methods find the heads that matter? The public zoo", PUBLIC)
 
 HELD_OUT_ZOO = _experiment(
-    "localizers/held-out", "Which methods find the heads that matter? Held-out circuits", HELD_OUT, 100
+    "localizers/held-out", "Which methods find the heads that matter? Held-out circuits", HELD_OUT
 )
 """Measured once, with the methods as they were finished on the public zoo."""
