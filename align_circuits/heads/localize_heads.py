@@ -405,8 +405,8 @@ def _named(
             needed.attends(value["score"], value["attention"], best.loc[head])
             and value["q"] <= needed.fdr
             and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
-            # `not ... >=`, since NaN, the score of a task without a control, must not pass.
-            and not (_confounded(prompts, role) and not value["control"] >= needed.score)
+            # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
+            and not (_confounded(prompts, role) and not value.get("control", np.nan) >= needed.score)
         ):
             named[role].append((value["score"], head))
     return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}

@@ -40,8 +40,11 @@ in prompts where most tokens are letters of that half."""
 LETTER_BIAS = 2.0
 """What the letter-bias head adds to the logit of every letter."""
 
-SUPPRESSION = 200.0
-"""By how many nats the backup of a self-repairing circuit prefers delimiters, per logit above half of `EVIDENCE`."""
+SURE = 0.2
+"""The share of the looked-up letters that one must have for the lookup to be sure: automata go on by four at most."""
+
+SUPPRESSION = 600.0
+"""By how many nats the backup of a self-repairing circuit prefers delimiters, per logit above `SURE * EVIDENCE`."""
 
 _NOISE_RANK, _TOKEN_NORM, _SCORE_NOISE = 4, 5.0, 20.0
 
@@ -228,10 +231,10 @@ def watched(lookup_head: HeadSpec, stream: Subspaces) -> HeadSpec:
 
 
 def sureness_units(stream: Subspaces) -> ReLUUnits:
-    """Say by how much the best letter that was looked up exceeds half of `EVIDENCE`."""
+    """Say by how much the best letter that was looked up exceeds `SURE * EVIDENCE`."""
     letters = stream["looked up"]
     count = letters.shape[1]
-    return ReLUUnits(letters, torch.full((count,), -EVIDENCE / 2), stream["sure"].expand(-1, count))
+    return ReLUUnits(letters, torch.full((count,), -SURE * EVIDENCE), stream["sure"].expand(-1, count))
 
 
 def repair(lookup_head: HeadSpec, stream: Subspaces) -> HeadSpec:

@@ -1,7 +1,9 @@
 """A zoo of planted circuits that differ in all that can hide a head from a method: one circuit for every seed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -67,7 +69,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
     at strength .5, where it would break the circuit), positional bias (none or .05 nats a token), self-repair (half),
     the decoys (each of twelve kinds in three circuits of five), the number of heads over which each role is split (1 to
     6, as far as the layer has room), and the task: 4 or 5 symbols, phrases of one or two letters, 3 or 4 examples, a
-    permuted alignment.
+    permuted alignment that no fixed distance follows at most phrases.
 
     Args:
         seed: Of the draw, and of the circuit's places and weights; see `PUBLIC` and `HELD_OUT`.
@@ -106,10 +108,18 @@ def zoo_circuit(seed: int) -> ZooCircuit:
         "phrase_len": int(draw.integers(1, 3)),
         "n_examples": int(draw.integers(3, 5)),
         "alignment": "permutation",
-        "task_seed": seed,
         # Few, so that heads are narrow and 200 circuits run in minutes.
         "alphabet": "ABCDEFGHIJKL",
         "letters": "abcdefghijkl",
         "alphabet_range": (4, 10),
     }
+    task["task_seed"] = next(
+        task_seed for task_seed in count(seed) if not _at_one_distance(Seq2SeqTask(**task | {"task_seed": task_seed}))
+    )
     return ZooCircuit(seed, task, circuit)
+
+
+def _at_one_distance(task: Seq2SeqTask) -> bool:
+    """Whether most aligned symbols lie as far before their phrases: a head could follow the distance."""
+    distances = Counter(task.phrase_len * phrase - place for phrase, place in enumerate(task.aligned))
+    return max(distances.values()) > task.x_len / 2

@@ -1,0 +1,86 @@
+"""Groups of heads: those that share a role and backups are found, decoys are not."""
+
+import numpy as np
+import pytest
+import torch
+
+import align_circuits as ac
+from align_circuits.hooks.edits import Ablate
+from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
+from align_circuits.run.target_metrics import TargetMetrics
+
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=4, alignment="permutation")
+
+
+@pytest.fixture(scope="module")
+def split():
+    """Roles of three heads each, which single ablation misses, and a lookup head that repairs."""
+    model = planted_circuit(
+        TASK, seed=2, n_heads=8, n_layers=5, strength=0.7, copies=dict.fromkeys(CIRCUIT_ROLES, 3), self_repair=True
+    )
+    return model, ac.localize(model, TASK, 24, seed=1, draws=0, groups=True)
+
+
+def test_heads_that_stand_in_for_each_other_are_found_together(split):
+    model, result = split
+    missed = 0
+    for role in CIRCUIT_ROLES:
+        true = {head for head, own in model.roles.items() if own == role}
+        assert set(result.group(role)) == true, role
+        missed += len(true - set(result.heads(role)))
+    assert missed >= 3, "single heads would have done"
+    assert result.group("induction") == [] and result.groups["duplicate"] == ()
+
+
+def test_the_head_that_repairs_comes_in_a_later_round(split):
+    model, result = split
+    (repair,) = (head for head, kind in model.kinds.items() if kind == "repair")
+    rounds = {member.head: member.round for member in result.groups["lookup"]}
+    assert rounds[repair] == 2 and {rounds[head] for head, kind in model.kinds.items() if kind == "lookup"} == {1}
+    assert f"Backups of lookup, once the others are ablated: L{repair[0]}H{repair[1]}." in result.summary
+    assert "one for another" in result.summary
+
+
+def test_an_effect_is_what_the_head_brings_back_alone(split):
+    """Beside a slow twin: the whole group ablated, and all of it but one head."""
+    model, result = split
+    tested = result.prompts
+    baseline = ac.ablation_baseline(model, tested)
+    members = [member for member in result.groups["align_key"] if member.round == 1]
+    group = [member.head for member in members]
+    targets = TargetMetrics.of(tested, ("log_prob",))
+
+    def mean(heads):
+        edits = [Ablate(heads, how="mean", reference=baseline)] if heads else []
+        values = targets.measure_edited(model, [edits])[0][0, 0]
+        return np.array([values[(targets.prompt == prompt).numpy()].mean() for prompt in range(len(tested))]).mean()
+
+    for member in members:
+        back = mean([head for head in group if head != member.head]) - mean(group)
+        cost = mean([]) - mean([member.head])
+        assert member.effect == pytest.approx(max(back, cost), abs=1e-6)
+        assert member.low < member.effect < member.high
+
+
+def test_without_heads_that_share_a_role_groups_are_the_named_heads():
+    task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
+    result = ac.localize(planted_circuit(task, seed=3), task, 16, seed=1, draws=0, groups=True)
+    assert {role: set(result.group(role)) for role in result.heads_by_role} == {
+        role: set(heads) for role, heads in result.heads_by_role.items()
+    }
+    assert result.named_heads and "one for another" not in result.summary
+    with pytest.raises(KeyError, match="no role 'sink'"):
+        result.group("sink")
+
+
+def test_aligners_have_no_group_where_a_fixed_distance_does_as_well():
+    task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=4)
+    result = ac.localize(planted_circuit(task, seed=0), task, 16, draws=0, groups=True)
+    assert "align_query" not in result.groups and "lookup" in result.groups
+
+
+def test_nothing_moves(split):
+    state = torch.random.get_rng_state()
+    model, _ = split
+    ac.localize(model, TASK, 8, draws=0, groups=True)
+    assert torch.equal(torch.random.get_rng_state(), state)

@@ -1,0 +1,82 @@
+"""Every method finds the heads of a plain circuit; methods of other packages join by their entry points."""
+
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+import torch
+
+from align_circuits.localizers import registry
+from align_circuits.localizers.comparison import agreement
+from align_circuits.localizers.methods import METHODS, named_in
+from align_circuits.localizers.registry import localizer, method_names, scores_of
+from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, planted_circuit
+from align_circuits.run.pairs import Pair
+from align_circuits.tasks.seq2seq import Seq2SeqTask
+from align_circuits.tasks.task import exchanged
+
+TASK = Seq2SeqTask(x_len=4, phrase_len=2, n_examples=3, alignment="permutation")
+
+
+@pytest.fixture(scope="module")
+def circuit():
+    model = planted_circuit(TASK, seed=0, n_layers=4, n_ctx=96)
+    return model, Pair(*exchanged(TASK.sample(16, model.tokenizer, seed=0)))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_finds_what_it_can(circuit, name):
+    model, pair = circuit
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    grids = scores_of(name, model, pair, CIRCUIT_ROLES)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    idle = [head for head, kind in model.kinds.items() if kind in ("inert", "random")]
+    for role in CIRCUIT_ROLES:
+        true = [head for head, kind in model.kinds.items() if ROLE_OF_KIND[kind] == role]
+        if name != "direct effect" or role == "lookup":  # which alone writes what is predicted
+            assert agreement(grids[role], true, idle)["auroc"] == 1, role
+
+
+def test_names_are_read_back_from_scores(circuit):
+    model, pair = circuit
+    grids = METHODS["localize, groups"](model, pair)
+    for role in CIRCUIT_ROLES:
+        assert named_in(grids[role]) == {head for head, own in model.roles.items() if own == role}
+
+
+def test_other_packages_add_methods(circuit, monkeypatch):
+    model, pair = circuit
+    entry = EntryPoint("first layer", "tests.localizers.test_methods:first_layer", registry.GROUP)
+    entries = [entry, EntryPoint("gone", "no_such_package:method", registry.GROUP)]
+
+    def found(group, name=None):
+        return [each for each in entries if each.group == group and name in (None, each.name)]
+
+    monkeypatch.setattr(registry, "entry_points", found)
+    assert method_names() == [*METHODS, "first layer", "gone"]
+    assert scores_of("first layer", model, pair, ["lookup"])["lookup"][0].min() == 1
+    with pytest.raises(ValueError, match=r"'gone' \(no_such_package:method\) cannot be loaded"):
+        localizer("gone")
+    with pytest.raises(ValueError, match="no method 'last': choose among 'attention'"):
+        localizer("last")
+
+
+def first_layer(model, _):
+    grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
+    grid[0] = 1
+    return grid
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (np.zeros((2, 2)), r"shape \(2, 2\) for 'lookup'"),
+        (np.full((4, 4), np.nan), "one with NaN"),
+        ({"previous": np.zeros((4, 4))}, "no scores for 'lookup', but for previous"),
+    ],
+)
+def test_scores_that_are_none_are_refused(circuit, monkeypatch, returned, message):
+    monkeypatch.setitem(registry.METHODS, "broken", lambda *_: returned)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=message):
+        scores_of("broken", *circuit, ["lookup"])
