@@ -50,6 +50,18 @@ def show(paper: str) -> None:
             display(figure)
 
 
+def kept_table(name: str, scale: str) -> Table:
+    """Returns the kept table of an experiment."""
+    return Table.load(Path("results") / EXPERIMENTS[name].study.name.replace("/", "-") / scale)
+
+
+def claims_of(name: str, scale: str) -> None:
+    """Shows the claims of an experiment, and whether they stood in the code before."""
+    checks = EXPERIMENTS[name].check(kept_table(name, scale))
+    display(Markdown(f"`{name}`, scale `{scale}`: {verdicts(checks)} {preregistered(name, scale)}"))
+    display(HTML(checks_html(checks)))
+
+
 def preregistered(name: str, scale: str) -> str:
     """Returns, as a sentence, whether the thresholds of an experiment stood in the code before its result was kept."""
     known = pd.read_csv(PREREGISTERED)

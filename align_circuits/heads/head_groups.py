@@ -11,6 +11,7 @@ from numpy import ndarray
 
 from align_circuits.heads.ablate import ablation_baseline, effects_table
 from align_circuits.heads.permutation_tests import p_values
+from align_circuits.heads.renaming_test import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
@@ -52,7 +53,8 @@ class GroupSearch:
     prompts that test, it still attends so, more than its positional bias explains (`permutation_tests`, corrected over
     the round's candidates), and counts: with all members and candidates ablated, it alone brings something back; or,
     with the members ablated, its own ablation costs something. The first finds heads that share a job, of which any one
-    can be missed; later rounds find backups, which take a role only once its heads are gone.
+    can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that are tested by
+    renaming tokens (`renaming_test`) have a first round only.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; adding one head to an ablated group is the marginal contribution to the empty
@@ -95,7 +97,8 @@ class GroupSearch:
             single: The heads that `localize` named for it.
         """
         members: dict[Head, GroupMember] = {}
-        for number in range(1, ROUNDS + 1):
+        rounds = 1 if redraws_tokens(self._tested, role) else ROUNDS  # means of tokens do not fit renamed ones
+        for number in range(1, rounds + 1):
             ablated = sorted(members)
             candidates = self._candidates(role, ablated)
             if number == 1:

@@ -198,9 +198,9 @@ class HeadSets:
     ) -> Table:
         """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
         sets: list[_Set] = [("nothing", None, ())]
+        sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
         if not named:
             return self._tables([sets])[0]
-        sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
         return self._together([self._test(sets, named, controls, ("necessary", "sufficient"))])[0]
 
     def _test(

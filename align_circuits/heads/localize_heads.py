@@ -59,10 +59,10 @@ class Localization:
     ablation_effects: Table
     """The effect of ablating each candidate: `ablate_heads`."""
     group_ablations: Table
-    """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, `"named"` (all
-    named heads), `"random"` (as many others of the same layers, one `draw` each), `"matched"` (as many others of
-    similar scores), `"rest"` (all heads but those named), or all heads but the random ones (`"rest of random"`) or the
-    matched ones (`"rest of matched"`)."""
+    """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, a role's group
+    (`"lookup, group"`), `"named"` (all named heads), `"random"` (as many others of the same layers, one `draw` each),
+    `"matched"` (as many others of similar scores), `"rest"` (all heads but those named), or all heads but the random
+    ones (`"rest of random"`) or the matched ones (`"rest of matched"`)."""
     prompts: Prompts
     """The prompts that the candidates were tested on."""
     example_attention: Mapping[Head, Float[Tensor, "row pos"]]
@@ -290,16 +290,19 @@ def localize(
     heads_by_role = _named(table, candidates, names, thresholds, tested)
     diffuse_aligners = _diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, tested)
     named = sorted({head for heads in heads_by_role.values() for head in heads})
+    members: dict[str, tuple[GroupMember, ...]] = {}
+    if groups:
+        search = GroupSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
+        # Where a fixed distance does as well as the alignment, only the control tells them apart: it is not run here.
+        searched = [role for role in names if not _confounded(tested, role)]
+        members = {role: search.group(role, heads_by_role[role]) for role in searched}
+    of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
     sets = HeadSets(model, discovery, tested, {role: scores.grid(role) for role in names}, thresholds, options)
     controls = sets.controls(named, draws, seed)
-    group_ablations = sets.ablate(named, controls, heads_by_role)
+    group_ablations = sets.ablate(named, controls, {**heads_by_role, **of_groups})
     verdicts = sets.verdicts(named, group_ablations) + sets.verdicts_of_roles(heads_by_role, draws, seed)
     if smallest:
         verdicts += sets.verdicts_of_smallest(named, draws, seed)
-    # Where a fixed distance does as well as the alignment, only the control tells them apart, which groups do not run.
-    searched = [role for role in names if groups and not _confounded(tested, role)]
-    intact = {discovery: discovered, tested: scores}
-    search = GroupSearch(model, intact, p, thresholds, seed, options) if searched else None
     first = tested[:1]
     positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
     # The token before it predicts its first one; before a text there may be padding.
@@ -321,7 +324,7 @@ def localize(
         verdicts,
         diffuse_aligners,
         _interchanges(model, pair, heads, heads_by_role, named, controls, options),
-        {role: search.group(role, heads_by_role[role]) for role in searched} if search else {},
+        members,
     )
 
 

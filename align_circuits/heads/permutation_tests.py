@@ -78,12 +78,13 @@ def p_values(
         prompts: Prompts of one task, alike in layout.
         relations: Their names.
         seed: Of the redraws.
-        edits: What is changed while the model runs.
+        edits: What is changed while the model runs; not for relations that are tested by renaming.
         options: Engine and batch size.
 
     Raises:
         KeyError: A relation that the prompts do not have.
-        ValueError: Fewer than two prompts, or prompts whose targets lie at different positions.
+        ValueError: Fewer than two prompts, prompts whose targets lie at different positions, or edits of a model whose
+            tokens are to be renamed.
     """
     if unknown := [name for name in relations if name not in prompts.relations]:
         raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
@@ -91,8 +92,10 @@ def p_values(
         raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     renamed = [name for name in relations if redraws_tokens(prompts, name)]
+    if renamed and edits:
+        raise ValueError(f"{renamed[0]!r} is tested by renaming tokens, in prompts that edits were not made for")
     tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
-    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, edits=edits, options=options) if renamed else {}
+    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
     if not tests:
         return by_renaming
     places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])

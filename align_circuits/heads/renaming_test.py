@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
@@ -59,13 +58,7 @@ def smallest_by_renaming(prompts: Prompts) -> float:
 
 
 def renamed_p_values(
-    model: HookedModel,
-    prompts: Prompts,
-    names: Sequence[str],
-    *,
-    seed: int,
-    edits: Sequence[Edit] = (),
-    options: RunOptions,
+    model: HookedModel, prompts: Prompts, names: Sequence[str], *, seed: int, options: RunOptions
 ) -> dict[str, Float[ndarray, "layer head"]]:
     """Returns the p-value of every head for `induction`, `duplicate` or both, by redrawing tokens.
 
@@ -106,7 +99,6 @@ def renamed_p_values(
         prompt=torch.arange(len(chosen.prompts)),
         query=torch.full((len(chosen.prompts),), chosen.prompts.mask.shape[1] - 1),
         on_pattern=add,
-        edits=edits,
         options=options,
     )
     orders = np.array(list(permutations(range(chosen.names))))  # the first is the identity

@@ -99,6 +99,15 @@ def _sections(localization: Localization) -> Iterator[Section]:
             + f"<details><summary>The whole result in words</summary><p>{escape(localization.summary)}</p></details>"
         ),
     )
+    if localization.groups:
+        yield (
+            "Heads that stand in for each other",
+            "Members of each role's group. Effect: what the head alone brings back, in nats of the targets' "
+            "log-probability, with the whole group ablated, or what its ablation costs beside that of earlier rounds, "
+            "whichever is more. From the second round on heads are found that take the role only once the members "
+            "of earlier rounds are ablated.",
+            groups_table(localization),
+        )
     yield (
         "Accuracy without them",
         "Ablated heads output their mean over tokens of the same kind. Each small dot is one draw of as many other "
@@ -198,6 +207,22 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
         "scores": plots.head_maps(scores, list(localization.roles), by="role", marked=localization.heads_by_role),
         **maps,
     }
+
+
+def groups_table(localization: Localization) -> Html:
+    """Returns the members of each role's group as an HTML table."""
+    rows = [
+        {
+            "role": role,
+            "head": describe([member.head]),
+            "round": member.round,
+            "effect (nats)": f"{member.effect:.2f} [{member.low:.2f}, {member.high:.2f}]",
+            "named alone": "yes" if member.single else "no",
+        }
+        for role, members in localization.groups.items()
+        for member in members
+    ]
+    return Html(pd.DataFrame(rows).to_html(index=False, border=0) if rows else "<p>No role has a head.</p>")
 
 
 def attention_of(localization: Localization) -> AttentionView | None:

@@ -270,6 +270,28 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
     assert "same: all " in capsys.readouterr().out
 
 
+def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
+    arguments = ["--n", "12", "--n-examples", "3", "--draws", "0", "--groups"]
+    assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Heads that stand in for each other" in page and "named alone" in page
+    assert main(["localize", "--model", "planted", *arguments[:-1], "--out", str(tmp_path), "--overwrite"]) == 0
+    assert "Heads that stand in for each other" not in (tmp_path / "report.html").read_text()
+
+
+def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path, capsys):
+    arguments = ["--methods", "attention", "EAP", "--circuits", "1", "--out", str(tmp_path / "first")]
+    assert main(["benchmark", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"attention +0\.\d\d", printed) and "cost in passes" in printed
+    assert "AUROC, align query" in (tmp_path / "first" / "report.html").read_text()
+    assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
+    assert main(["benchmark", "--methods", "atention"]) == 2
+    assert "no method 'atention': choose among 'attention'" in capsys.readouterr().err
+    assert main(["benchmark", "--circuits", "1000"]) == 2
+    assert "--circuits 1000: give 1 to 140" in capsys.readouterr().err
+
+
 def test_localize_refuses_a_circuit_in_another_style(tmp_path, capsys):
     assert main(["localize", "--model", "planted", "--style", "marked", "--out", str(tmp_path)]) == 2
     assert "standard style only" in capsys.readouterr().err

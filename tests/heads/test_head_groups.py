@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.heads.permutation_tests import p_values
 from align_circuits.hooks.edits import Ablate
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
@@ -39,6 +40,12 @@ def test_the_head_that_repairs_comes_in_a_later_round(split):
     assert rounds[repair] == 2 and {rounds[head] for head, kind in model.kinds.items() if kind == "lookup"} == {1}
     assert f"Backups of lookup, once the others are ablated: L{repair[0]}H{repair[1]}." in result.summary
     assert "one for another" in result.summary
+
+
+def test_the_group_is_ablated_as_a_whole(split):
+    _, result = split
+    first = result.group_ablations.where(kind="first").frame.set_index("ablated")["value"]
+    assert first["nothing"] > 0.9 and first["lookup, group"] < 0.5 < first["lookup"]
 
 
 def test_an_effect_is_what_the_head_brings_back_alone(split):
@@ -77,6 +84,16 @@ def test_aligners_have_no_group_where_a_fixed_distance_does_as_well():
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=4)
     result = ac.localize(planted_circuit(task, seed=0), task, 16, draws=0, groups=True)
     assert "align_query" not in result.groups and "lookup" in result.groups
+
+
+def test_roles_that_are_tested_by_renaming_have_one_round(split):
+    model, _ = split
+    prompts = ac.RepeatedTokensTask(length=8).sample(12, model.tokenizer, seed=0)
+    result = ac.localize(model, prompts, roles=["duplicate", "previous"], draws=0, groups=True)
+    assert {member.round for member in result.groups["duplicate"]} <= {1}
+    edit = Ablate([(0, 0)])
+    with pytest.raises(ValueError, match="tested by renaming tokens"):
+        p_values(model, prompts, ["duplicate"], edits=[edit])
 
 
 def test_nothing_moves(split):
