@@ -54,7 +54,9 @@ class Benchmark(Verb):
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
         found = overview(table)
         print(f"{self.circuits} circuits; means over them\n\n{found.to_string(float_format='{:.2f}'.format)}")
-        provenance = replace(table.provenance, verb="benchmark", settings=as_json(self) | table.provenance.settings)
+        provenance = replace(
+            table.provenance, verb="benchmark", settings={**as_json(self), **table.provenance.settings}
+        )
         write_results(
             results,
             replace(table, provenance=provenance),

@@ -25,6 +25,7 @@ from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
+from align_circuits.models.protocol import device_of
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Direction, Pair
@@ -45,7 +46,7 @@ FEW = 4
 _CUTS = (0.1, 0.01)
 """What a head may cost, in nats, and still be pruned: from coarse circuits to fine ones."""
 
-_MASK_STEPS, _MASK_RATE, _MASK_PRICE = 60, 0.2, 0.02
+_MASK_STEPS, _MASK_RATE, _MASK_PRICE = 60, 0.2, 0.02  # updates of Adam, its learning rate, nats an open gate
 
 
 def attention(model: HookedModel, pair: Pair) -> dict[str, Grid]:
@@ -140,8 +141,8 @@ def edge_attribution(method: EdgeMethod) -> Localizer:
     """Returns the method that sums the size of the scores of all edges that leave a head (`attribute_edges`)."""
 
     def scores(model: HookedModel, pair: Pair) -> Grid:
-        frame = attribute_edges(model, replace(_few(pair), direction="noise"), method=method).frame
-        of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum()
+        frame: Any = attribute_edges(model, replace(_few(pair), direction="noise"), method=method).frame
+        of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum().to_dict()
         grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
         for layer, head in heads_of(model.cfg):
             grid[layer, head] = of_sender[f"L{layer}H{head}"]
@@ -186,14 +187,14 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     Source: after Cao et al. (2021), "Low-Complexity Probing via Finding Subnetworks", and Bhaskar et al. (2024),
     "Finding Transformer Circuits with Edge Pruning", with plain sigmoid gates of heads.
     """
-    few = replace(_few(pair), direction="noise")
-    few = few.prepared(model, RunOptions())
-    cfg, network = model.cfg, model
+    few = replace(_few(pair), direction="noise").prepared(model, RunOptions())
+    network: Any = model
+    cfg, device = model.cfg, device_of(model)
     names = [name_of("z", layer) for layer in range(cfg.n_layers)]
-    corrupted = capture(model, few.source, names)
-    gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, requires_grad=True)
+    corrupted = {name: z.to(device) for name, z in capture(model, few.source, names).items()}
+    gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([gates], lr=_MASK_RATE)
-    tokens, mask = few.inputs(torch.device("cpu"))
+    tokens, mask = few.inputs(device)
 
     def gate(layer: int) -> Callable[..., Tensor]:
         def change(z: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - as TransformerLens calls it
@@ -218,7 +219,7 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     finally:
         for parameter in wanted:
             parameter.requires_grad_(True)
-    return gates.detach().sigmoid().double().numpy()
+    return gates.detach().sigmoid().double().cpu().numpy()
 
 
 def localized(model: HookedModel, pair: Pair) -> dict[str, Grid]:

@@ -78,5 +78,6 @@ def first_layer(model, _):
 )
 def test_scores_that_are_none_are_refused(circuit, monkeypatch, returned, message):
     monkeypatch.setitem(registry.METHODS, "broken", lambda *_: returned)  # pyright: ignore[reportArgumentType]
+    model, pair = circuit
     with pytest.raises(ValueError, match=message):
-        scores_of("broken", *circuit, ["lookup"])
+        scores_of("broken", model, pair, ["lookup"])

@@ -1,6 +1,7 @@
 """Variations of planted circuits: grouped queries, split roles, self-repair, noise, decoys; and the zoo of them."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def test_a_head_that_repairs_is_idle_until_the_others_are_gone(prompts):
 
 
 def test_bias_and_noise_leave_the_circuit_at_work(prompts):
-    for settings in ({"positional_bias": 0.05}, {"noise": 0.005, "decoys": ["random", "off_by_one"]}):
+    variations: list[dict[str, Any]] = [{"positional_bias": 0.05}, {"noise": 0.005, "decoys": ["random", "off_by_one"]}]
+    for settings in variations:
         model = planted_circuit(TASK, seed=3, **settings)
         assert not torch.equal(logits(model, prompts), logits(planted_circuit(TASK, seed=3), prompts))
         accuracy = TargetMetrics.of(prompts, ("accuracy",)).measure_edited(model, [[]])[0].mean()

@@ -343,19 +343,21 @@ def _place(
     placements: Sequence[_Placement], n_layers: int, n_heads: int, generator: torch.Generator
 ) -> dict[Head, tuple[str, HeadSpec]]:
     """Gives every head a random free place within its layers; anew where the heads before left none."""
+    full = ""
     for _ in range(_TRIES):
         free = list(product(range(n_layers), range(n_heads)))
         heads = {}
         for placement in placements:
             allowed = [head for head in free if head[0] in placement.layers]
             if not allowed:
+                full = placement.kind
                 break
             head = allowed[int(torch.randint(len(allowed), (), generator=generator))]
             free.remove(head)
             heads[head] = (placement.kind, placement.spec)
         else:
             return heads
-    raise ValueError(f"{n_layers} layers of {n_heads} heads have no place for a {placement.kind!r} head: give more")
+    raise ValueError(f"{n_layers} layers of {n_heads} heads have no place for a {full!r} head: give more of them")
 
 
 def _units(

@@ -90,7 +90,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
     n_layers = int(draw.integers(5, 8))
     noise = float(draw.choice([0.0, 0.05])) * (strength > 0.5)
     decoys = [kind for kind in _DECOYS if draw.random() < 0.6]
-    circuit = {
+    circuit: dict[str, Any] = {
         "strength": strength,
         # The diffuse head multiplies what it reads by thousands, noise too.
         "decoys": [kind for kind in decoys if not (noise and kind == "diffuse")],
@@ -103,7 +103,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
         "positional_bias": float(draw.choice([0.0, 0.05])),
         "noise": noise / (n_layers * n_heads) ** 0.5,
     }
-    task = {
+    task: dict[str, Any] = {
         "x_len": int(draw.integers(4, 6)),
         "phrase_len": int(draw.integers(1, 3)),
         "n_examples": int(draw.integers(3, 5)),
@@ -114,7 +114,7 @@ def zoo_circuit(seed: int) -> ZooCircuit:
         "alphabet_range": (4, 10),
     }
     task["task_seed"] = next(
-        task_seed for task_seed in count(seed) if not _at_one_distance(Seq2SeqTask(**task | {"task_seed": task_seed}))
+        task_seed for task_seed in count(seed) if not _at_one_distance(Seq2SeqTask(**{**task, "task_seed": task_seed}))
     )
     return ZooCircuit(seed, task, circuit)
 

@@ -174,8 +174,8 @@ def _means(frame: pd.DataFrame, trait: str, at: str) -> pd.DataFrame:
 def _by_role(frame: Any) -> Iterator[tuple[str, Any]]:
     yield "all", frame
     for role in CIRCUIT_ROLES:
-        if (frame["role"] == role).any():
-            yield role, frame[frame["role"] == role]
+        if len(part := frame[frame["role"] == role]):
+            yield role, part
 
 
 def _lead(frame: Any) -> pd.DataFrame:
@@ -199,7 +199,7 @@ def _check(table: Table) -> list[Check]:
     groups = "localize, groups"
     if groups not in set(table.frame["method"]) or "localize" not in set(table.frame["method"]):
         return []  # other methods
-    of_three = (table.frame["trait"] == "copies") & (table.frame["at"] == "3")
+    of_three: Any = (table.frame["trait"] == "copies") & (table.frame["at"] == "3")
     if not of_three.any() or "recall of repair" not in set(table.frame["metric"]):
         return []  # too few circuits
     three = {"trait": "copies", "at": "3"}
