@@ -8,10 +8,11 @@ from align_circuits.papers.study import Experiment
 from align_circuits.papers.validation.attribution_exactness import EXACT
 from align_circuits.papers.validation.induction_in_the_wild import WILD
 from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH
+from align_circuits.papers.validation.localize_null import NULL
 from align_circuits.papers.validation.localize_power import POWER
 from align_circuits.papers.validation.toy_llama_criteria import CRITERIA
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
-    for experiment in (CRITERIA, GROUND_TRUTH, POWER, EXACT, WILD, *ICATUNE, *ABRUPT, ONSET, *RECALL)
+    for experiment in (CRITERIA, GROUND_TRUTH, NULL, POWER, EXACT, WILD, *ICATUNE, *ABRUPT, ONSET, *RECALL)
 }

@@ -82,11 +82,10 @@ def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance():
         texts = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, chosen.prompts.tokens.shape[1])
         keys = chosen.keys[0].double()
         liking = rng.standard_normal((2000, 64, 64))
-        cube = sum(
-            liking[:, text[..., -1:], text] @ on_keys.numpy() for text, on_keys in zip(texts.numpy(), keys, strict=True)
-        )
+        by_query = zip(texts.numpy(), keys.numpy(), strict=True)
+        cube = np.sum([liking[:, text[..., -1:], text] @ on_keys for text, on_keys in by_query], axis=0)
         orders = np.array(list(permutations(range(chosen.names))))
-        scores = sum(cube[:, i, order] for i, order in enumerate(orders.T))
+        scores = np.sum([cube[:, i, order] for i, order in enumerate(orders.T)], axis=0)
         p = share_at_least_first(scores[None])
         for level in (0.01, 0.05, 0.3):
             assert abs((p <= level).mean() - level) < 3.5 * (level / 2000) ** 0.5

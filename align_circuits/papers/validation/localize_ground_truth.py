@@ -56,9 +56,9 @@ class GroundTruth:
     first: Mapping[str, int] = field(
         default_factory=lambda: {"facts": 400, "demonstrations": 400} | dict.fromkeys(FAMILIES[:4], 800)
     )
-    """The seed of a family's first model. With seeds 0 to 399, .06 [.04, .09] of the models that read demonstrations had
-    a named head; then the null of keys at the same positions in all prompts was changed. And up to .06 of the p-values
-    for `duplicate` were below .01; then the null of `duplicate` was changed, and which tokens are renamed."""
+    """The seed of a family's first model. With seeds 0 to 399, .06 [.04, .09] of the models that read demonstrations
+    had a named head; then the null of keys at the same positions in all prompts was changed. And up to .06 of the
+    p-values for `duplicate` were below .01; then the null of `duplicate` was changed, and which tokens are renamed."""
     gains: tuple[float, ...] = (1.0, 4.0)
     """By what their query and key weights are multiplied, in turn: diffuse attention, and sharp."""
     n: int = 32
