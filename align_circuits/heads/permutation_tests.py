@@ -55,7 +55,7 @@ def p_values(
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
       smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
-    - `induction` and `duplicate`, where two prompts mostly have their keys at the same positions, as in
+    - `duplicate`, and `induction` where two prompts mostly have their keys at the same positions, as in
       `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
       attention to keys, redrawn at each target among 9,999 sets of as many positions, without those of separators and
@@ -65,13 +65,14 @@ def p_values(
       prompts by rank: a prompt's keys become those candidates, counted from the first, that are keys in another prompt.
       So a head that always attends to the first of two names passes only if the first is always right, where nothing
       can be established (`fixed_rank`): the smallest value is then one over the number of candidates.
-    - Others (`lookup`, `induction`, `duplicate`, the rest of recall): the score is the attention to keys. The keys of a
+    - Others (`lookup`, `induction`, the rest of recall): the score is the attention to keys. The keys of a
       prompt are redrawn among the keys of all prompts of its length, at the same targets: 9,999 permutations of
       prompts. A relation whose queries are no targets needs them at the same positions in all prompts.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
-    as well, such as a head that attends to copies of its own token: compare with `duplicate`.
+    as well: a head that attends to copies of its own token may pass for others (compare with `duplicate`), and one that
+    merely prefers some tokens to others passes for a role that few tokens have, such as `relation` and `grammar`.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.

@@ -1,10 +1,11 @@
-"""A permutation test of token equality, for prompts that share one layout.
+"""A permutation test of token equality.
 
 In prompts of one layout the keys of `induction` and `duplicate` are at the same positions in every prompt, so keys
 cannot be redrawn among prompts; and where every query is the same token, as the marker of the marked style, a head
-that merely likes the tokens at these positions scores high in every prompt. Here tokens are redrawn instead: one token
-of the context is renamed throughout, and another one is put at the query. Positions and all other tokens stay, so the
-null keeps a head's positional bias and its preference for some tokens.
+that merely likes the tokens at these positions scores high in every prompt. In any layout, a head that by chance gives
+much attention from some tokens to others, themselves among them, scores high for `duplicate`. Here tokens are redrawn
+instead: one token of the context is renamed throughout, and another one is put at the query. Positions and all other
+tokens stay, so the null keeps a head's positional bias, and its preference for some tokens and for some pairs of them.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _MOSTLY_FIXED = 0.5
 """The share of keys that two prompts have in common from which on tokens are redrawn, not keys."""
 
 _NAMES = 7
-"""Tokens that stand for each other at a query, its own included: 7! orders."""
+"""Tokens that stand for each other: 7! orders."""
 
 _QUERIES = 8
 """Queries that are tested; each takes 49 runs of one prompt."""
@@ -40,10 +41,16 @@ _STRUCTURE = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
 
 
 def redraws_tokens(prompts: Prompts, name: str) -> bool:
-    """Returns whether this relation is tested by renaming: its keys are mostly where they are in any other prompt."""
+    """Returns whether this relation is tested by renaming.
+
+    That is `duplicate`, if there are seven tokens to rename; and both where keys mostly are where they are in any other
+    prompt.
+    """
     relation = prompts.relations[name]
     if name not in EQUALITIES or relation.exchangeable or prompts.inputs.is_floating_point():
         return False
+    if name == "duplicate" and len(_names(prompts)) >= _NAMES:
+        return True
     keys, _ = relation.expand()
     both = total = 0.0
     for query in relation.query.unique():
@@ -62,13 +69,16 @@ def renamed_p_values(
 ) -> dict[str, Float[ndarray, "layer head"]]:
     """Returns the p-value of every head for `induction`, `duplicate` or both, by redrawing tokens.
 
-    At each of 8 queries, the token there and six others of the prompts stand for each other: in context i the query's
-    token and token i are exchanged throughout, then token j is put at the query. With A[i, j] the mean attention to
-    the keys, the score is the mean of A[i, i]. If equality does not matter, any order of the columns is as likely: the
-    p-value is the share of all orders that score at least as high. The smallest value is 1/5,040; with fewer than
-    seven tokens to rename, one over the factorial of their number.
+    Seven tokens of the prompts stand for each other at each of 8 queries: in context i the query's token and token i
+    are exchanged throughout, then token j is put at the query. With A[i, j] the mean attention to the keys, the score
+    is the mean of A[i, i]. If equality does not matter, any order of the columns is as likely: the p-value is the share
+    of all orders that score at least as high. The smallest value is 1/5,040; with fewer than seven tokens to rename,
+    one over the factorial of their number.
 
-    For `induction`, the attention to other tokens than the seven counts, and its share on the keys. Else a head that
+    The tokens are the same at all queries. Were they drawn for each, a token would meet its copy at several queries and
+    another token at one, and what a head makes of a pair by chance would average out everywhere but in A[i, i].
+
+    For `induction`, the attention to tokens that are not exchanged counts, and its share on the keys. Else a head that
     avoids copies of its own token would pass, since what it takes from them goes to the keys as well. So a head that
     sees nothing but the tokens themselves, as in the first layer, has p = 1.
 
@@ -117,7 +127,7 @@ class _Queries:
     keys: list[Bool[Tensor, "query pos"]]
     """Of each relation, at each query."""
     kept: Bool[Tensor, "query pos"]
-    """Where neither padding nor one of the tokens that stand for each other is."""
+    """Where neither padding nor a token that is exchanged is."""
     names: int
     """How many tokens stand for each other."""
 
@@ -126,31 +136,27 @@ class _Queries:
         common = sorted(set.intersection(*places))
         drawn = [common[at] for at in sorted(generator.permutation(len(common))[:_QUERIES])]
         length = max(int(prompts.mask[prompt, : query + 1].sum()) for prompt, query in drawn)
-        known = _names(prompts)
+        known = generator.permutation(_names(prompts).numpy())
         self.names = min(_NAMES, len(known))
         self.keys = [torch.zeros(len(drawn), length, dtype=torch.bool) for _ in relations]
         self.kept = torch.zeros(len(drawn), length, dtype=torch.bool)
-        texts = []
+        contexts, at_keys = [], []
         for row, (prompt, query) in enumerate(drawn):
             columns = slice(query + 1 - int(prompts.mask[prompt, : query + 1].sum()), query + 1)
-            tokens = prompts.inputs[prompt, columns]
-            at_keys = torch.zeros(len(tokens), dtype=torch.bool)
+            contexts.append(prompts.inputs[prompt, columns])
             for of_relation, rel in zip(self.keys, relations, strict=True):
                 own = ((rel.prompt == prompt) & (rel.query == query)).nonzero()[:1, 0]
-                of_relation[row, -len(tokens) :] = rel.expand(own)[0][0, columns]
-                at_keys |= of_relation[row, -len(tokens) :]
-            chosen = self._chosen(tokens, tokens[at_keys], known, generator)
-            self.kept[row, -len(tokens) :] = ~torch.isin(tokens, chosen)
+                keys = rel.expand(own)[0][0, columns]
+                of_relation[row, -len(keys) :] = keys
+                at_keys.append(contexts[-1][keys].numpy())
+        # Those that are seldom keys first, so that keys are left to attend to.
+        uses = (known[:, None] == np.concatenate(at_keys)).sum(1)
+        chosen = torch.from_numpy(known[uses.argsort(stable=True)][: self.names])
+        texts = []
+        for row, tokens in enumerate(contexts):
+            self.kept[row, -len(tokens) :] = ~torch.isin(tokens, chosen) & (tokens != tokens[-1])
             texts += _renamed(tokens, chosen).flatten(0, 1).tolist()
         self.prompts = Prompts.from_tokens(texts)
-
-    def _chosen(
-        self, tokens: Tensor, at_keys: Tensor, known: Tensor, generator: np.random.Generator
-    ) -> Int[Tensor, " token"]:
-        """The token at a query, and others: those that are no keys first, so that keys are left to attend to."""
-        others = generator.permutation(known[known != tokens[-1]].numpy())
-        uses = (torch.from_numpy(others)[:, None] == at_keys).sum(1)
-        return torch.cat([tokens[-1:], torch.from_numpy(others)[uses.argsort(stable=True)][: self.names - 1]])
 
 
 def _names(prompts: Prompts) -> Int[Tensor, " token"]:
@@ -159,8 +165,9 @@ def _names(prompts: Prompts) -> Int[Tensor, " token"]:
 
 
 def _renamed(tokens: Int[Tensor, " pos"], chosen: Int[Tensor, " token"]) -> Int[Tensor, "token token pos"]:
-    """Exchanges the first of the chosen tokens with each of them, and puts each of them at the end."""
-    contexts = [torch.where(tokens == chosen[0], new, torch.where(tokens == new, chosen[0], tokens)) for new in chosen]
+    """Exchanges the last token with each of the chosen ones, and puts each of these at the end."""
+    own = tokens[-1]
+    contexts = [torch.where(tokens == own, new, torch.where(tokens == new, own, tokens)) for new in chosen]
     renamed = torch.stack(contexts)[:, None].repeat(1, len(chosen), 1)
     renamed[:, :, -1] = chosen
     return renamed

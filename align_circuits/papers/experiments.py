@@ -8,6 +8,7 @@ from align_circuits.papers.study import Experiment
 from align_circuits.papers.validation.attribution_exactness import EXACT
 from align_circuits.papers.validation.induction_in_the_wild import WILD
 from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH
+from align_circuits.papers.validation.localize_null import NULL
 from align_circuits.papers.validation.localize_power import POWER
 from align_circuits.papers.validation.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO
 from align_circuits.papers.validation.toy_llama_criteria import CRITERIA
@@ -17,6 +18,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     for experiment in (
         CRITERIA,
         GROUND_TRUTH,
+        NULL,
         POWER,
         PUBLIC_ZOO,
         HELD_OUT_ZOO,

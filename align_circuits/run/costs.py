@@ -245,13 +245,18 @@ def tune_work(
 
 
 def localize_work(
-    shape: ModelShape, sizes: PromptSizes, candidates: int, sets: int, exchanged: int = 0, above: float = 0.75
+    shape: ModelShape,
+    sizes: PromptSizes,
+    candidates: int,
+    sets: int,
+    exchanged: int = 0,
+    above: float = 0.75,
+    renamed: int = 392,
 ) -> Work:
     """Returns the work of `localize`, all of whose parts run on one half of the prompts.
 
     That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated,
-    and patched; sets of heads ablated, with their means; and interchanges. On prompts of one layout, where induction
-    and duplicate heads are tested by renaming tokens, 392 prompts more run once.
+    and patched; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are renamed.
 
     Args:
         shape: Of the model.
@@ -260,10 +265,12 @@ def localize_work(
         sets: Sets of heads that are ablated: with 20 draws up to 80, and up to 20 for each role.
         exchanged: Candidates and sets whose answers are interchanged.
         above: The share of the layers that run for a set, which starts in its lowest layer.
+        renamed: Prompts whose tokens are renamed, to test duplicate and induction heads; 0 where neither is a role.
     """
     half = PromptSizes(sizes.prompts // 2, sizes.tokens, sizes.targets, sizes.changed)
     of_sets = edited_work(half, half.tokens, sets * above * shape.layers, sets)
     with_sets = forward_work(shape, half) + base_work(shape, half) + of_sets
     interchanged = patch_work(shape, half, exchanged) if exchanged else Work()
     alone = ablate_work(shape, half, candidates) + patch_work(shape, half, candidates)
-    return 4 * score_work(shape, half) + alone + with_sets + interchanged
+    named = score_work(shape, PromptSizes(renamed, sizes.tokens, sizes.targets)) if renamed else Work()
+    return 4 * score_work(shape, half) + named + alone + with_sets + interchanged

@@ -9,7 +9,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.heads.renaming_test import _Queries, redraws_tokens
+from align_circuits.heads.renaming_test import _Queries, redraws_tokens, share_at_least_first
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.papers.validation.localize_ground_truth import _RANDOM
 from align_circuits.training.toy_llama import untrained
@@ -20,10 +20,13 @@ MARKED = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=3, style="marked")
 def test_which_relations_are_renamed():
     repeated = ac.RepeatedTokensTask(length=6).sample(4, bundled(), seed=0)
     assert [name for name in repeated.relations if redraws_tokens(repeated, name)] == ["induction", "duplicate"]
-    expected: dict[Any, list[str]] = {"marked": ["induction", "duplicate"], "standard": [], "pre-aligned": []}
+    expected: dict[Any, list[str]] = {"marked": ["induction", "duplicate"], "standard": ["duplicate"]}
     for style, renamed in expected.items():
         prompts = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=6, style=style).sample(8, bundled(), seed=0)
         assert [name for name in ("align_query", "induction", "duplicate") if redraws_tokens(prompts, name)] == renamed
+    drawn = torch.randint(7, (6, 40), generator=torch.Generator().manual_seed(0))
+    for tokens, renamed in ((drawn, True), (drawn % 6, False)):  # six tokens allow no p-value below 1/720
+        assert redraws_tokens(ac.Prompts.from_tokens(tokens.tolist()), "duplicate") == renamed
 
 
 def test_contexts_are_renamed_and_queries_replaced():
@@ -35,22 +38,27 @@ def test_contexts_are_renamed_and_queries_replaced():
     originals = {tuple(row[:at]) for row in prompts.tokens.tolist() for at, token in enumerate(row) if token == marker}
     rows = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, length)
     masks = chosen.prompts.mask.view(*rows.shape)
+    names = rows[0, 0, :, -1].tolist()
+    assert len(set(names)) == chosen.names == 7
     for row, mask, kept, induction, duplicate in zip(rows, masks, chosen.kept, *chosen.keys, strict=True):
-        tokens = row[0, 0, -1].item(), *row[0, 1:, -1].tolist()
-        assert tokens[0] == marker and len(set(tokens)) == chosen.names == 7
-        original = row[0, 0, :-1][mask[0, 0, :-1]].tolist()
+        unnamed = row[0, 0, :-1][mask[0, 0, :-1]].tolist()
+        swap = {marker: names[0], names[0]: marker}
+        original = [swap.get(token, token) for token in unnamed]
         assert tuple(original) in originals
-        for i, name in enumerate(tokens):
+        for i, name in enumerate(names):
             swap = {marker: name, name: marker}
-            for j, at_query in enumerate(tokens):
+            for j, at_query in enumerate(names):
                 expected = [swap.get(token, token) for token in original] + [at_query]
                 assert row[i, j][mask[i, j]].tolist() == expected
-        shown = row[0, 0]
-        assert kept.tolist() == [
-            bool(real) and int(token) not in tokens for token, real in zip(shown, mask[0, 0], strict=True)
+        shown = [*[0] * (length - 1 - len(original)), *original, marker]
+        real = mask[0, 0].tolist()
+        assert kept.tolist() == [at and token not in (*names, marker) for token, at in zip(shown, real, strict=True)]
+        assert duplicate.nonzero()[:, 0].tolist() == [
+            at for at in range(length - 1) if real[at] and shown[at] == marker
         ]
-        assert duplicate.nonzero()[:, 0].tolist() == [at for at in range(length - 1) if shown[at] == marker]
-        assert induction.nonzero()[:, 0].tolist() == [at for at in range(1, length) if shown[at - 1] == marker]
+        assert induction.nonzero()[:, 0].tolist() == [
+            at for at in range(1, length) if real[at - 1] and shown[at - 1] == marker
+        ]
         assert (induction & kept).any(), "keys are left"
 
 
@@ -65,10 +73,28 @@ def test_keys_are_those_of_the_prompt_itself():
         assert at == [text.index(text[-1]) + 1]
 
 
+def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance():
+    """Heads that attend by a random number for each pair of tokens, whether or not all queries are one token."""
+    for style in ("marked", "standard"):
+        prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, style=style).sample(12, bundled(), seed=0)
+        rng = np.random.default_rng(0)
+        chosen = _Queries(prompts, [prompts.relations["duplicate"]], rng)
+        texts = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, chosen.prompts.tokens.shape[1])
+        keys = chosen.keys[0].double()
+        liking = rng.standard_normal((2000, 64, 64))
+        by_query = zip(texts.numpy(), keys.numpy(), strict=True)
+        cube = np.sum([liking[:, text[..., -1:], text] @ on_keys for text, on_keys in by_query], axis=0)
+        orders = np.array(list(permutations(range(chosen.names))))
+        scores = np.sum([cube[:, i, order] for i, order in enumerate(orders.T)], axis=0)
+        p = share_at_least_first(scores[None])
+        for level in (0.01, 0.05, 0.3):
+            assert abs((p <= level).mean() - level) < 3.5 * (level / 2000) ** 0.5
+
+
 @pytest.mark.parametrize("name", ["induction", "duplicate"])
 def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
     model = ac.load(random_hf_model("llama"), tokenizer=bundled())
-    prompts = ac.RepeatedTokensTask(length=4, bos=False).sample(6, 8, seed=0)
+    prompts = ac.RepeatedTokensTask(length=4, bos=False).sample(6, 20, seed=0)
     found = p_values(model, prompts, [name], seed=3)[name]
     chosen = _Queries(prompts, [prompts.relations[name]], np.random.default_rng(3))
     cube = torch.zeros(chosen.names, chosen.names, *found.shape, dtype=torch.float64)

@@ -121,7 +121,8 @@ def finished(pid: int, within: float | None = None) -> int | None:
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder but locks, without what differs between any two runs.
 
-    That is the order of the entries in the header of safetensors, and the lists of jobs, which say when a run began.
+    That is the order of the entries in the header of safetensors, and the lists of jobs and of a sweep's parts, which
+    say when a run began.
     """
 
     def same_each_time(path: Path) -> bytes:
@@ -135,7 +136,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         name: same_each_time(path)
         for name, path in sorted(files.items())
-        if not path.name.startswith((".lock", ".plan-"))
+        if not path.name.startswith((".lock", ".plan"))
     }
 
 

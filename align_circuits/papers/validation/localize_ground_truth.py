@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 
 from align_circuits.heads.localize_heads import ALIGNERS, localize
 from align_circuits.models.loading import load
@@ -52,9 +53,12 @@ class GroundTruth:
     """Models of random weights for each family of prompts."""
     families: tuple[str, ...] = FAMILIES
     """What models of random weights read."""
-    first: Mapping[str, int] = field(default_factory=lambda: {"facts": 400, "demonstrations": 400})
-    """The seed of a family's first model; 0 for the others. With seeds 0 to 399, .06 [.04, .09] of the models that read
-    demonstrations had a named head; then the null of keys at the same positions in all prompts was changed."""
+    first: Mapping[str, int] = field(
+        default_factory=lambda: {"facts": 400, "demonstrations": 400} | dict.fromkeys(FAMILIES[:4], 800)
+    )
+    """The seed of a family's first model. With seeds 0 to 399, .06 [.04, .09] of the models that read demonstrations
+    had a named head; then the null of keys at the same positions in all prompts was changed. And up to .06 of the
+    p-values for `duplicate` were below .01; then the null of `duplicate` was changed, and which tokens are renamed."""
     gains: tuple[float, ...] = (1.0, 4.0)
     """By what their query and key weights are multiplied, in turn: diffuse attention, and sharp."""
     n: int = 32
@@ -99,7 +103,7 @@ def of_random(*, family: str, gain: float, n: int, seed: int) -> list[dict[str, 
     Returns:
         For each role the number of heads named for it, diffuse aligners included, and for each head its p-value.
     """
-    localization = localize(_random_model(family, gain, seed), _task(family, seed), n, seed=seed, draws=0)
+    localization = localize(random_model(family, gain, seed), random_task(family, seed), n, seed=seed, draws=0)
     return [
         {"role": role, "named": len(heads) + len(localization.diffuse_aligners.get(role, ())), "p": float(p)}
         for role, heads in localization.heads_by_role.items()
@@ -110,7 +114,7 @@ def of_random(*, family: str, gain: float, n: int, seed: int) -> list[dict[str, 
 _WORLD = RecallWorld.small(relation_tokens=True, n_grammar=3)
 
 
-def _task(family: str, seed: int) -> Task:
+def random_task(family: str, seed: int) -> Task:
     """Prompts of a family in a random shape."""
     draw = np.random.default_rng(seed)
     if family == "repeated":
@@ -123,8 +127,15 @@ def _task(family: str, seed: int) -> Task:
     return Seq2SeqTask(style=family, **{name: int(draw.integers(*ends)) for name, ends in shape.items()})  # pyright: ignore[reportArgumentType]
 
 
-def _random_model(family: str, gain: float, seed: int) -> HookedModel:
-    """A Llama with rotary positions for text, a GPT-2 with learned positions for recall."""
+def random_model(family: str, gain: float, seed: int, embeddings: int | None = None) -> HookedModel:
+    """A Llama with rotary positions for text, a GPT-2 with learned positions for recall.
+
+    Args:
+        family: Of prompts.
+        gain: By what query and key weights are multiplied.
+        seed: Of the weights.
+        embeddings: Of token embeddings in place of the model's own, if given.
+    """
     if family in ("facts", "demonstrations"):
         gpt2: Any = small_gpt2(_WORLD.d_vocab, 128, seed=seed, d_model=64, n_layers=4, n_heads=4)
         for name, weight in gpt2.named_parameters():
@@ -134,12 +145,20 @@ def _random_model(family: str, gain: float, seed: int) -> HookedModel:
                 weight.data.mul_(1 / (0.02 * weight.shape[0] ** 0.5))
         for block in gpt2.transformer.h:
             block.attn.c_attn.weight.data[:, :128] *= gain**0.5  # queries and keys
-        return load(gpt2)
+        return load(_with_embeddings(gpt2, embeddings))
     llama: Any = untrained(_RANDOM, seed)
     for layer in llama.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.weight.data.mul_(gain**0.5)
-    return load(llama, tokenizer=char_tokenizer())
+    return load(_with_embeddings(llama, embeddings), tokenizer=char_tokenizer())
+
+
+def _with_embeddings(network: Any, seed: int | None) -> Any:
+    """The network with token embeddings drawn anew, as large as its own."""
+    if seed is not None:
+        weight = network.get_input_embeddings().weight.data
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * weight.std())
+    return network
 
 
 _RANDOM = Recipe(TrainConfig(steps=1), (), n_layers=4, n_heads=4, d_model=64, d_mlp=128, n_ctx=512)
