@@ -99,10 +99,7 @@ FIGA1 = Experiment(
     source=f"{SOURCE}, Fig. A.1",
     study=grid_study(
         "abrupt/figA1",
-        *(
-            Grid(size.with_task(noise=0.0), _SHARES)
-            for size in (SMOKE, _LONGER, PAPER.with_task(n_classes=256))
-        ),
+        *(Grid(size.with_task(noise=0.0), _SHARES) for size in (SMOKE, _LONGER, PAPER.with_task(n_classes=256))),
     ),
     draw=_draw_a1,
     check=_check_a1,
