@@ -31,8 +31,9 @@ FIXED = {"three": (), "two": ("beta_2",), "none": STRENGTHS}
 """The reduced models by what is fixed at 0: with none of its parameters the head attends evenly whatever it is taught,
 the control."""
 
-NETWORK = {"model": "network", "intervention": "nothing"}
-"""What a condition may change beside the task, with its default: the full network, under no intervention."""
+NETWORK = {"model": "network", "intervention": "nothing", "hidden_layers": 3, "spread": 0.0, "head_rate": 1.0}
+"""What a condition may change beside the task, with its default: the full network, under no intervention. The last two
+are of the reduced head alone (`InductionHeadConfig`)."""
 
 SOURCE = "Reddy (2024)"
 LEARNED = 0.9
@@ -178,8 +179,9 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
     tasks = [ExemplarTask(**task) for task in ensemble["tasks"] for _ in range(size.seeds)]
     seeds = [*range(size.first_seed, size.first_seed + size.seeds)] * len(ensemble["tasks"])
     worlds = Worlds(tasks, seeds, device)
-    net = network(size, worlds.shape, ensemble["model"], seeds).to(device)
     kind = {name: ensemble[name] for name in NETWORK}
+    about = {name: value for name, value in kind.items() if name not in ("model", "intervention")}
+    net = network(size, worlds.shape, ensemble["model"], seeds, **about).to(device)
     identity = [asdict(replace(size, task=worlds.shape)), ensemble["tasks"], kind]
     table = train_on_exemplars(
         net,
@@ -194,13 +196,29 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
     return net, worlds, table
 
 
-def network(size: Size, task: ExemplarTask, model: str, seeds: Sequence[int]) -> Ensemble:
-    """Makes an ensemble for a task: `"network"`, or one of `FIXED`."""
+def network(
+    size: Size,
+    task: ExemplarTask,
+    model: str,
+    seeds: Sequence[int],
+    hidden_layers: int = 3,
+    spread: float = 0.0,
+    head_rate: float = 1.0,
+) -> Ensemble:
+    """Makes an ensemble for a task: `"network"`, or one of `FIXED`.
+
+    Raises:
+        ValueError: The full network with a `spread` or `head_rate`, which are of the reduced head.
+    """
+    classifier: Any = {"d_hidden": size.d_hidden, "hidden_layers": hidden_layers}
     if model == "network":
+        if (spread, head_rate) != (0.0, 1.0):
+            raise ValueError(f"spread={spread}, head_rate={head_rate}: of the full network, which has neither")
         init = task.d_content**-0.5
-        config = ExemplarNetConfig(task.n_labels, task.d_in, d_head=size.d_head, d_hidden=size.d_hidden, init=init)
+        config = ExemplarNetConfig(task.n_labels, task.d_in, d_head=size.d_head, init=init, **classifier)
         return ExemplarNet(config, seeds)
-    return InductionHead(InductionHeadConfig(task.n_labels, task.d_in, d_hidden=size.d_hidden), seeds, FIXED[model])
+    reduced = InductionHeadConfig(task.n_labels, task.d_in, spread=spread, head_rate=head_rate, **classifier)
+    return InductionHead(reduced, seeds, FIXED[model])
 
 
 def train_on_exemplars(

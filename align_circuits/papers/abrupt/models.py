@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-HIDDEN_LAYERS = 3
 STRENGTHS = ("alpha", "beta_1", "beta_2")
 
 
@@ -29,7 +28,9 @@ class NetworkConfig:
     """The dimensions of a token: P + D, or D for an `InductionHead`, whose tokens carry no position."""
     _: KW_ONLY
     d_hidden: int = 128
-    """The width of each of the classifier's three hidden layers."""
+    """The width of each of the classifier's hidden layers."""
+    hidden_layers: int = 3
+    """How many; with 0 the classifier is linear."""
     n_layers: int = 2
     n_heads: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -58,6 +59,10 @@ class ExemplarNetConfig(NetworkConfig):
 class InductionHeadConfig(NetworkConfig):
     """The shape of an `InductionHead`."""
 
+    spread: float = 0.0
+    """The standard deviation of α, β_1 and β_2 at the start."""
+    head_rate: float = 1.0
+    """How fast plain SGD trains α, β_1 and β_2 beside the classifier: they are multiplied by its square root."""
     model_name: str = "induction-head"
 
     @property
@@ -135,8 +140,8 @@ class ExemplarNet(Ensemble):
         v_i = u_i + V_1 Σ_{j<=i} p1_ij u_j,   w_i = v_i + V_2 Σ_{j<=i} p2_ij v_j,   p_ij ∝ exp((K u_j)^T (Q u_i)),
 
     the second layer's keys and queries reading v. No scaling of the scores, no output matrix, no LayerNorm, no biases;
-    the classifier is three ReLU layers and L logits. `forward` computes all of it and fires TransformerLens's hook
-    points; `logits`, what training runs, computes only what the last token needs (see there).
+    the classifier is three ReLU layers (`hidden_layers`) and L logits. `forward` computes all of it and fires
+    TransformerLens's hook points; `logits`, what training runs, computes only what the last token needs (see there).
 
     Source: Reddy (2024), §2. Initial values are not given there: N(0, init²) for Q, K, V, and for the classifier
     N(0, 2/fan_in) (He et al., 2015) with zero biases.
@@ -201,9 +206,9 @@ class InductionHead(Ensemble):
         q1_ij ∝ exp(β_1 δ_{i-1,j}),   b_i = Σ_{j<=i} q1_ij c_j,
         q2_nj ∝ exp(α b_j·c_n + β_2 Δ_nj),   out = c_n ⊕ Σ_j q2_nj c_j,
 
-    where c is a token's content and Δ_nj is 1 where n - j is odd, at the labels. All three start at 0. With
-    `fixed=("beta_2",)` it is the two-parameter model. Both layers' `hook_pattern` fire, the second for the last query
-    alone, `[prompt head 1 key]`.
+    where c is a token's content and Δ_nj is 1 where n - j is odd, at the labels. All three start at 0, or at draws from
+    N(0, `spread`²). With `fixed=("beta_2",)` it is the two-parameter model. Both layers' `hook_pattern` fire, the
+    second for the last query alone, `[prompt head 1 key]`.
 
     Source: Reddy (2024), §3; initial values are not given there.
     """
@@ -231,21 +236,25 @@ class InductionHead(Ensemble):
             nn.ModuleDict({"attn": nn.ModuleDict({"hook_pattern": HookPoint()})}) for _ in range(2)
         )
         self.classifier = Classifier(self)
+        if cfg.spread:  # drawn last, so that the classifiers are those of heads that start at 0
+            for name in (each for each in STRENGTHS if each not in fixed):
+                getattr(self, name).data = self.drawn(1, std=cfg.spread).data[:, 0]
         self.setup()
 
     def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """Returns the logits of the last token."""
         tokens = self.by_member(inputs)
+        alpha, beta_1, beta_2 = (self.cfg.head_rate**0.5 * getattr(self, name)[:, None, None] for name in STRENGTHS)
         members, n, length, width = tokens.shape
         flat, last = tokens.reshape(members * n, length, width), tokens[:, :, -1]
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
-        scores = self.beta_1[:, None, None] * previous_token(length, tokens)
+        scores = beta_1 * previous_token(length, tokens)
         pattern = scores.masked_fill(later, -torch.inf).softmax(-1)
         pattern = pattern[:, None].expand(-1, n, -1, -1).reshape(members * n, 1, length, length)
         pattern = self.blocks[0].attn.hook_pattern(pattern)[:, 0]
         match = torch.bmm(pattern, torch.bmm(flat, last.reshape(-1, width, 1))).view(members, n, length)
         odd = torch.arange(length, device=tokens.device) % 2 == (length % 2)
-        scores = self.alpha[:, None, None] * match + self.beta_2[:, None, None] * odd
+        scores = alpha * match + beta_2 * odd
         target = self.blocks[1].attn.hook_pattern(scores.softmax(-1).view(members * n, 1, 1, length))[:, 0]
         read = torch.bmm(target, flat).view(members, n, width)
         return self.classifier(torch.cat([last, read], -1)).view(*inputs.shape[:-2], -1)
@@ -305,11 +314,11 @@ class Attention(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Three ReLU layers and the logits of the labels."""
+    """Hidden ReLU layers and the logits of the labels."""
 
     def __init__(self, net: Ensemble):
         super().__init__()
-        widths = [net.cfg.d_model, *[net.cfg.d_hidden] * HIDDEN_LAYERS, net.cfg.n_labels]
+        widths = [net.cfg.d_model, *[net.cfg.d_hidden] * net.cfg.hidden_layers, net.cfg.n_labels]
         self.weights = nn.ParameterList(net.drawn(i, o, std=(2 / i) ** 0.5) for i, o in pairwise(widths))
         self.biases = nn.ParameterList(net.zeros(1, width) for width in widths[1:])
         self.hook_in, self.hook_out = HookPoint(), HookPoint()
@@ -319,5 +328,5 @@ class Classifier(nn.Module):
         hidden = self.hook_in(read.flatten(0, 1)).view_as(read)
         for place, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden, weight)
-            hidden = hidden.relu() if place < HIDDEN_LAYERS else hidden
+            hidden = hidden.relu() if place + 1 < len(self.weights) else hidden
         return self.hook_out(hidden.flatten(0, 1)).view_as(hidden)

@@ -27,7 +27,9 @@ from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig
 
-READINGS: tuple[gpt2.Finetuned, ...] = ("icl+grm", "icl+grm from 0")
+FROM_ZERO: gpt2.Finetuned = "icl+grm from 0"
+
+READINGS: tuple[gpt2.Finetuned, ...] = ("icl+grm", FROM_ZERO)
 """S_ft from 1 on, as App. B prints; and from 0 on, which makes ICL one of its cases, as the text calls it."""
 
 LEARNED = 0.8
@@ -41,7 +43,7 @@ WITH_ADAMW = replace(
 times sooner, and the type not before them."""
 
 _PT = {"stage": "pt", "probe": "pt"}
-_HELD_OUT = {"stage": "icl+grm", "probe": "icl_held_out", "match": "exact"}
+_HELD_OUT = {"probe": "icl_held_out", "match": "exact"}
 
 
 def _four(**where: Any) -> dict[str, dict[str, Any]]:
@@ -142,7 +144,7 @@ def _check_formats(table: Table) -> list[Check]:
 
 
 def _stages(table: Table) -> dict[gpt2.Finetuned, str]:
-    """The captions of the kinds of sequences that models of the table were finetuned on."""
+    """The captions of the kinds of sequences that the table's models were finetuned on."""
     return {stage: caption for stage, caption in gpt2.CAPTIONS.items() if stage in set(table.frame["stage"])}
 
 
@@ -184,9 +186,9 @@ def _grid(table: Table, columns: str, where: dict[str, Any]) -> pd.DataFrame:
 
 
 def _draw_grid(table: Table, columns: str, label: str) -> dict[str, go.Figure]:
-    panels = {
-        "PT, after pretraining": _grid(table, columns, _PT | {"match": "exact"}),
-        "ICL, held-out, after ICL+Grm": _grid(table, columns, _HELD_OUT),
+    panels = {"PT, after pretraining": _grid(table, columns, _PT | {"match": "exact"})} | {
+        f"ICL, held-out, after {caption}": _grid(table, columns, _HELD_OUT | {"stage": stage})
+        for stage, caption in _stages(table).items()
     }
     return {"": plots.accuracy_grids(panels, x=label, y="Div", value="exact match")}
 
@@ -198,9 +200,12 @@ def _check_grid(table: Table, columns: str, label: str) -> list[Check]:
         return at_end(table, div=div, **{columns: column}, **where)
 
     control = _PT | {"match": "attribute"}
-    probes = {"PT": _PT | {"match": "exact"}, "ICL about held-out subjects": _HELD_OUT}
-    if columns == "n_subjects":
-        del probes["PT"]
+    probes = {
+        f"ICL about held-out subjects after {caption}": _HELD_OUT | {"stage": stage}
+        for stage, caption in _stages(table).items()
+    }
+    if columns == "grammar_len":
+        probes = {"PT": _PT | {"match": "exact"}} | probes
     checks = []
     for name, where in probes.items():
         for claim, more, less in (
@@ -262,9 +267,9 @@ FIG5 = figure(
     "Held-out accuracy against the number of subjects in finetuning",
     curves_study(
         "recall/fig5",
-        Trainings(gpt2.SMOKE, ("icl", "icl+grm"), grid(n_seen=(4, 12))),
-        Trainings(gpt2.CPU, ("icl", "icl+grm"), grid(n_seen=(12, 48, 72))),
-        Trainings(gpt2.PAPER, ("icl", "icl+grm"), grid(n_seen=(16, 32, 64, 128, 192))),
+        Trainings(gpt2.SMOKE, ("icl", *READINGS), grid(n_seen=(4, 12))),
+        Trainings(gpt2.CPU_FRESH, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
+        Trainings(gpt2.PAPER, ("icl", *READINGS), grid(n_seen=(16, 32, 64, 128, 192))),
     ),
     _draw_seen,
     _check_seen,
@@ -276,9 +281,9 @@ FIG6 = figure(
     "Grammar length and diversity of the chains",
     curves_study(
         "recall/fig6",
-        Trainings(gpt2.SMOKE, ("pt", "icl+grm"), _lengths((0.2, 0.5), (3, 5), {})),
-        Trainings(gpt2.CPU, ("pt", "icl+grm"), _lengths((0.2, 0.5), (6, 20), {})),
-        Trainings(gpt2.PAPER, ("pt", "icl+grm"), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
+        Trainings(gpt2.SMOKE, ("pt", *READINGS), _lengths((0.2, 0.5), (3, 5), {})),
+        Trainings(gpt2.CPU_FRESH, ("pt", FROM_ZERO), _lengths((0.2, 0.5), (6, 20), {})),
+        Trainings(gpt2.PAPER, ("pt", *READINGS), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
     ),
     lambda table: _draw_grid(table, "grammar_len", "S"),
     lambda table: _check_grid(table, "grammar_len", "S"),
@@ -290,9 +295,9 @@ FIG7 = figure(
     "Subjects in pretraining",
     curves_study(
         "recall/fig7",
-        Trainings(gpt2.SMOKE, ("pt", "icl+grm"), grid(div=(0.2, 0.5), n_subjects=(8, 16))),
-        Trainings(gpt2.CPU, ("pt", "icl+grm"), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
-        Trainings(gpt2.PAPER, ("pt", "icl+grm"), grid(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
+        Trainings(gpt2.SMOKE, ("pt", *READINGS), grid(div=(0.2, 0.5), n_subjects=(8, 16))),
+        Trainings(gpt2.CPU_FRESH, ("pt", FROM_ZERO), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
+        Trainings(gpt2.PAPER, ("pt", *READINGS), grid(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
     ),
     lambda table: _draw_grid(table, "n_subjects", "M"),
     lambda table: _check_grid(table, "n_subjects", "M"),
