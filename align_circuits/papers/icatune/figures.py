@@ -8,6 +8,7 @@ from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FI
 from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
 from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG7, FIG10
 from align_circuits.papers.icatune.known_lexicons import LEXICON
+from align_circuits.papers.icatune.needs import NEEDS
 from align_circuits.papers.icatune.other_lengths import LENGTHS
 from align_circuits.papers.icatune.table_1_symbols import SYMBOLS_OF_TABLE1
 
@@ -31,6 +32,7 @@ ICATUNE = (
     UNMASK,
     LENGTHS,
     CONJECTURE,
+    NEEDS,
     LEXICON,
 )
 """In the order of the paper; what goes beyond it last."""
