@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
-from align_circuits.papers.icatune import alignment_given
 from align_circuits.papers.icatune.alignment_given import (
     ARMS,
     METRICS,
@@ -15,9 +14,11 @@ from align_circuits.papers.icatune.alignment_given import (
     PLAIN,
     EveryExample,
     in_place_of,
+    named_heads,
     reached,
 )
 from align_circuits.tables.tables import Provenance, Table
+from align_circuits.training.tuning import TuneConfig, TuneRun
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 3, "alignment": "permutation"}
 
@@ -87,16 +88,16 @@ def test_steps_are_those_of_the_plain_runs_level_and_the_last_where_it_is_never_
     assert found.loc[("step", 0)].isna().all() and found.loc[("reached", 0)].isna().all(), "nothing emerged in seed 0"
 
 
-class Run:
-    def __init__(self, scores: dict[str, dict[tuple[int, int], float]]):
-        rows = [
-            {"metric": metric, "step": step, "layer": layer, "head": head, "value": value if step else 1.0}
-            for metric, of_heads in scores.items()
-            for (layer, head), value in of_heads.items()
-            for step in range(4)
-        ]
-        frame = pd.DataFrame(rows).assign(ood=False, level="head", kind="all", low=0.0, high=1.0, n=1)
-        self.table = Table(frame, Provenance("test"))
+def run_of(scores: dict[str, dict[tuple[int, int], float]]) -> TuneRun:
+    """A tuning whose heads score 1 in the first of four probes, and in the others what is given."""
+    rows = [
+        {"metric": metric, "step": step, "layer": layer, "head": head, "value": value if step else 1.0}
+        for metric, of_heads in scores.items()
+        for (layer, head), value in of_heads.items()
+        for step in range(4)
+    ]
+    frame = pd.DataFrame(rows).assign(ood=False, level="head", kind="all", low=0.0, high=1.0, n=1)
+    return TuneRun(None, Table(frame, Provenance("test")), pd.DataFrame(), TuneConfig(), None)
 
 
 def test_heads_are_named_by_their_last_scores_and_have_one_kind_of_role():
@@ -105,8 +106,7 @@ def test_heads_are_named_by_their_last_scores_and_have_one_kind_of_role():
         "align_key": {(0, 0): 0.3, (0, 1): 0.4, (1, 0): 0.1},
         "lookup": {(0, 0): 0.9, (0, 1): 0.95, (1, 0): 0.5},
     }
-    run: Any = Run(scores)
-    named = alignment_given.named_heads(run)
+    named = named_heads(run_of(scores))
     assert named == {"align_query": [(0, 0)], "align_key": [(0, 1)], "lookup": [(1, 0)]}
     among = [(layer, head) for layer in range(2) for head in range(3)]
     instead = in_place_of({"align_query": [(0, 0)], "align_key": [(0, 1)]}, named, among, seed=0)
