@@ -293,7 +293,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     captions = {metric: metric for metric in METRICS} | {"accuracy": "first letters"}
     course, steps = table.where(part="course").frame, table.where(part="step").frame
     wide = course.pivot(index=["metric", "arm", "step"], columns="seed", values="value")
-    mean = seed_rows(wide.index.to_frame(index=False), wide.to_numpy(float))
+    mean: Any = seed_rows(wide.index.to_frame(index=False), wide.to_numpy(float))
     panels = {caption: mean[mean["metric"] == metric] for metric, caption in captions.items()}
     drawn: dict[str, go.Figure] = {
         "courses": plots.curves(panels, "step", "arm", "step", value="accuracy or score").update_xaxes(dtick=None)
