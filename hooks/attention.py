@@ -9,6 +9,7 @@ import torch
 from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
@@ -191,6 +192,12 @@ def why_not_fast(model: HookedModel) -> str | None:
     if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
         return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
     return None
+
+
+def take_parts(model: PreTrainedModel) -> None:
+    """Makes a plain Hugging Face model take `attention_parts`, for good; with none it computes as by "sdpa"."""
+    compat.register_attention(ATTENTION, probe_attention)
+    model.set_attn_implementation(ATTENTION)
 
 
 @contextmanager

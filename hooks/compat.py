@@ -185,15 +185,19 @@ def is_copy_for_mlp(model: Any, name: str) -> bool:
     return point is not None and name.endswith(".hook_resid_mid") and point.name != name
 
 
+def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Makes an attention function known to transformers, with the masks of "sdpa", which fused attention takes."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+
+
 @contextmanager
 def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
 
     One `with` may stand in another.
     """
-    # With the masks of "sdpa", which fused attention takes.
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    register_attention(name, function)
     layers = [block.attn for block in bridge.blocks]
     models = [module for module in wrapped(bridge).modules() if isinstance(module, PreTrainedModel)]
     # Selected on the configurations themselves: there is no public way to read the selection that must be restored.

@@ -44,10 +44,49 @@ def emergence_step(
     >>> emergence_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
     40.0
     """
-    reached = _sustained(steps, values, sustained)
-    rise = reached.max() - values[0]
-    crossed = reached >= values[0] + rise / 2
-    return float(steps[crossed.argmax()]) if rise >= min_rise else float("nan")
+    middle = middle_of_rise(steps, values, min_rise=min_rise, sustained=sustained)
+    return crossing_step(steps, values, middle, sustained=sustained)
+
+
+def middle_of_rise(
+    steps: Float[ndarray, " probe"],
+    values: Float[ndarray, " probe"],
+    *,
+    min_rise: float = MIN_RISE,
+    sustained: int = SUSTAINED,
+) -> float:
+    """Returns the level in the middle of a metric's rise, as in `emergence_step`; NaN if it did not emerge.
+
+    Arguments and errors as there.
+
+    >>> middle_of_rise(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
+    0.45
+    """
+    rise = _sustained(steps, values, sustained).max() - values[0]
+    return float(values[0] + rise / 2) if rise >= min_rise else float("nan")
+
+
+def crossing_step(
+    steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float, *, sustained: int = SUSTAINED
+) -> float:
+    """Returns the first step of `sustained` probes in a row that all reach a level; NaN if none do.
+
+    Of two runs it tells which came there first, whatever the rise of each.
+
+    Args:
+        steps: The step of each probe, ascending.
+        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
+        level: NaN is never reached.
+        sustained: The number of probes in a row.
+
+    Raises:
+        ValueError: As for `emergence_step`.
+
+    >>> crossing_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]), 0.45)
+    40.0
+    """
+    crossed = _sustained(steps, values, sustained) >= level
+    return float(steps[crossed.argmax()]) if crossed.any() else float("nan")
 
 
 def steepest_share(

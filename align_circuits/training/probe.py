@@ -18,6 +18,7 @@ from torch import Tensor
 
 from align_circuits.files import replacing
 from align_circuits.heads.score import ScoreAccumulator, resolve
+from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.evaluation import ALL_OFFSETS, summarize_targets
@@ -40,17 +41,25 @@ class Probe:
         prompts: What it is measured on, by whether the test inputs are out of distribution.
         folder: Where the files go; None keeps the results in memory.
         scored: The relations that heads are scored on, as far as the prompts have them.
+        edits: What is changed while the model runs.
     """
 
     def __init__(
-        self, model: HookedModel, prompts: Mapping[bool, Prompts], folder: Path | None, scored: Sequence[str] = PROBED
+        self,
+        model: HookedModel,
+        prompts: Mapping[bool, Prompts],
+        folder: Path | None,
+        scored: Sequence[str] = PROBED,
+        edits: Sequence[Edit] = (),
     ):
-        self.model, self.prompts, self.folder, self.scored = model, prompts, folder, scored
+        self.model, self.prompts, self.folder, self.scored, self.edits = model, prompts, folder, scored, edits
         self._results: dict[int, tuple[pd.DataFrame, dict[str, ndarray]]] = {}
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures the model, keeps the results, and returns their summary for the log."""
-        parts = [(ood, *_measure(self.model, prompts, self.scored)) for ood, prompts in self.prompts.items()]
+        parts = [
+            (ood, *_measure(self.model, prompts, self.scored, self.edits)) for ood, prompts in self.prompts.items()
+        ]
         keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
         numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}
         if self.folder is None:
@@ -80,7 +89,9 @@ class Probe:
             return keys, {name: file.get_tensor(name) for name in COLUMNS}
 
 
-def _measure(model: HookedModel, prompts: Prompts, scored: Sequence[str]) -> tuple[pd.DataFrame, dict[str, ndarray]]:
+def _measure(
+    model: HookedModel, prompts: Prompts, scored: Sequence[str], edits: Sequence[Edit]
+) -> tuple[pd.DataFrame, dict[str, ndarray]]:
     """Accuracy and heads from a single pass: the keys, and for each row and prompt value and weight."""
     metrics = [name for name in scored if len(prompts.relations.get(name, ()))]
     scores = ScoreAccumulator(
@@ -113,6 +124,7 @@ def _measure(model: HookedModel, prompts: Prompts, scored: Sequence[str]) -> tup
         query=query,
         on_pattern=add_pattern,
         on_logits=lambda row, logits: targets.assign(values, *rows_of(1, row, logits)),
+        edits=edits,
         options=RunOptions(engine="fast"),
     )
     heads, value, weight = scores.measured()

@@ -2,8 +2,9 @@
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 
 from align_circuits.checks import checked
 from align_circuits.files import replacing_in, writable_folder
+from align_circuits.hooks.attention import AttentionParts, take_parts
+from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
@@ -207,6 +210,7 @@ def tune(
     config: TuneConfig | None = None,
     *,
     roles: Mapping[str, str] | Sequence[str] | None = None,
+    clamps: Sequence[Clamp] = (),
     seed: int = 0,
     out: str | Path | None = None,
     state: str | Path | None = None,
@@ -231,20 +235,25 @@ def tune(
         config: The settings; by default those of the paper. `method="standard"` and `dataset_size` are for
             `Seq2SeqTask`.
         roles: With prompts: the relations that probes score heads on, as in `localize`.
+        clamps: Heads whose attention stays clamped in every update and every probe; what they attend to then teaches
+            their queries and keys nothing. Relations of a task cover the test example alone.
         seed: Fixes the adapter, the training prompts, the finite dataset and the probes.
         out: The folder for results and checkpoints; None keeps nothing. The results are moved in together, at the end.
         state: The folder for checkpoints and probes, from which a killed run goes on, if it is not `out`.
         progress: Whether to draw a progress bar.
 
     Raises:
+        KeyError: Heads clamped by a relation that the prompts do not have.
         ValueError: The method does not fit the task, or the model cannot be tuned: no TransformerLens bridge, hooks
-            attached, an adapter already there, no such layer, no tokenizer; or `out` holds another run.
+            attached, an adapter already there, no such layer or head, no tokenizer; or `out` holds another run.
         ImportError: `four_bit` without bitsandbytes.
         FloatingPointError: A loss or gradient that is not finite.
     """
     config = config or TuneConfig()
     task = as_task(task, None, roles)
     data = _TuningData.of(model, task, config, seed)
+    for prompts in data.probes.values():
+        changes_of(clamps, model, BatchContext.all_of(prompts))  # raises here, before anything is written
     folder = None if out is None else writable_folder(out)
     kept = folder if state is None else writable_folder(state)
     trained = unwrapped(model)
@@ -265,21 +274,23 @@ def tune(
         quantise(trained)
     if config.checkpointing:
         recompute(trained)
-    probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored)
+    if clamps:
+        take_parts(trained)
+    probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored, clamps)
     run = train(
         trained,
-        data.batch,
-        _loss,
+        data.clamped_batch if clamps else data.batch,
+        partial(_clamped_loss, bridge, clamps) if clamps else _loss,
         config.train_config(),
         seed=seed,
         out=kept and kept / "training",
         metrics=lambda _, step: probe.measure(step),
         progress=progress,
-        recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config)})),
+        recipe=json.loads(json.dumps({"task": data.record, "config": asdict(config), **edits_provenance(clamps)})),
     )
     provenance = Provenance(
         "tune",
-        settings={"config": json.loads(json.dumps(asdict(config))), "seed": seed},
+        settings={"config": json.loads(json.dumps(asdict(config))), "seed": seed, **edits_provenance(clamps)},
         model=model_provenance(model),
         data={"task": dict(data.probes[False].task), "digest": [prompts.digest for prompts in data.probes.values()]},
         engine="fast",
@@ -373,27 +384,37 @@ class _TuningData:
 
         A label is `IGNORED` where a prompt has no target and others have one; the mask follows if there is padding.
         """
+        return self._tensors(self._drawn(seed))
+
+    def clamped_batch(self, _step: int, seed: int) -> tuple[tuple[Tensor, ...], Prompts]:
+        """The same beside its prompts, which say where clamped heads attend."""
+        prompts = self._drawn(seed)
+        return self._tensors(prompts), prompts
+
+    def _drawn(self, seed: int) -> Prompts:
         n, task = self.config.prompts_per_step, self.task
         if not isinstance(task, Seq2SeqTask):
-            prompts = task.sample(n, self.tokenizer, seed)
+            return task.sample(n, self.tokenizer, seed)
+        if self.dataset is None:
+            return task.sample(n, self.tokenizer, seed, references=False)
+        return in_context(task, self.dataset, n=n, seed=seed)
+
+    def _tensors(self, prompts: Prompts) -> tuple[Tensor, ...]:
+        if not isinstance(self.task, Seq2SeqTask):
             prompt, query = prompts.column("prompt"), prompts.column("query_pos")
             positions, place = query.unique(return_inverse=True)
-            labels = torch.full((n, len(positions)), IGNORED)
+            labels = torch.full((len(prompts), len(positions)), IGNORED)
             labels[prompt, place] = prompts.column("token")
             end = int(positions[-1]) + 1
             padded = () if prompts.mask.all() else (prompts.mask[:, :end],)
             return prompts.tokens[:, :end], positions, labels, *padded
-        if self.dataset is None:
-            prompts = task.sample(n, self.tokenizer, seed, references=False)
-        else:
-            prompts = in_context(task, self.dataset, n=n, seed=seed)
         roles, example = prompts.roles[0], prompts.example[0]  # all prompts of a task have one layout
         in_loss = (roles == Role.OUTPUT) & ((example == example.max()) | (self.config.loss_on == "all"))
         target = in_loss.nonzero()[:, 0]
         return prompts.tokens[:, : int(target[-1])], target - 1, prompts.tokens[:, target]
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
     ids, positions, labels, *padded = batch
     inputs = {}
     if padded:  # Hugging Face counts positions from the padding unless it is told not to
@@ -401,3 +422,13 @@ def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     logits = model(ids, logits_to_keep=positions, use_cache=False, **inputs).logits
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def _clamped_loss(
+    bridge: Any, clamps: Sequence[Clamp], model: nn.Module, batch: tuple[tuple[Tensor, ...], Prompts]
+) -> Float[Tensor, ""]:
+    """The loss while heads are clamped; `bridge` knows the model's shape."""
+    tensors, prompts = batch
+    context = BatchContext(prompts, torch.arange(len(prompts)), slice(0, tensors[0].shape[1]))
+    parts = AttentionParts(changes_of(clamps, bridge, context))
+    return _loss(partial(model, attention_parts=parts), tensors)

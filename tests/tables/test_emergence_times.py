@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from align_circuits.tables.emergence_times import emergence, emergence_step, steepest_share
+from align_circuits.tables.emergence_times import (
+    crossing_step,
+    emergence,
+    emergence_step,
+    middle_of_rise,
+    steepest_share,
+)
 from align_circuits.tables.tables import Provenance, Table
 
 COURSES = st.lists(st.integers(0, 8).map(lambda n: math.nan if n == 8 else n / 7), min_size=5, max_size=12)
@@ -53,6 +59,22 @@ def test_the_steepest_share_equals_a_slow_search(values, sustained, within):
     expected = max(levels[j] - levels[i] for i, j in pairs) / rise if rise >= 0.3 else math.nan
     found = steepest_share(np.array(steps), np.array(values), within, sustained=sustained)
     np.testing.assert_allclose(found, expected)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=4, max_size=12), st.integers(1, 3), st.floats(0, 1))
+def test_the_crossing_of_a_level_equals_a_slow_search(values, sustained, level):
+    steps = [3.0 * at for at in range(len(values))]
+    windows = range(len(values) - sustained + 1)
+    slow = [steps[at] for at in windows if all(value >= level for value in values[at : at + sustained])]
+    found = crossing_step(np.array(steps), np.array(values), level, sustained=sustained)
+    assert found == slow[0] if slow else math.isnan(found)
+    middle = middle_of_rise(np.array(steps), np.array(values), sustained=sustained)
+    highest = max(min(values[at : at + sustained]) for at in windows)
+    if highest - values[0] >= 0.3:
+        assert middle == pytest.approx((values[0] + highest) / 2)
+    else:
+        assert math.isnan(middle)
 
 
 def test_an_even_pace_and_a_jump_are_told_apart():

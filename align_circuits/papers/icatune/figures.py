@@ -1,5 +1,6 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its figures."""
 
+from align_circuits.papers.icatune.alignment_given import ORDER
 from align_circuits.papers.icatune.build_or_unmask import UNMASK
 from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
@@ -30,6 +31,7 @@ ICATUNE = (
     APPF,
     CAUSAL,
     UNMASK,
+    ORDER,
     LENGTHS,
     CONJECTURE,
     NEEDS,
