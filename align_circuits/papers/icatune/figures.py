@@ -1,6 +1,7 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its figures."""
 
 from align_circuits.papers.icatune.alignment_given import ORDER
+from align_circuits.papers.icatune.alignment_probes import POSTERIOR
 from align_circuits.papers.icatune.build_or_unmask import UNMASK
 from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
@@ -35,6 +36,7 @@ ICATUNE = (
     LENGTHS,
     CONJECTURE,
     NEEDS,
+    POSTERIOR,
     LEXICON,
 )
 """In the order of the paper; what goes beyond it last."""

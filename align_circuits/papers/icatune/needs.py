@@ -37,7 +37,7 @@ LONGEST = 8
 TESTED = 10**9
 """Added to the seed for the prompts of the test."""
 
-Drawn = Mapping[str, Int[Tensor, "prompt example pos"]]
+Drawn = Mapping[str, Int[Tensor, "prompt _ place"]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def tokens(drawn: Drawn) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "exampl
     return ids.flatten(1), columns[:, m + 1 : -1]
 
 
-def posterior(x: Int[Tensor, "prompt example pos"], y: Int[Tensor, "prompt example pos"]) -> Tensor:
+def posterior(x: Int[Tensor, "prompt example place"], y: Int[Tensor, "prompt example place"]) -> Tensor:
     """Returns P(Ã(j) = p | the first i examples) for i = 0, 1, ...: [prompt i j p].
 
     All permutations that translate each of these examples rightly are equally probable.
