@@ -33,6 +33,9 @@ BY_SCORE = "attention of .5"
 ESSENTIAL = ("boundary", "second_previous", "repair")
 """Kinds of heads that matter without a role of their own, or only once others are gone: neither right nor wrong."""
 
+DRAWN = ("attention", "ablation, mean", "patching, noise", "EAP-IG", "learned masks", BY_SCORE, *NAMING)
+"""Whose curves are drawn: one of each kind of method, for legibility."""
+
 WITHOUT_ATTENTION = ("inert", "random", "sink", "letter_bias")
 """Kinds of heads that follow no role by attention either: their p-values are to be uniform."""
 
@@ -280,6 +283,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     )
     grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="role", height=560)
     split: Any = table.where(trait="copies", role="all").frame
+    split = split[split["method"].isin(DRAWN) | ~split["method"].isin(METHODS)]  # and methods of other packages
     panels = {"best heads, as many as there are": "recall_at_size", "named heads": "recall"}
     parts = {title: split[split["metric"] == metric] for title, metric in panels.items()}
     blind = plots.curves(
