@@ -57,6 +57,12 @@ TESTS = [
     "tests/models/test_gguf_files.py",
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
+OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no line
+    "tests/test_doors.py::test_dataclasses_are_frozen",
+    "tests/test_doors.py::test_every_argument_may_be_given_by_name",
+    "tests/test_doors.py::test_every_public_function_checks_its_arguments",
+    "tests/test_left_as_found.py::test_every_public_function_of_a_model_makes_the_promise",
+]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
 TURN = 600.0
@@ -331,14 +337,17 @@ def read_map():
 
 
 def lines_with(source, line) -> range:
-    """The lines whose execution executes this place: its statement; for a signature or a decorator, its function."""
-    best = None
+    """The lines whose execution executes this place: its statement; for a signature or a decorator, its function.
+
+    None for what is executed as the module is imported."""
+    best, inside = None, False
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-            if first <= line <= node.end_lineno and (best is None or first >= best[0]):
-                best = (first, node)
-    if best is None:
+            if first <= line <= node.end_lineno:
+                inside |= isinstance(node, ast.FunctionDef)
+                best = (first, node) if best is None or first >= best[0] else best
+    if best is None or not inside:
         return range(0)
     first, node = best
     body = getattr(node, "body", None)
@@ -354,6 +363,8 @@ def tests_of(mutant, seconds, lines):
     tests = {test for line in near for test in lines[line]}
     if not tests:  # executed as the module is imported: a constant, a class
         tests = {test for tests in lines.values() for test in tests}
+    if not mutant["in_place"]:
+        tests = tests.union(OF_ALL_MODULES)
     return sorted(
         (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST), key=lambda test: (seconds[test], test)
     )

@@ -3,9 +3,10 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 # The arguments are wrong on purpose.
 
-import sys
 from dataclasses import is_dataclass
+from importlib import import_module
 from inspect import Parameter, isfunction, signature
+from pkgutil import iter_modules
 
 import numpy as np
 import pandas as pd
@@ -53,8 +54,14 @@ def test_every_public_function_checks_its_arguments(world):
 ROOMS = ("prompts", "tables", "hooks", "tasks", "run", "heads", "circuits")
 
 
-def test_dataclasses_are_frozen():
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
+@pytest.fixture(scope="module")
+def modules():
+    """All modules of these rooms, most of which are imported only when they are needed."""
+    rooms = [import_module(f"align_circuits.{room}") for room in ROOMS]
+    return [import_module(f"{room.__name__}.{found.name}") for room in rooms for found in iter_modules(room.__path__)]
+
+
+def test_dataclasses_are_frozen(modules):
     kinds = {
         thing
         for module in modules
@@ -66,8 +73,7 @@ def test_dataclasses_are_frozen():
     assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"
 
 
-def test_every_argument_may_be_given_by_name():
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
+def test_every_argument_may_be_given_by_name(modules):
     functions = {
         thing
         for module in modules

@@ -16,6 +16,7 @@ import align_circuits as ac
 from align_circuits.circuits import faithful
 from align_circuits.heads import task_vector_effects
 from align_circuits.hooks import left_as_found
+from align_circuits.hooks.probes import dry_run, firing
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 
@@ -91,6 +92,17 @@ def test_an_interrupt_inside_of_a_verb_or_of_its_clean_up_leaves_nothing(make, p
         assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.parametrize("run", [firing, lambda model: dry_run(model, ["hook_embed"])])
+def test_an_interrupt_inside_of_a_run_of_two_tokens_leaves_nothing(make, run, monkeypatch):
+    model, _ = make("reference")
+    before = found(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "_remove_temporary_hook", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+    assert not changed(before, found(model))
+
+
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_second_interrupt_waits_for_the_clean_up_and_an_error_moves_nothing(make, pair):
     model, _ = make("fast")
@@ -134,6 +146,15 @@ def test_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
     frozen.requires_grad_(True)
     free.requires_grad_(False)
     frozen.grad, free.grad = torch.ones_like(frozen), torch.ones_like(free)
+    restore(generator=False)
+    assert not changed(before, found(model))
+
+
+def test_the_attention_function_is_put_back(make):
+    model, _ = make("fast")
+    before, restore = found(model), left_as_found.compat.remembered(model)
+    model.original_model.config._attn_implementation = "sdpa"
+    assert changed(before, found(model)) == ["attention"]
     restore(generator=False)
     assert not changed(before, found(model))
 

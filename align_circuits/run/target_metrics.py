@@ -316,14 +316,7 @@ class TargetMetrics:
             bar.update(len(rows))
 
         engine = run_edited(
-            model,
-            self.prompts,
-            edit_sets,
-            prompt=prompt,
-            query=query,
-            on_logits=keep,
-            source=source,
-            options=replace(options, progress=False),
+            model, self.prompts, edit_sets, prompt=prompt, query=query, on_logits=keep, source=source, options=options
         )
         return values, engine
 

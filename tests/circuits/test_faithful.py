@@ -13,6 +13,7 @@ import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges
 from align_circuits.circuits.faithful import (
     FRACTIONS,
+    _drawn,
     circuit_model_distance,
     circuit_performance_ratio,
     completeness,
@@ -140,6 +141,23 @@ def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     )["value"]
     assert (needed[true] < -0.01).all()
     assert needed[idle[-1]] == pytest.approx(0, abs=1e-5)
+
+
+def test_random_sets_of_heads_lose_each_with_probability_one_half():
+    heads = [(layer, head) for layer in range(2) for head in range(4)]
+    drawn = _drawn(heads, 1000, seed=0)
+    assert len(drawn) == 1000 and len(set(drawn)) > 200 and drawn == _drawn(heads, 1000, seed=0)
+    shares = np.mean([[head in lost for head in heads] for lost in drawn], axis=0)
+    assert np.abs(shares - 0.5).max() < 0.06, "nearly four standard errors"
+
+
+def test_sets_of_heads_that_are_taken_away_have_names(llama, pair):
+    """Without random ones: nothing, each head, and all."""
+    noise = ac.Pair(**pair, direction="noise")
+    lost = completeness(llama, ["L0H1", "L1H2"], noise, draws=0).where(of="circuit").frame
+    assert list(lost["without"]) == ["nothing", "L0H1", "L1H2", "L0H1 L1H2"]
+    needed = minimality(llama, ["L0H1", "L1H2"], noise, draws=0).frame
+    assert list(needed["without"]) == ["nothing"] * 2
 
 
 def curve_of(fractions: list[float], values: list[float]) -> Table:

@@ -1,9 +1,12 @@
 """What the package relies on inside of transformers, TransformerLens and PyTorch is still there, and means the same."""
 
+import copy
 import re
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,12 +84,42 @@ def test_weights_have_a_row_for_each_key_head(bridge):
     assert weight is not None and weight.shape == (2, 3, 2)
 
 
+def test_weights_of_heads_are_the_same_from_a_layer_of_codes(bridge, monkeypatch):
+    """With bitsandbytes' function replaced by one that looks the weights up."""
+    library: Any = ModuleType("bitsandbytes.functional")
+    library.dequantize_4bit = lambda codes, state: state[codes]
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", library)
+    attention = bridge.blocks[0].attn
+    for letter in "QKVO":
+        plain = compat.component(getattr(attention, letter.lower()))
+        layer = copy.deepcopy(plain)
+        codes: Any = torch.nn.Parameter(torch.arange(len(plain.weight), dtype=torch.int32), requires_grad=False)
+        codes.quant_state, layer.weight = plain.weight.detach(), codes
+        quantised = SimpleNamespace(**{letter.lower(): layer}, head_dim=8)
+        weight, expected = (compat.head_weight(each, f"W_{letter}") for each in (quantised, attention))
+        assert weight is not None and expected is not None and torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("past", ["past"]), (["past", "mask"], ["past", "mask"]), (None, []), ([], [])]
+)
+def test_indices_stay_where_they_are_beside_what_stayed_before(before, after):
+    hook = SimpleNamespace(skip_keys=before)
+    model: Any = SimpleNamespace(_hf_hook=hook)
+    compat.leave_indices(model)
+    assert hook.skip_keys == [*after, "logits_to_keep"]
+
+
 def test_norms_and_mlps_are_hugging_faces(bridge):
     residual = torch.randn(2, 3, 5, 32, generator=torch.Generator().manual_seed(0))
     block = bridge.blocks[0]
     with torch.no_grad():
         torch.testing.assert_close(compat.norm(block.ln1, residual), block.ln1.original_component(residual))
         torch.testing.assert_close(compat.mlp(block.mlp, residual), block.mlp.original_component(residual))
+        for dtype in (torch.bfloat16, torch.float64):  # where transformers rounds in between
+            norm, narrow = copy.deepcopy(block.ln1.original_component).to(dtype), residual.to(dtype)
+            torch.testing.assert_close(compat.norm(norm, narrow), norm(narrow), rtol=0, atol=0)
 
 
 def test_attention_functions_are_registered_where_transformers_looks():

@@ -14,7 +14,7 @@ from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import completeness, faithfulness, minimality
 from align_circuits.hooks.edits import edits_provenance
 from align_circuits.hooks.graph import Graph
-from align_circuits.hooks.heads import describe, head_of, heads_of
+from align_circuits.hooks.heads import describe, head_of, heads_of, layers_of
 from align_circuits.report.plots import head_maps
 
 CFG = SimpleNamespace(n_layers=3, n_heads=12, n_key_value_heads=6)
@@ -67,11 +67,18 @@ def test_heads_that_the_model_does_not_have():
         heads_of(CFG, "L1H2")
 
 
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_layers_that_the_model_does_not_have(layer):
+    with pytest.raises(ValueError, match=f"no layer {layer}: this model has layers 0 to 2"):
+        layers_of(CFG, "resid_pre", [], [0, layer])
+
+
 def test_senders_and_receivers_are_told_apart():
     graph = Graph(2, 4, 2)
     assert graph.sender("L1H2") == graph.sender((1, 2))
     assert torch.equal(graph.select([((0, 1), "L1H2.q")]), graph.select([("L0H1", "L1H2.q")]))
     assert torch.equal(graph.among(["L0H1", (1, 2)]), graph.among([(0, 1), (1, 2)]))
+    assert graph.select([("L0H1", "M0")]).sum() == 1, "unless it is told to be parallel"
     with pytest.raises(KeyError, match=r"no sender 'L1H2.q' .*; L1H2.q reads the residual stream: it is a receiver"):
         graph.sender("L1H2.q")
     for name in ("L1H3", "L1H3.k"):

@@ -67,6 +67,9 @@ def test_a_name_that_never_fires_is_answered_by_names_that_do(random_hf_model):
         dry_run(model, ["hook_pos_embed"]).check()
     with pytest.raises(ValueError, match=r"no hook point 'ln_final.hook_norm' .*: it has .*ln_final.hook_normalized"):
         Probes(model, {"ln_final.hook_norm": print})
+    with pytest.raises(ValueError) as error:
+        Probes(model, {"blocks.0.hook_mlp_ou": print})
+    assert str(error.value).split(": it has ")[1].count(", ") == 8, "of eight names and the rest"
     with pytest.raises(ValueError, match="its attention and its MLP read the same stream, so there is none between"):
         Probes(ac.load(random_hf_model("gpt_neox")), {name_of("resid_mid", 0): print})
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import align_circuits as ac
 from align_circuits.run.costs import (
+    _OF_A_ROW,
     ModelShape,
     PromptSizes,
     Work,
@@ -20,6 +21,7 @@ from align_circuits.run.costs import (
     forward_work,
     localize_work,
     patch_work,
+    score_work,
     tune_work,
 )
 
@@ -145,6 +147,15 @@ def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
     both_ways(counts, tune_work(shape, sizes, 4, probes=3, probe_prompts=2), probed + lowest)
 
 
+def test_adapters_read_and_write_queries_keys_and_values():
+    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
+    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
+    small, large = (tune_work(shape, sizes, steps=9, rank=rank) for rank in (1, 3))
+    numbers = 2 * ((6 + 3 * 2) + (6 + 2) + (6 + 2))  # of the ranks that are added, each from d_model to its heads
+    three_times = 3 * 9 * 2 * 4 * 7 * numbers  # forward, back, and for the weights themselves
+    assert large == replace(small, products=small.products + three_times)
+
+
 def test_localize_is_the_sum_of_its_parts():
     model, task, n = ac.load("toy-llama"), ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=8), 20
     prompts = task.sample(n, model.tokenizer, references=False)
@@ -161,6 +172,13 @@ def test_localize_is_the_sum_of_its_parts():
     work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)
     assert 0.8 < counts["attention"] / work.attention < 1.25
     assert 0.8 < counts["mlp"] / work.mlp < 1.25
+
+
+def test_scores_read_a_row_of_attention_for_each_head_and_target():
+    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
+    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
+    run, scores = forward_work(shape, sizes), score_work(shape, sizes)
+    assert scores == replace(run, products=_OF_A_ROW * 2 * 3 * 4 * 5 * 7)
 
 
 def test_works_add_up(model: Any, pair: ac.Pair):

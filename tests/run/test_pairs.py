@@ -1,10 +1,12 @@
-"""Pairs of prompts, as they show themselves."""
+"""Pairs of prompts: as they show themselves, and in batches."""
 
 from dataclasses import replace
 
 import torch
 
 import align_circuits as ac
+from align_circuits.run import pairs
+from align_circuits.run.sweeps import SweepParts
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
@@ -21,6 +23,21 @@ def test_shown_in_consoles_and_notebooks(char_tokenizer):
     page = ac.Pair(replace(clean, token_strings=odd), replace(corrupted, token_strings=odd))._repr_html_()
     assert page.count("<b>clean</b>") == page.count("<b>corrupted</b>") == 1
     assert page.count("<b>") == 2 and page.count("&lt;b&gt;") == 2 * length
+
+
+def test_prompts_longer_than_a_batch_are_measured_one_by_one(char_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "CPU_TOKENS", 3)
+    clean = TASK.sample(4, char_tokenizer, seed=0)
+    pair, sizes = ac.Pair(clean, TASK.corrupt(clean, "query", seed=1)), []
+
+    def measure(part: ac.Pair) -> torch.Tensor:
+        sizes.append(len(part.base))
+        return part.base.tokens.double().sum(1)[None]
+
+    for options in (ac.RunOptions(), ac.RunOptions(out=tmp_path)):
+        measured = pair.in_batches(measure, SweepParts(options, "sums", {}), options)
+        torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
+    assert sizes == [1] * 8
 
 
 def test_pairs_of_vectors_have_no_drawing():
