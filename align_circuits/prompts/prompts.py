@@ -244,8 +244,9 @@ class Prompts:
             chosen = torch.tensor(range(len(self))[index], dtype=torch.long)
         else:
             chosen = torch.as_tensor(index)
-            if chosen.dtype == torch.bool and len(chosen) != len(self):
-                raise IndexError(f"a mask of {len(chosen)} entries for {len(self)} prompts: give one entry per prompt")
+            if chosen.dtype == torch.bool and chosen.shape != (len(self),):
+                shape = " x ".join(map(str, chosen.shape)) or "no"
+                raise IndexError(f"a mask of {shape} entries for {len(self)} prompts: give one entry per prompt")
             chosen = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long().reshape(-1)
             if len(wrong := chosen[(chosen < -len(self)) | (chosen >= len(self))]):
                 raise IndexError(f"no prompt {int(wrong[0])}: there are {len(self)}, counted from 0")

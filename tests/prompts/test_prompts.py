@@ -143,14 +143,22 @@ def test_a_prompt_that_does_not_exist(index):
         with_everything(IDS)[index]
 
 
-def test_a_mask_of_another_length():
-    with pytest.raises(IndexError, match="a mask of 2 entries for 3 prompts"):
-        with_everything(IDS)[torch.tensor([True, False])]
+@pytest.mark.parametrize(
+    ("shape", "entries"), [((2,), "2 entries"), ((4,), "4"), ((3, 1), "3 x 1"), ((3, 5), "3 x 5"), ((), "no")]
+)
+def test_a_mask_of_another_shape(shape, entries):
+    with pytest.raises(IndexError, match=f"^a mask of {entries}.* for 3 prompts"):
+        with_everything(IDS)[torch.ones(shape, dtype=torch.bool)]
 
 
 def test_the_same_prompt_twice():
     with pytest.raises(ValueError, match="the same prompt twice"):
         with_everything(IDS)[[0, -3]]
+
+
+def test_roles_keep_the_numbers_that_files_hold():
+    names = ["PAD", "BOS", "INPUT", "OUTPUT", "COLON", "SEPARATOR", "MARKER", "ALIGNED", "TEXT", "RELATION"]
+    assert {name: role.value for name, role in Role.__members__.items()} == {name: n for n, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("chosen", [slice(None), slice(1, 2), slice(0, 0)])
