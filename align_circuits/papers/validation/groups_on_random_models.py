@@ -1,0 +1,113 @@
+"""Does `localize` find groups where there are none? Models of random weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from align_circuits.heads.localize_heads import localize
+from align_circuits.models.planted.zoo import zoo_circuit
+from align_circuits.papers.claims import Check, Claim, value_of
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.validation.localize_ground_truth import FAMILIES, random_model, random_task
+from align_circuits.tables.intervals import binomial_interval
+from align_circuits.tables.tables import Table
+
+
+@dataclass(frozen=True)
+class RandomGroups:
+    """How many models."""
+
+    models: int = 30
+    """Of random weights for each family of prompts."""
+    families: tuple[str, ...] = FAMILIES
+    planted: int = 10
+    """Circuits of the zoo, for comparison."""
+    first_seed: int = 6000
+    """Other models than those of `localize/ground-truth`, other circuits than those of `localizers/zoo`."""
+    gains: tuple[float, ...] = (1.0, 4.0)
+    """By what the query and key weights of random models are multiplied, in turn."""
+    n: int = 24
+    """Prompts."""
+
+
+def groups_of_random(*, family: str, gain: float, n: int, seed: int) -> list[dict[str, Any]]:
+    """Looks for groups in one model of random weights; the function of a job.
+
+    Returns:
+        How many heads are named one by one, and how many are members of a group.
+    """
+    found = localize(random_model(family, gain, seed), random_task(family, seed), n, seed=seed, draws=0, groups=True)
+    return [{"named": len(found.named_heads), "members": sum(map(len, found.groups.values()))}]
+
+
+def groups_of_planted(*, n: int, seed: int) -> list[dict[str, Any]]:
+    """Looks for groups in one circuit of the zoo; the function of a job. Rows as of `groups_of_random`."""
+    model = zoo_circuit(seed).build()
+    found = localize(model, model.task, n, seed=seed, draws=0, groups=True)
+    return [{"named": len(found.named_heads), "members": sum(map(len, found.groups.values()))}]
+
+
+def _jobs(config: RandomGroups, _: Inputs) -> list[Measurement]:
+    seeds = range(config.first_seed, config.first_seed + config.models)
+    random = [
+        Measurement(
+            groups_of_random,
+            {"family": family, "gain": config.gains[seed % len(config.gains)], "n": config.n},
+            seed,
+            {"models": family},
+        )
+        for family in config.families
+        for seed in seeds
+    ]
+    planted = [
+        Measurement(groups_of_planted, {"n": config.n}, seed, {"models": PLANTED}) for seed in seeds[: config.planted]
+    ]
+    return [*random, *planted]
+
+
+PLANTED, ALL = "planted", "all random"
+
+
+def _summarize(_: RandomGroups, rows: Rows) -> pd.DataFrame:
+    random: Any = rows["groups_of_random"]
+    frame = pd.concat([random, random.assign(models=ALL), rows["groups_of_planted"]])
+    shares = []
+    for (models, metric), counts in frame.melt(["models"], ["named", "members"], "metric").groupby(
+        ["models", "metric"]
+    ):
+        some = counts["value"] > 0
+        low, high = binomial_interval(int(some.sum()), len(some))
+        shares.append(
+            {"models": models, "metric": metric, "value": some.mean(), "low": low, "high": high, "n": len(some)}
+        )
+    return pd.DataFrame(shares)
+
+
+def _check(table: Table) -> list[Check]:
+    return [
+        Claim("Random weights: the share of models in which any head joins a group").at_most(
+            0.05,
+            value_of(table, models=ALL, metric="members"),
+            value_of(table, models=PLANTED, metric="members"),
+            "circuits of the zoo",
+        )
+    ]
+
+
+RANDOM_GROUPS = Experiment(
+    "localize/groups",
+    "Does localize find groups where there are none?",
+    "the package's own promise",
+    Study(
+        "localize/groups",
+        {
+            "smoke": RandomGroups(models=1, families=("standard", "repeated"), planted=1, n=12),
+            "cpu": RandomGroups(),
+            "paper": RandomGroups(models=400),
+        },
+        _jobs,
+        _summarize,
+    ),
+    check=_check,
+)
