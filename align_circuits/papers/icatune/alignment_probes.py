@@ -244,13 +244,19 @@ def _summarize(config: States, rows: Rows) -> pd.DataFrame:
     return pd.concat([accuracy, rows["probed"]], ignore_index=True)
 
 
+def _read(table: Table) -> Any:
+    """The rows, also of a table from a file, where what is empty is missing."""
+    return table.frame.fillna({"patched": ""})
+
+
 def _check(table: Table) -> list[Check]:
     layers = table.provenance.settings["config"]["architecture"]["blocks"]
     layer = max(0, layers // 2 - 1)
 
+    frame = _read(table).query("layer == @layer").sort_values("seed").set_index(["metric", "network", "patched"])
+
     def of(metric: str, network: str = "trained", patched: str = "") -> ndarray:
-        rows = table.where(metric=metric, network=network, patched=patched, layer=layer).frame
-        return rows.sort_values("seed")["value"].to_numpy(float)
+        return frame["value"].sort_index(kind="stable").loc[[(metric, network, patched)]].to_numpy(float)
 
     def selectivity(network: str) -> ndarray:
         return of("alignment", network) - of("control task", network)
@@ -276,7 +282,8 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    frame: Any = table.frame[table.frame["layer"].notna()]
+    frame = _read(table)
+    frame = frame[frame["layer"].notna()]
     mean = frame.groupby(["network", "layer", "metric", "patched"], sort=False)["value"].agg(["mean", "min", "max"])
     mean = mean.reset_index().rename(columns={"mean": "value", "min": "low", "max": "high"})
     probes = mean[mean["patched"] == ""]
