@@ -102,6 +102,22 @@ def test_weights_of_heads_are_the_same_from_a_layer_of_codes(bridge, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes"}, "4bit"),
+        ({"load_in_4bit": False, "load_in_8bit": True, "quant_method": "bitsandbytes"}, "8bit"),
+        ({"quant_method": "gptq"}, "gptq"),
+        ({}, "SimpleNamespace"),
+    ],
+)
+def test_quantisation_has_a_name(settings, name):
+    quantised = SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
+    assert (
+        compat.quantization_of(quantised) == compat.quantization_of(SimpleNamespace(original_model=quantised)) == name
+    )
+
+
+@pytest.mark.parametrize(
     ("before", "after"), [("past", ["past"]), (["past", "mask"], ["past", "mask"]), (None, []), ([], [])]
 )
 def test_indices_stay_where_they_are_beside_what_stayed_before(before, after):
