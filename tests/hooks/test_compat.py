@@ -119,11 +119,11 @@ def test_quantisation_has_a_name(settings, name):
 @pytest.mark.parametrize(
     ("before", "after"), [("past", ["past"]), (["past", "mask"], ["past", "mask"]), (None, []), ([], [])]
 )
-def test_indices_stay_where_they_are_beside_what_stayed_before(before, after):
-    hook = SimpleNamespace(skip_keys=before)
-    model: Any = SimpleNamespace(_hf_hook=hook)
+def test_indices_stay_where_they_are_beside_what_stayed_before(random_hf_model, before, after):
+    model = random_hf_model("llama", num_hidden_layers=1)
+    model._hf_hook = SimpleNamespace(skip_keys=before)
     compat.leave_indices(model)
-    assert hook.skip_keys == [*after, "logits_to_keep"]
+    assert model._hf_hook.skip_keys == [*after, "logits_to_keep"]
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):
