@@ -92,7 +92,7 @@ def test_an_interrupt_inside_of_a_verb_or_of_its_clean_up_leaves_nothing(make, p
         assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize("run", [firing, lambda model: dry_run(model, ["hook_embed"])])
+@pytest.mark.parametrize("run", [firing, lambda model: dry_run(model=model, names=["hook_embed"])])
 def test_an_interrupt_inside_of_a_run_of_two_tokens_leaves_nothing(make, run, monkeypatch):
     model, _ = make("reference")
     before = found(model)

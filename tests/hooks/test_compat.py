@@ -102,13 +102,28 @@ def test_weights_of_heads_are_the_same_from_a_layer_of_codes(bridge, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes"}, "4bit"),
+        ({"load_in_4bit": False, "load_in_8bit": True, "quant_method": "bitsandbytes"}, "8bit"),
+        ({"quant_method": "gptq"}, "gptq"),
+        ({}, "SimpleNamespace"),
+    ],
+)
+def test_quantisation_has_a_name(settings, name):
+    quantised = SimpleNamespace(hf_quantizer=SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
+    for model in (quantised, SimpleNamespace(original_model=quantised)):
+        assert compat.quantization_of(model) == name
+
+
+@pytest.mark.parametrize(
     ("before", "after"), [("past", ["past"]), (["past", "mask"], ["past", "mask"]), (None, []), ([], [])]
 )
-def test_indices_stay_where_they_are_beside_what_stayed_before(before, after):
-    hook = SimpleNamespace(skip_keys=before)
-    model: Any = SimpleNamespace(_hf_hook=hook)
+def test_indices_stay_where_they_are_beside_what_stayed_before(random_hf_model, before, after):
+    model = random_hf_model("llama", num_hidden_layers=1)
+    model._hf_hook = SimpleNamespace(skip_keys=before)
     compat.leave_indices(model)
-    assert hook.skip_keys == [*after, "logits_to_keep"]
+    assert model._hf_hook.skip_keys == [*after, "logits_to_keep"]
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):

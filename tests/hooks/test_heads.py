@@ -60,9 +60,9 @@ def test_what_is_no_head_is_called_what_it_is(given, message):
 
 
 def test_heads_that_the_model_does_not_have():
-    for head in ("L3H0", (3, 0)):
-        with pytest.raises(ValueError, match="no head L3H0: this model has layers 0 to 2 with heads 0 to 11"):
-            heads_of(CFG, [head])
+    for head, name in (("L3H0", "L3H0"), ((3, 0), "L3H0"), ("L0H12", "L0H12"), ((-1, 0), "L-1H0"), ((0, -1), "L0H-1")):
+        with pytest.raises(ValueError, match=f"no head {name}: this model has layers 0 to 2 with heads 0 to 11"):
+            heads_of(CFG, ["L0H0", head])
     with pytest.raises(ValueError, match=r"heads='L1H2' is one string: give a list, such as \['L2H0'"):
         heads_of(CFG, "L1H2")
 
