@@ -22,6 +22,7 @@ import ast
 import difflib
 import fcntl
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -57,6 +58,11 @@ TESTS = [
     "tests/models/test_gguf_files.py",
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
+RULES = {  # these read decorators and signatures, and execute no line
+    "tests/test_doors.py::test_dataclasses_are_frozen",
+    "tests/test_doors.py::test_every_argument_may_be_given_by_name",
+    "tests/test_left_as_found.py::test_every_public_function_of_a_model_makes_the_promise",
+}
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
 TURN = 600.0
@@ -348,14 +354,19 @@ def lines_with(source, line) -> range:
 
 
 def tests_of(mutant, seconds, lines):
-    """Tests that execute the mutant's place, fastest first."""
-    lines = lines[mutant["module"]]
-    near = lines_with((ROOT / mutant["module"]).read_text(), mutant["line"])
+    """Tests that execute the mutant's place, fastest first, after those that read it."""
+    lines, source = lines[mutant["module"]], (ROOT / mutant["module"]).read_text()
+    near = lines_with(source, mutant["line"])
     tests = {test for line in near for test in lines[line]}
-    if not tests:  # executed as the module is imported: a constant, a class
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    if not tests or not any(node.lineno < near.stop <= (node.end_lineno or 0) + 1 for node in functions):
+        # Executed as the module is imported, in whichever test: a constant, a class.
         tests = {test for tests in lines.values() for test in tests}
+    if not mutant["in_place"]:
+        tests |= RULES
     return sorted(
-        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST), key=lambda test: (seconds[test], test)
+        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST),
+        key=lambda test: (test not in RULES, seconds[test], test),
     )
 
 
@@ -431,9 +442,10 @@ def in_a_function(mutant):
     return changed_function(*codes) is not None
 
 
-def swap(path, before, after):
-    """Changes one function of an imported module where it lives. Whether that was possible."""
-    (module,) = [m for m in list(sys.modules.values()) if str(getattr(m, "__file__", "")) == str(path)]
+def swap(sound, path, before, after):
+    """Changes one function of a module where it lives. Whether that was possible."""
+    # What `align_circuits` imports lazily no collection of tests has imported.
+    module = importlib.import_module(".".join(path.relative_to(sound).with_suffix("").parts).removesuffix(".__init__"))
     loader: Any = module.__loader__
     pair = changed_function(*(loader.source_to_code(source.encode(), str(path)) for source in (before, after)))
     if pair is None:
@@ -470,7 +482,7 @@ def meet(mutant, tests, seconds, scratch, sound):
         path = sound / ("align_circuits" if mutant["module"].startswith("hooks") else "") / mutant["module"]
 
         def changed_in_place():
-            return pytest_in(sound, files, Chosen(tests)) if swap(path, before, after) else UNTOLD
+            return pytest_in(sound, files, Chosen(tests)) if swap(sound, path, before, after) else UNTOLD
 
         status, took = forked(changed_in_place, limit, scratch)
     if status is None:

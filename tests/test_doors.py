@@ -3,9 +3,11 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 # The arguments are wrong on purpose.
 
-import sys
+import importlib
+import pkgutil
 from dataclasses import is_dataclass
 from inspect import Parameter, isfunction, signature
+from types import FunctionType
 
 import numpy as np
 import pandas as pd
@@ -53,28 +55,31 @@ def test_every_public_function_checks_its_arguments(world):
 ROOMS = ("prompts", "tables", "hooks", "tasks", "run", "heads", "circuits")
 
 
-def test_dataclasses_are_frozen():
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
-    kinds = {
-        thing
-        for module in modules
-        for thing in vars(module).values()
-        if isinstance(thing, type) and is_dataclass(thing) and thing.__module__.split(".")[1] in ROOMS
-    }
+@pytest.fixture(scope="module")
+def classes_and_functions() -> tuple[set[type], set[FunctionType]]:
+    """All that these rooms define, methods among the functions."""
+    modules = []
+    for room in ROOMS:
+        package = importlib.import_module(f"align_circuits.{room}")
+        found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        modules += [package, *(importlib.import_module(module.name) for module in found)]
+    names = {module.__name__ for module in modules}
+    things = [thing for module in modules for thing in vars(module).values()]
+    classes = {thing for thing in things if isinstance(thing, type) and thing.__module__ in names}
+    things += [getattr(method, "__func__", method) for kind in classes for method in vars(kind).values()]
+    return classes, {thing for thing in things if isfunction(thing) and thing.__module__ in names}
+
+
+def test_dataclasses_are_frozen(classes_and_functions):
+    kinds = set(filter(is_dataclass, classes_and_functions[0]))
     assert len(kinds) > 30
     thawed = {kind.__name__ for kind in kinds if not vars(kind)["__dataclass_params__"].frozen}
     assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"
 
 
-def test_every_argument_may_be_given_by_name():
-    modules = [module for name, module in sys.modules.items() if name.split(".")[:1] == ["align_circuits"]]
-    functions = {
-        thing
-        for module in modules
-        for thing in vars(module).values()
-        if isfunction(thing) and thing.__module__.split(".")[1:2] and thing.__module__.split(".")[1] in ROOMS
-    }
-    assert len(functions) > 100
+def test_every_argument_may_be_given_by_name(classes_and_functions):
+    functions = classes_and_functions[1]
+    assert len(functions) > 300
     for function in functions:
         kinds = {parameter.kind for parameter in signature(function).parameters.values()}
         assert Parameter.POSITIONAL_ONLY not in kinds, function
