@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
@@ -304,10 +304,7 @@ def localize(
     if smallest:
         verdicts += sets.verdicts_of_smallest(named, draws, seed)
     first = tested[:1]
-    positions = (first.mask & (first.example == first.example.max()))[0].nonzero()[:, 0]
-    # The token before it predicts its first one; before a text there may be padding.
-    if int(positions[0]) > 0 and first.mask[0, positions[0] - 1]:
-        positions = torch.cat([positions[:1] - 1, positions])
+    positions = _example_positions(first)
     return Localization(
         table,
         heads_by_role,
@@ -326,6 +323,15 @@ def localize(
         _interchanges(model, pair, heads, heads_by_role, named, controls, options),
         members,
     )
+
+
+def _example_positions(prompt: Prompts) -> Int[Tensor, " row"]:
+    """The positions of a prompt's test example, and the one before."""
+    positions = (prompt.mask & (prompt.example == prompt.example.max()))[0].nonzero()[:, 0]
+    # The token before it predicts its first one; before a text there may be padding.
+    if int(positions[0]) > 0 and prompt.mask[0, positions[0] - 1]:
+        positions = torch.cat([positions[:1] - 1, positions])
+    return positions
 
 
 def _candidates(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:

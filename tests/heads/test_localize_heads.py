@@ -24,8 +24,12 @@ ROLES = TASK.roles
 
 
 @pytest.fixture(scope="module")
-def circuit():
-    model = ac.planted_circuit(TASK, seed=3)
+def model():
+    return ac.planted_circuit(TASK, seed=3)
+
+
+@pytest.fixture(scope="module")
+def circuit(model):
     # With three draws the smallest p-value is a quarter.
     return model, ac.localize(model, TASK, n=24, seed=1, draws=3, smallest=True, thresholds=Thresholds(alpha=0.25))
 
@@ -72,6 +76,37 @@ def test_a_large_share_of_the_model_is_said_to_be(circuit, total, said):
     result = replace(result, verdicts=tuple(replace(verdict, total=total) for verdict in result.verdicts))
     assert ("of the model's" in result.caveats) is (said is not None)
     assert said is None or f"The named heads are {said} of the model's" in result.summary
+
+
+def test_only_all_named_heads_together_are_a_share_of_the_model():
+    def share(**of: Any) -> list[str]:
+        controls: Any = {}
+        verdict = Verdict("necessary", ((0, 0), (0, 1)), 4, 1.0, 0.5, 0.4, 0.6, controls, 0.1, 0.05, **of)
+        return localize_heads.Localization._share_sentences(SimpleNamespace(verdicts=(verdict,)))  # pyright: ignore
+
+    assert share() and not share(role="lookup") and not share(smallest=True)
+
+
+def test_a_verdict_is_read_from_the_rows_of_its_claim():
+    rows = {"nothing": [0.9], "named": [0.2], "rest": [0.7], "random": [0.8, 0.85], "rest of random": [0.3, 0.35]}
+    rows |= {"matched": [0.75], "rest of matched": [0.25], "lookup": [0.6]}
+    values = [("all", name, value, value - 0.1, value + 0.1) for name, drawn in rows.items() for value in drawn]
+    frame = pd.DataFrame(values, columns=["kind", "ablated", "value", "low", "high"]).assign(n=5)
+    sets: Any = head_sets.HeadSets.__new__(head_sets.HeadSets)
+    sets._kind, sets._thresholds, sets._heads = "all", Thresholds(), [(0, head) for head in range(6)]
+    necessary, sufficient = sets.verdicts([(0, 1), (0, 3)], ac.Table(frame, Provenance("localize")))
+    for verdict, value, controls in (
+        (necessary, 0.2, {"layers": (0.8, 0.85), "scores": (0.75,)}),
+        (sufficient, 0.7, {"layers": (0.3, 0.35), "scores": (0.25,)}),
+    ):
+        assert (verdict.intact, verdict.value, verdict.controls) == (0.9, value, controls)
+        assert (verdict.low, verdict.high) == pytest.approx((value - 0.1, value + 0.1))
+        assert (verdict.heads, verdict.total, verdict.alpha) == (((0, 1), (0, 3)), 6, Thresholds().alpha)
+    assert (necessary.claim, necessary.least) == ("necessary", Thresholds().loss)
+    assert (sufficient.claim, sufficient.least) == ("sufficient", Thresholds().kept)
+    without_rest = ac.Table(frame[~frame["ablated"].str.startswith("rest")], Provenance("localize"))
+    _, sufficient = sets.verdicts(sets._heads, without_rest)
+    assert sufficient.value == 0.9 and sufficient.controls == {}, "with all heads named there is no rest"
 
 
 def test_the_heads_of_each_role_are_tested_alone(circuit):
@@ -210,6 +245,31 @@ def test_the_table_holds_every_head_and_the_tests_of_candidates(circuit):
     assert decoy not in result.named_heads
 
 
+def test_a_loss_is_minus_a_change_and_candidates_are_corrected_together():
+    def table(*rows: Any) -> ac.Table:
+        columns = ["layer", "head", "kind", "metric", "value", "low", "high"]
+        return ac.Table(pd.DataFrame(rows, columns=columns).assign(level="head", n=5), Provenance("localize"))
+
+    metrics = ("lookup", "lookup_attention")
+    scores = table(*[(0, head, "all", metric, 0.9, 0.8, 1.0) for metric in metrics for head in range(3)])
+    change = table((0, 1, "all", "log_prob", -0.5, -0.7, -0.2), (0, 2, "all", "log_prob", -0.1, -0.3, 0.1))
+    gain = table((0, 1, "all", "log_prob", 0.4, 0.1, 0.6), (0, 2, "all", "log_prob", 0.0, -0.1, 0.2))
+    p, family = {"lookup": np.array([[0.5, 0.01, 0.04]])}, [((0, 1), "lookup"), ((0, 2), "lookup")]
+    evidence = localize_heads._evidence(scores, None, p, [family], change, gain, ["lookup"], Provenance("localize"))
+    keyed = evidence.frame.set_index(["metric", "head"])[["value", "low", "high"]]
+    for metric, head, expected in (
+        ("ablation", 1, (0.5, 0.2, 0.7)),
+        ("ablation", 2, (0.1, -0.1, 0.3)),
+        ("denoising", 1, (0.4, 0.1, 0.6)),
+        ("denoising", 2, (0.0, -0.1, 0.2)),
+        ("p", 0, (0.5, np.nan, np.nan)),
+        ("q", 1, (0.02, np.nan, np.nan)),
+        ("q", 2, (0.04, np.nan, np.nan)),
+    ):
+        assert keyed.loc[metric, head].tolist() == pytest.approx(expected, nan_ok=True), (metric, head)
+    assert ("q", 0) not in keyed.index and ("control", 0) not in keyed.index
+
+
 def test_numbers_come_from_prompts_that_had_no_part_in_the_search(circuit):
     model, result = circuit
     prompts = TASK.sample(24, model.tokenizer, seed=1)
@@ -227,6 +287,16 @@ def test_attention_of_named_heads_is_kept_for_the_first_prompt(circuit):
         attention = result.example_attention[head][result.example_positions.index(query)]
         assert attention.argmax() in relation.keys_of(row)
         torch.testing.assert_close(attention.sum(), torch.tensor(1.0))
+
+
+def test_an_example_is_drawn_with_the_token_before_it():
+    prompts = ac.Prompts.from_tokens([[5, 6, 7, 8, 9], [5, 6]])
+    for column, positions in ((0, [0, 1, 2, 3, 4]), (1, [0, 1, 2, 3, 4]), (3, [2, 3, 4])):
+        example = torch.zeros_like(prompts.example)
+        example[:, column:] = 1
+        assert localize_heads._example_positions(replace(prompts, example=example)[:1]).tolist() == positions
+    padded = replace(prompts, example=torch.zeros_like(prompts.example))[1:]
+    assert localize_heads._example_positions(padded).tolist() == [3, 4], "no padding"
 
 
 def test_a_localization_is_written_completely(circuit, tmp_path):
@@ -325,10 +395,27 @@ def test_few_symbols_cannot_establish_an_aligner():
     assert "3 input symbols have 6 orders" in result.summary
 
 
+def test_64_prompts_are_sampled_by_default(model, monkeypatch):
+    asked = []
+
+    def sample(_, n: int, *__: Any, **___: Any) -> None:
+        asked.append(n)
+        raise InterruptedError
+
+    monkeypatch.setattr(ac.Seq2SeqTask, "sample", sample)
+    with pytest.raises(InterruptedError):
+        ac.localize(model, TASK)
+    assert asked == [64]
+
+
+def test_too_few_prompts_are_refused(model):
+    for n in (4, 7):
+        with pytest.raises(ValueError, match=f"n={n}: give at least 8"):
+            ac.localize(model, TASK, n=n)
+
+
 def test_bad_input_is_refused(circuit):
     model, result = circuit
-    with pytest.raises(ValueError, match="n=4: give at least 8"):
-        ac.localize(model, TASK, n=4)
     with pytest.raises(ValueError, match="draws=-1: give the number of sets"):
         ac.localize(model, TASK, n=8, draws=-1)
     with pytest.raises(KeyError, match="no role 'copying'"):

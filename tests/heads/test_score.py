@@ -210,6 +210,27 @@ def test_batches_and_chunks_of_rows_change_nothing(models, prompts, engine, monk
     np.testing.assert_allclose(whole.frame[columns], chunked.frame[columns], atol=1e-6)
 
 
+@pytest.mark.parametrize(("at_once", "sizes"), [(3, [1] * 5), (2 * 4 * 9, [2, 2, 1]), (5 * 4 * 9, [5])])
+def test_no_chunk_of_rows_holds_more_attention_than_allowed(at_once, sizes, monkeypatch):
+    """Unless a single row does."""
+    monkeypatch.setattr(scoring, "_NUMBERS_AT_ONCE", at_once)
+    prompts = Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    metrics = scoring.resolve(prompts, ["sink"])
+    accumulator = scoring.ScoreAccumulator(metrics, layers=1, heads=4, prompts=1)
+    chunks = list(accumulator._chunks(torch.arange(5), torch.ones(5, 4, 9)))
+    assert [len(part) for _, part in chunks] == [len(chunk.rows) for chunk, _ in chunks] == sizes
+
+
+def test_masks_have_two_columns_for_each_entry_of_a_row():
+    prompts = Prompts.from_tokens([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
+    own = rel.Relation.from_pairs([(0, 4, [key]) for key in range(3)] + [(0, 5, [1])], prompts=prompts)
+    metrics = scoring.resolve(prompts.with_relations(own=own), ["own", "sink"])
+    accumulator = scoring.ScoreAccumulator(metrics, layers=1, heads=1, prompts=1)
+    rows = torch.tensor([row for row, query in enumerate(accumulator.query.tolist()) if query in (4, 5)])
+    chunk = accumulator._chunk(rows, torch.ones(2, 1, 9))
+    assert chunk.masks.shape == (2, 9, 2 * 3 + 2 * 1)
+
+
 def test_padding_changes_nothing(models):
     rows = [[1, 20, 21, 20, 21, 22, 20], [1, 30, 30, 31]]
     together = score_heads(models["llama"], Prompts.from_tokens(rows))

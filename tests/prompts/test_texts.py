@@ -218,6 +218,8 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
         Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
     with pytest.raises(ValueError, match="corrupted: 2 for 1 clean texts"):
         Prompts.from_pairs(["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
+    with pytest.raises(ValueError, match="corrupted: 1 for 2 clean texts"):
+        Prompts.from_pairs(["ab", "ba"], ["ab"], TOKENIZER, answer=["c", "c"])
     message = (
         r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
         "take words of equally many tokens"
