@@ -110,6 +110,8 @@ def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, floa
     else:
         return None
     words = SLOT if isinstance(text, ast.Name) else _text(text)
+    if isinstance(threshold, ast.UnaryOp) and isinstance(threshold.operand, ast.Name):  # such as `-EARLIER`
+        threshold = ast.UnaryOp(threshold.op, constants.get(threshold.operand.id, threshold.operand))
     threshold = constants.get(threshold.id, threshold) if isinstance(threshold, ast.Name) else threshold
     try:
         return None if words is None or threshold is None else (words, float(ast.literal_eval(threshold)))
