@@ -90,9 +90,8 @@ def probed(
         model = trained(shape, how, seed, trained_in) if name == "trained" else network(shape, how, seed)
         bridge = load(model.eval())
         for layer in range(bridge.cfg.n_layers):
-            streams = [_stream(bridge, drawn, layer) for drawn in (fit, test)]
-            keys = {"network": name, "layer": layer, "patched": ""}
-            frame, directions = _probes(fit, test, *streams, seed)
+            keys = {"network": name, "layer": layer, "patched": None}
+            frame, directions = _probes(fit, test, _stream(bridge, fit, layer), _stream(bridge, test, layer), seed)
             rows.append(frame.assign(**keys))
             if name == "trained":
                 rows.append(_exchanged(bridge, test, layer, directions, seed).assign(network=name, layer=layer))
@@ -151,7 +150,8 @@ def _rank_correlation(left: Tensor, right: Tensor) -> float:
     """Spearman's; 0 where one of them is the same in all prompts."""
     if min(float(left.std()), float(right.std())) < 1e-12:
         return 0.0
-    return float(spearmanr(left.numpy(), right.numpy()).statistic)
+    result: Any = spearmanr(left.numpy(), right.numpy())
+    return float(result.statistic)
 
 
 def _basis(probe: Pipeline) -> Float[Tensor, "k d"]:
@@ -169,19 +169,21 @@ def _exchanged(model: Any, base: Drawn, layer: int, directions: Float[Tensor, "k
     equal = {**other, "aligned": base["aligned"], "y": other["x"].gather(2, base["aligned"].expand_as(other["x"]))}
     # The symbol of the base prompt where the other prompt's alignment points to.
     swapped = base["x"][:, -1].gather(1, other["aligned"][:, 0])[:, 0]
-    answer, own = base["y"][:, -1, 0], other["y"][:, -1, 0]
-    kept = (swapped != answer) & (swapped != own)
     noise = torch.randn(directions.shape, generator=torch.Generator().manual_seed(seed))
     parts = {"stream": None, "probe": directions, "random": torch.linalg.qr(noise.T).Q.T.contiguous()}
     frames = []
     for source, sign in ((other, ""), (equal, ", equal alignment")):
-        pair = _pair(*({name: part[kept] for name, part in drawn.items()} for drawn in (base, source)), swapped[kept])
+        # Neither prompt's own answer counts: a patch that brings an answer along must not pass for an alignment.
+        kept = (swapped != base["y"][:, -1, 0]) & (swapped != source["y"][:, -1, 0])
+        chosen, given = ({name: part[kept] for name, part in drawn.items()} for drawn in (base, source))
+        pair = _pair(chosen, given, swapped[kept])
         edits = {
             part + sign: [Patch(site="resid_post", layers=[layer], positions="predicts", direction=rows)]
             for part, rows in parts.items()
         }
         frames.append(interchange(model, pair, heads=[], edits=edits).frame)
-    return pd.concat(frames).drop_duplicates(["patched", "metric"])[["patched", "metric", "value", "low", "high", "n"]]
+    joined: Any = pd.concat(frames).drop_duplicates(["patched", "metric"])
+    return joined[["patched", "metric", "value", "low", "high", "n"]]
 
 
 def _pair(base: Drawn, source: Drawn, swapped: Tensor) -> Pair:
@@ -215,7 +217,7 @@ class States:
     prompts: int = 500
     tested: int = 200
     """Prompts of the test of `icatune/needs`, which shares the trainings."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (3, 4, 5, 6, 7, 8)
 
 
 def _about(config: States, inputs: Inputs) -> dict[str, Any]:
@@ -240,23 +242,17 @@ def _summarize(config: States, rows: Rows) -> pd.DataFrame:
     """What was probed and patched, and the accuracy of the models at that length."""
     accuracy = rows["learned"]
     accuracy = accuracy[accuracy["x_len"] == config.x_len].drop(columns="x_len")
-    accuracy = accuracy.assign(network="trained", metric="accuracy", patched="", layer=None)
+    accuracy = accuracy.assign(network="trained", metric="accuracy", patched=None, layer=None)
     return pd.concat([accuracy, rows["probed"]], ignore_index=True)
-
-
-def _read(table: Table) -> Any:
-    """The rows, also of a table from a file, where what is empty is missing."""
-    return table.frame.fillna({"patched": ""})
 
 
 def _check(table: Table) -> list[Check]:
     layers = table.provenance.settings["config"]["architecture"]["blocks"]
     layer = max(0, layers // 2 - 1)
 
-    frame = _read(table).query("layer == @layer").sort_values("seed").set_index(["metric", "network", "patched"])
-
-    def of(metric: str, network: str = "trained", patched: str = "") -> ndarray:
-        return frame["value"].sort_index(kind="stable").loc[[(metric, network, patched)]].to_numpy(float)
+    def of(metric: str, network: str = "trained", patched: str | None = None) -> ndarray:
+        rows = table.where(metric=metric, network=network, patched=patched, layer=layer).frame
+        return rows.sort_values("seed")["value"].to_numpy(float)
 
     def selectivity(network: str) -> ndarray:
         return of("alignment", network) - of("control task", network)
@@ -282,11 +278,11 @@ def _check(table: Table) -> list[Check]:
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    frame = _read(table)
-    frame = frame[frame["layer"].notna()]
-    mean = frame.groupby(["network", "layer", "metric", "patched"], sort=False)["value"].agg(["mean", "min", "max"])
+    frame: Any = table.frame[table.frame["layer"].notna()]
+    keys = ["network", "layer", "metric", "patched"]
+    mean = frame.groupby(keys, sort=False, dropna=False)["value"].agg(["mean", "min", "max"])
     mean = mean.reset_index().rename(columns={"mean": "value", "min": "low", "max": "high"})
-    probes = mean[mean["patched"] == ""]
+    probes = mean[mean["patched"].isna()]
     panels = {f"{name} network": part.astype({"layer": int}) for name, part in probes.groupby("network")}
     patches = mean[(mean["metric"] == "interchange") & (mean["patched"] != "nothing")].astype({"layer": int})
     return {

@@ -299,7 +299,7 @@ NEAR = 0.1
 
 def _summarize(config: Needs, rows: Rows) -> pd.DataFrame:
     """Accuracies, and the largest m up to which each model (or predictor) is within `NEAR` of EM, 1 for none."""
-    frame = rows["references"].rename(columns={"predictor": "model"})
+    frame: Any = rows["references"].rename(columns={"predictor": "model"})
     frame = pd.concat([rows["learned"], frame], ignore_index=True).assign(metric="accuracy")
     em = frame[frame["model"] == "em"].set_index(["seed", "x_len"])["value"]
     reached = []

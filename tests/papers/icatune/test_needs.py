@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import asdict
 from itertools import permutations, product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -46,7 +47,7 @@ def test_the_posterior_counts_the_permutations_that_fit():
 
 
 def test_predictors_are_those_of_a_loop_over_prompts():
-    measured = needs.references(x_len=3, n_examples=3, prompts=40, seed=3).set_index("predictor")["value"]
+    measured: Any = needs.references(x_len=3, n_examples=3, prompts=40, seed=3).set_index("predictor")["value"]
     drawn = draw(40, 3, 3, needs.TESTED + 3)
     right: dict[str, list[float]] = {"retrieval": [], "blind": [], "bayes": []}
     for x, y in zip(drawn["x"].tolist(), drawn["y"].tolist(), strict=True):
@@ -88,7 +89,7 @@ def test_the_largest_m_counts_lengths_from_the_first_without_a_gap():
         for name, values in accuracies.items()
         for m, value in zip((2, 3, 4), values, strict=True)
     ]
-    frame = pd.DataFrame(rows)
+    frame: Any = pd.DataFrame(rows)
     parts = {
         "references": frame[frame["name"] == "em"].rename(columns={"name": "predictor"}),
         "learned": frame[frame["name"] != "em"].rename(columns={"name": "model"}),
@@ -115,6 +116,7 @@ def test_an_exchange_counts_answers_by_the_other_alignment():
     swapped = base["x"][:, -1].gather(1, source["aligned"][:, 0])[:, 0]
     pair = alignment_probes._pair(base, source, swapped)
     column = int(tokens(base)[1][-1, 0])
+    assert pair.corrupted.own_correct is not None
     assert pair.clean.inputs[0, column - 1] == 2, "the colon predicts the first letter"
     assert (pair.clean.answer_tokens[base["y"][:, -1, 0]] == pair.clean.inputs[:, column]).all()
     for prompt in range(50):
