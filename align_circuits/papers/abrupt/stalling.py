@@ -23,7 +23,8 @@ _VARIED = ("n_labels", "spread", "noise")
 def waiting(table: Table, share: float, **where: Any) -> Bool[ndarray, " seed"]:
     """Returns which seeds still wait after a share of the steps: their accuracy has not crossed one half for good."""
     steps = np.nan_to_num(transitions(table, **where), nan=np.inf)
-    return steps > share * by_seed(table, "icl", **where).index.max()
+    last: Any = by_seed(table, "icl", **where).index.max()
+    return steps > share * last
 
 
 def direction(

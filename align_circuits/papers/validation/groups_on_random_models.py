@@ -71,16 +71,14 @@ PLANTED, ALL = "planted", "all random"
 
 def _summarize(_: RandomGroups, rows: Rows) -> pd.DataFrame:
     random: Any = rows["groups_of_random"]
-    frame = pd.concat([random, random.assign(models=ALL), rows["groups_of_planted"]])
+    frame: Any = pd.concat([random, random.assign(models=ALL), rows["groups_of_planted"]])
     shares = []
-    for (models, metric), counts in frame.melt(["models"], ["named", "members"], "metric").groupby(
-        ["models", "metric"]
-    ):
-        some = counts["value"] > 0
-        low, high = binomial_interval(int(some.sum()), len(some))
-        shares.append(
-            {"models": models, "metric": metric, "value": some.mean(), "low": low, "high": high, "n": len(some)}
-        )
+    for models, part in frame.groupby("models"):
+        for metric in ("named", "members"):
+            some = int((part[metric] > 0).sum())
+            low, high = binomial_interval(some, len(part))
+            share = {"value": some / len(part), "low": low, "high": high, "n": len(part)}
+            shares.append({"models": models, "metric": metric, **share})
     return pd.DataFrame(shares)
 
 

@@ -193,6 +193,7 @@ def test_a_rate_of_the_head_is_a_learning_rate_of_its_own_and_spread_moves_the_s
             net.logits(inputs)[..., 1].sum().backward()
             with torch.no_grad():
                 for name, parameter in net.named_parameters():
+                    assert parameter.grad is not None
                     parameter.sub_((rates.get(name, lr) if net is alike else lr) * parameter.grad)
     for name in rates:
         torch.testing.assert_close(rate**0.5 * getattr(scaled, name), getattr(alike, name))
