@@ -24,8 +24,8 @@ GROUPS = {
         "patch": "Patch every head from clean into corrupted prompts: what it restores.",
         "attribute": "Estimate what patching every head would do, from gradients.",
         "localize": "Find the heads that align and those that look up, and test whether the model needs them.",
-        "benchmark": "Compare methods that find heads, on circuits whose heads are known.",
     },
+    "Compare methods": {"benchmark": "Compare methods that find heads, on circuits whose heads are known."},
     "Train a model": {
         "tune": "Tune a model with LoRA and follow how alignment emerges; a stopped run resumes (same --out).",
         "pretrain": "Train a small Llama from scratch by a recipe of the package; a stopped run resumes (same --out).",

@@ -59,7 +59,7 @@ def middle_of_rise(
 
     Arguments and errors as there.
 
-    >>> middle_of_rise(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
+    >>> round(middle_of_rise(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8])), 2)
     0.45
     """
     rise = _sustained(steps, values, sustained).max() - values[0]

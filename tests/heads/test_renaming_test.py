@@ -62,16 +62,6 @@ def test_contexts_are_renamed_and_queries_replaced():
         assert (induction & kept).any(), "keys are left"
 
 
-def test_tokens_stand_in_for_a_query_the_later_the_more_keys_they_are():
-    chosen: Any = _Queries.__new__(_Queries)
-    tokens, known = torch.tensor([1, 2, 2, 3, 4, 5, 6, 1]), torch.arange(1, 7)
-    for names, expected in ((4, [{4, 5, 6}]), (6, [{4, 5, 6}, {3}, {2}])):
-        chosen.names = names
-        for seed in range(5):
-            query, *others = chosen._chosen(tokens, tokens[1:4], known, np.random.default_rng(seed)).tolist()
-            assert query == 1 and [{*others[:3]}, *({other} for other in others[3:])] == expected
-
-
 def test_keys_are_those_of_the_prompt_itself():
     prompts = ac.Prompts.from_tokens([[1, 5, 2, 6, 1], [3, 1, 5, 6, 1]])
     induction = ac.Relation.from_pairs([(0, 4, [1]), (1, 4, [2])], prompts=prompts, name="induction")

@@ -100,7 +100,7 @@ RANDOM_GROUPS = Experiment(
     Study(
         "localize/groups",
         {
-            "smoke": RandomGroups(models=1, families=("standard", "repeated"), planted=1, n=12),
+            "smoke": RandomGroups(models=1, families=("repeated",), planted=1, n=12),
             "cpu": RandomGroups(),
             "paper": RandomGroups(models=400),
         },
