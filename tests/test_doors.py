@@ -8,6 +8,7 @@ import pkgutil
 from dataclasses import is_dataclass
 from inspect import Parameter, isfunction, signature
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,7 +72,7 @@ def classes_and_functions() -> tuple[set[type], set[FunctionType]]:
 
 
 def test_dataclasses_are_frozen(classes_and_functions):
-    kinds = set(filter(is_dataclass, classes_and_functions[0]))
+    kinds: set[Any] = {kind for kind in classes_and_functions[0] if is_dataclass(kind)}
     assert len(kinds) > 30
     thawed = {kind.__name__ for kind in kinds if not vars(kind)["__dataclass_params__"].frozen}
     assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"

@@ -104,8 +104,8 @@ def test_a_verdict_is_read_from_the_rows_of_its_claim():
         assert (verdict.heads, verdict.total, verdict.alpha) == (((0, 1), (0, 3)), 6, Thresholds().alpha)
     assert (necessary.claim, necessary.least) == ("necessary", Thresholds().loss)
     assert (sufficient.claim, sufficient.least) == ("sufficient", Thresholds().kept)
-    without_rest = ac.Table(frame[~frame["ablated"].str.startswith("rest")], Provenance("localize"))
-    _, sufficient = sets.verdicts(sets._heads, without_rest)
+    all_named: Any = frame[~frame["ablated"].str.startswith("rest")]
+    _, sufficient = sets.verdicts(sets._heads, ac.Table(all_named, Provenance("localize")))
     assert sufficient.value == 0.9 and sufficient.controls == {}, "with all heads named there is no rest"
 
 
