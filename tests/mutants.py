@@ -22,6 +22,7 @@ import ast
 import difflib
 import fcntl
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -442,9 +443,10 @@ def in_a_function(mutant):
     return changed_function(*codes) is not None
 
 
-def swap(path, before, after):
-    """Changes one function of an imported module where it lives. Whether that was possible."""
-    (module,) = [m for m in list(sys.modules.values()) if str(getattr(m, "__file__", "")) == str(path)]
+def swap(sound, path, before, after):
+    """Changes one function of a module where it lives. Whether that was possible."""
+    # What `align_circuits` imports lazily no collection of tests has imported.
+    module = importlib.import_module(".".join(path.relative_to(sound).with_suffix("").parts).removesuffix(".__init__"))
     loader: Any = module.__loader__
     pair = changed_function(*(loader.source_to_code(source.encode(), str(path)) for source in (before, after)))
     if pair is None:
@@ -481,7 +483,7 @@ def meet(mutant, tests, seconds, scratch, sound):
         path = sound / ("align_circuits" if mutant["module"].startswith("hooks") else "") / mutant["module"]
 
         def changed_in_place():
-            return pytest_in(sound, files, Chosen(tests)) if swap(path, before, after) else UNTOLD
+            return pytest_in(sound, files, Chosen(tests)) if swap(sound, path, before, after) else UNTOLD
 
         status, took = forked(changed_in_place, limit, scratch)
     if status is None:
