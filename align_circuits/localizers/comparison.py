@@ -68,7 +68,7 @@ def head_faithfulness(
 
     A circuit keeps the best share of heads; all other heads carry what they carry on the corrupted prompts, and MLPs
     compute from what arrives. With f(k) = (M(k) - M(none)) / (M(all) - M(none)), `circuit_performance_ratio` is the
-    area under f over the share of heads, and `circuit_model_distance` the area under |1 - f|. Of heads with equal
+    area under f over the share of heads, and `circuit_model_distance` the area under abs(1 - f). Of heads with equal
     scores those of later layers are kept first.
 
     Source: Mueller et al. (2025), "MIB: A Mechanistic Interpretability Benchmark", §3, with heads in place of edges.
