@@ -1,11 +1,12 @@
 """Methods that find heads: from a model and a pair of prompts to a score of every head, the higher the more it matters.
 
-Each returns a grid `[layer head]`, or one for each role where it tells roles apart. Methods that run the model once a
-head take the pair's first `FEW` prompts; the others take all.
+Each returns a grid `[layer head]`, or one for each role where it tells roles apart. Attention, direct effects, AtP and
+`localize` take all prompts of the pair; the others, whose price grows with heads or edges, its first `FEW`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from align_circuits.heads.localize_heads import Localization, localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
@@ -41,7 +43,7 @@ Localizer = Callable[[HookedModel, Pair], Scores]
 the targets unless it has another."""
 
 FEW = 4
-"""Prompts on which the model runs once a head."""
+"""Prompts for methods whose price grows with heads or edges."""
 
 _CUTS = (0.1, 0.01)
 """What a head may cost, in nats, and still be pruned: from coarse circuits to fine ones."""
@@ -188,38 +190,29 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     "Finding Transformer Circuits with Edge Pruning", with plain sigmoid gates of heads.
     """
     few = replace(_few(pair), direction="noise").prepared(model, RunOptions())
-    network: Any = model
     cfg, device = model.cfg, device_of(model)
     names = [name_of("z", layer) for layer in range(cfg.n_layers)]
     corrupted = {name: z.to(device) for name, z in capture(model, few.source, names).items()}
     gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([gates], lr=_MASK_RATE)
     tokens, mask = few.inputs(device)
-
-    def gate(layer: int) -> Callable[..., Tensor]:
-        def change(z: Tensor, hook: Any = None) -> Tensor:  # noqa: ARG001 - as TransformerLens calls it
-            open_by = gates[layer].sigmoid()[:, None]
-            return open_by * z + (1 - open_by) * corrupted[names[layer]]
-
-        return change
-
-    hooks = [(name, gate(layer)) for layer, name in enumerate(names)]
-    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    for parameter in wanted:
-        parameter.requires_grad_(False)
-    try:
-        with torch.enable_grad():
-            for _ in range(_MASK_STEPS):
-                logits = network.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
-                loss = -few.mean_metric(logits[:, few.queries]) / len(tokens)
-                loss = loss + _MASK_PRICE * gates.sigmoid().sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-    finally:
-        for parameter in wanted:
-            parameter.requires_grad_(True)
+    for _ in range(_MASK_STEPS):
+        opened = gates.detach().sigmoid()
+        changes = {
+            name: partial(_between, corrupted[name], by_head[:, None])
+            for name, by_head in zip(names, opened, strict=True)
+        }
+        at = gradients_at(model, tokens, mask, names, few.queries, few.mean_metric, changes)
+        # After the gate z lies opened * (z - corrupted) away from the corrupted run, and d opened / d gate is
+        # opened * (1 - opened): so what the gate is worth needs no gradient of its own.
+        worth = torch.stack([((at[name][0] - corrupted[name]) * at[name][1]).sum((0, 1, 3)) for name in names])
+        gates.grad = (1 - opened) * (_MASK_PRICE * opened - worth / len(tokens))
+        optimizer.step()
     return gates.detach().sigmoid().double().cpu().numpy()
+
+
+def _between(corrupted: Tensor, share: Tensor, z: Tensor) -> Tensor:
+    return torch.lerp(corrupted, z, share)
 
 
 def localized(model: HookedModel, pair: Pair) -> dict[str, Grid]:

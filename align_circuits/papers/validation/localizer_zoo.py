@@ -39,7 +39,6 @@ DRAWN = ("attention", "ablation, mean", "patching, noise", "EAP-IG", "learned ma
 WITHOUT_ATTENTION = ("inert", "random", "sink", "letter_bias")
 """Kinds of heads that follow no role by attention either: their p-values are to be uniform."""
 
-
 BY_CONTENT = ("align_query", "align_key", "lookup")
 """The roles that a head without content cannot follow: one that prefers late tokens attends one token back."""
 
@@ -54,7 +53,7 @@ class Zoo:
     """How many circuits, of consecutive seeds."""
     methods: tuple[str, ...] = tuple(METHODS)
     n: int = 24
-    """Prompts for each circuit; methods that run the model once a head take `FEW` of them."""
+    """Prompts for each circuit; some methods take `FEW` of them."""
 
 
 def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]]:
