@@ -7,11 +7,15 @@ import pandas as pd
 
 from align_circuits.heads.localize_heads import localize
 from align_circuits.models.planted.zoo import zoo_circuit
+from align_circuits.models.protocol import HookedModel
 from align_circuits.papers.claims import Check, Claim, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.papers.validation.localize_ground_truth import FAMILIES, random_model, random_task
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import Task
+
+PLANTED, ALL = "planted", "all random"
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,17 @@ def groups_of_random(*, family: str, gain: float, n: int, seed: int) -> list[dic
     Returns:
         How many heads are named one by one, and how many are members of a group.
     """
-    found = localize(random_model(family, gain, seed), random_task(family, seed), n, seed=seed, draws=0, groups=True)
-    return [{"named": len(found.named_heads), "members": sum(map(len, found.groups.values()))}]
+    return _counts(random_model(family, gain, seed), random_task(family, seed), n, seed)
 
 
 def groups_of_planted(*, n: int, seed: int) -> list[dict[str, Any]]:
     """Looks for groups in one circuit of the zoo; the function of a job. Rows as of `groups_of_random`."""
     model = zoo_circuit(seed).build()
-    found = localize(model, model.task, n, seed=seed, draws=0, groups=True)
+    return _counts(model, model.task, n, seed)
+
+
+def _counts(model: HookedModel, task: Task, n: int, seed: int) -> list[dict[str, Any]]:
+    found = localize(model, task, n, seed=seed, draws=0, groups=True)
     return [{"named": len(found.named_heads), "members": sum(map(len, found.groups.values()))}]
 
 
@@ -64,9 +71,6 @@ def _jobs(config: RandomGroups, _: Inputs) -> list[Measurement]:
         Measurement(groups_of_planted, {"n": config.n}, seed, {"models": PLANTED}) for seed in seeds[: config.planted]
     ]
     return [*random, *planted]
-
-
-PLANTED, ALL = "planted", "all random"
 
 
 def _summarize(_: RandomGroups, rows: Rows) -> pd.DataFrame:
