@@ -146,7 +146,7 @@ class Localization:
 
     @property
     def caveats(self) -> str:
-        """What to bear in mind: heads of groups, heads that are many or almost pass, what this task cannot establish."""
+        """What to bear in mind: heads of groups, heads that are many or almost pass, what the task cannot tell."""
         return " ".join([*self._group_sentences(), *self._share_sentences(), *self._diffuse_sentences(), *self.notes])
 
     def _group_sentences(self) -> list[str]:
