@@ -54,7 +54,8 @@ def p_values(
     - `align_query`, `align_key`: the score is the hit rate. All prompts of a task share the positions of their keys, so
       alignments are redrawn: every order of the m input places, or 9,999 of them, the same for all prompts. The
       smallest possible value is 1/m!, so that up to three places (1/6) nothing can be established.
-    - `previous`: the score is the attention one token back, redrawn among all distances that every row has.
+    - `previous`: the score is the attention one token back, redrawn among all distances that every row has, without
+      separators and other tokens that the layout repeats.
     - `duplicate`, and `induction` where two prompts mostly have their keys at the same positions, as in
       `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
@@ -207,24 +208,49 @@ class _Alignments(_Test):
 
 
 class _Distances(_Test):
-    """Redraws how far back the keys lie."""
+    """Redraws how far back the keys lie.
+
+    A head that prefers letters to the marker of the marked style attends most to those distances where letters stand,
+    of which one token back is one. So tokens that the layout repeats do not count, and no distance is drawn where few
+    others stand. Since rows then differ between distances, a row counts as what it exceeds its own mean by.
+    """
 
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, layers, heads)
         start = prompts.mask.int().argmax(1)[relation.prompt]
-        self.furthest = int((relation.query - start).min())
-        self.attention = torch.zeros(layers, len(relation), heads, self.furthest)
+        furthest = int((relation.query - start).min()) if len(relation) else 0
+        varied = torch.from_numpy(~_repeated_by_layout(prompts))
+        counted = varied[relation.query[:, None] - torch.arange(1, furthest + 1)]
+        if not bool(counted[:, :1].any()):  # one token back there is nothing else
+            counted[:] = True
+        rows = counted.sum(0)
+        # one token back comes first, as the true distance
+        self.distances = 1 + (2 * rows >= rows[:1]).nonzero()[:, 0]
+        self.counted = counted[:, self.distances - 1]
+        # summed over rows
+        self.excess = torch.zeros(layers, heads, len(self.distances))
+        self.mean = torch.zeros(layers, heads, 1)
+        self.seen = torch.zeros(layers, len(relation), dtype=torch.bool)
 
     @property
     def smallest(self) -> float:
-        return 1 / max(1, self.furthest)
+        return 1 / max(1, len(self.distances))
 
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
-        back = self.relation.query[rows, None] - torch.arange(1, self.furthest + 1)
-        self.attention[layer, rows] = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
+        new = ~self.seen[layer, rows]
+        rows, pattern = rows[new], pattern[new]
+        back = self.relation.query[rows, None] - self.distances
+        attention = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
+        counted = self.counted[rows, None]
+        mean = (attention * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+        self.excess[layer] += ((attention - mean) * counted).sum(0)
+        self.mean[layer] += mean.sum(0)
+        self.seen[layer, rows] = True
 
     def p_values(self, generator: np.random.Generator) -> Float[ndarray, "layer head"]:  # noqa: ARG002 - all are listed
-        return share_at_least_first(self.attention.mean(1).numpy())
+        # Ties are relative to a score, so the mean of all rows is added to each.
+        scores = self.excess / self.counted.sum(0) + self.mean / len(self.relation)
+        return share_at_least_first(scores.numpy())
 
 
 class _OtherPrompts(_Test):

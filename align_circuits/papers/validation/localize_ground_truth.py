@@ -58,7 +58,8 @@ class GroundTruth:
     )
     """The seed of a family's first model. With seeds 0 to 399, .06 [.04, .09] of the models that read demonstrations
     had a named head; then the null of keys at the same positions in all prompts was changed. And up to .06 of the
-    p-values for `duplicate` were below .01; then the null of `duplicate` was changed, and which tokens are renamed."""
+    p-values for `duplicate` were below .01, up to .09 of those for `previous` below .05; then their nulls were
+    changed."""
     gains: tuple[float, ...] = (1.0, 4.0)
     """By what their query and key weights are multiplied, in turn: diffuse attention, and sharp."""
     n: int = 32
@@ -73,7 +74,8 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
 
     Returns:
         For each role the number of heads that were built for it, that were named for it, and both; and the number of
-        diffuse aligners and of those that a score alone would name, and of the right ones among them.
+        diffuse aligners and of those that a score alone would name, and of the right ones among them; and how many of
+        the right ones have a p-value up to .05.
     """
     seq2seq = Seq2SeqTask(**task)
     model = planted_circuit(seq2seq, seed=seed, strength=strength)
@@ -83,6 +85,7 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
         true = {head for head, kind in model.kinds.items() if ("lookup" if kind == "backup" else kind) == role}
         grid = localization.table.where(role=role, metric="score").grid("score")
         scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= localization.thresholds.score)}
+        p = localization.table.where(role=role, metric="p").grid("p")
         diffuse = set(localization.diffuse_aligners.get(role, ()))
         sets = {
             "true": true,
@@ -92,6 +95,7 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
             "diffuse true": true & diffuse,
             "scored": scored,
             "scored true": true & scored,
+            "true, p at most .05": {head for head in true if p[head] <= 0.05},
         }
         rows.append({"role": role, **{name: len(members) for name, members in sets.items()}})
     return rows
@@ -204,7 +208,8 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
         add("planted", role, strength, "precision", sums["both"], sums["named"])
         if role in ALIGNERS:
             add("planted", role, strength, "diffuse precision", sums["diffuse true"], sums["diffuse"])
-    sums = full[["named", "both", "scored", "scored true"]].sum()
+    sums = full[["true", "named", "both", "scored", "scored true", "true, p at most .05"]].sum()
+    add("planted", "any", 0.05, "p at most", sums["true, p at most .05"], sums["true"])
     add("planted", "any", 1.0, "precision", sums["both"], sums["named"])
     add("planted", "any", 1.0, "precision by score", sums["scored true"], sums["scored"])
     for models, frame in (("planted", full), *((f"random, {name}", rows) for name, rows in random.groupby("family"))):
@@ -240,6 +245,13 @@ def _check(table: Table) -> list[Check]:
                 0.05, value("named", models=name), value("named"), "planted circuits"
             )
             for name in _random(table)
+        ),
+        *(
+            Claim(f"{name}, {role}: the share of p-values up to .05").at_most(
+                0.07, value("p at most", role, 0.05, name), value("p at most", at=0.05), "planted heads"
+            )
+            for name in _random(table)
+            for role in table.where(models=name, metric="p at most").frame["role"].unique()
         ),
     ]
 
