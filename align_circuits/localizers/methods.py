@@ -1,7 +1,8 @@
 """Methods that find heads: from a model and a pair of prompts to a score of every head, the higher the more it matters.
 
-Each returns a grid `[layer head]`, or one for each role where it tells roles apart. Attention, direct effects, AtP and
-`localize` take all prompts of the pair; the others, whose price grows with heads or edges, its first `FEW`.
+Each returns a grid `[layer head]`, or one for each role where it tells roles apart. Of `METHODS`, attention, direct
+effects, AtP and `localize` take all prompts of the pair; the others, whose price grows with heads or edges, its first
+`FEW`.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ Localizer = Callable[[HookedModel, Pair], Scores]
 the targets unless it has another."""
 
 FEW = 4
-"""Prompts for methods whose price grows with heads or edges."""
+"""Prompts for `PRICEY` methods."""
 
 _CUTS = (0.1, 0.01)
 """What a head may cost, in nats, and still be pruned: from coarse circuits to fine ones."""
@@ -64,11 +65,11 @@ def attention(model: HookedModel, pair: Pair) -> dict[str, Grid]:
 def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
     """Scores heads by TransformerLens's detector, with each role's keys as the pattern to detect.
 
-    The "mul" measure: the share of all attention that lies on the pattern, over the first `FEW` prompts.
+    The "mul" measure: the share of all attention that lies on the pattern.
 
     Source: TransformerLens, `head_detector.compute_head_attention_similarity_score`, which `detect_head` calls.
     """
-    prompts, patterns = pair.clean[:FEW], {}
+    prompts, patterns = pair.clean, {}
     for role in _roles(pair):
         relation = prompts.relations[role]
         keys, _ = relation.expand()
@@ -98,7 +99,7 @@ def ablation(how: How) -> Localizer:
     """Returns the method that scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
 
     def method(model: HookedModel, pair: Pair) -> Grid:
-        table = ablate_heads(model, pair.clean[:FEW], how, metrics=("log_prob",))
+        table = ablate_heads(model, pair.clean, how, metrics=("log_prob",))
         return -table.where(kind="all").grid("log_prob")
 
     return method
@@ -108,7 +109,7 @@ def patching(direction: Direction) -> Localizer:
     """Returns the method that scores heads by patching each alone between the two runs (`patch_heads`)."""
 
     def method(model: HookedModel, pair: Pair) -> Grid:
-        table = patch_heads(model, replace(_few(pair), metric="log_prob", kind="all", direction=direction))
+        table = patch_heads(model, replace(pair, metric="log_prob", kind="all", direction=direction))
         return table.grid("log_prob") * (1 if direction == "denoise" else -1)
 
     return method
@@ -143,7 +144,7 @@ def edge_attribution(method: EdgeMethod) -> Localizer:
     """Returns the method that sums the size of the scores of all edges that leave a head (`attribute_edges`)."""
 
     def scores(model: HookedModel, pair: Pair) -> Grid:
-        frame: Any = attribute_edges(model, replace(_few(pair), direction="noise"), method=method).frame
+        frame: Any = attribute_edges(model, replace(pair, direction="noise"), method=method).frame
         of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum().to_dict()
         grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
         for layer, head in heads_of(model.cfg):
@@ -161,13 +162,13 @@ def pruning(model: HookedModel, pair: Pair) -> Grid:
 
     Source: after Conmy et al. (2023), "Towards Automated Circuit Discovery", with heads in place of edges.
     """
-    few = replace(_few(pair), direction="noise")
-    targets = TargetMetrics.of(few.base, ("log_prob",))
+    noised = replace(pair, direction="noise")
+    targets = TargetMetrics.of(noised.base, ("log_prob",))
     grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
 
     def mean_log_prob(patched: list[Head]) -> float:
         edits = [Patch(patched)] if patched else []
-        return float(targets.measure_edited(model, [edits], source=few.source)[0].mean())
+        return float(targets.measure_edited(model, [edits], source=noised.source)[0].mean())
 
     for cut in _CUTS:
         pruned: list[Head] = []
@@ -189,20 +190,20 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     Source: after Cao et al. (2021), "Low-Complexity Probing via Finding Subnetworks", and Bhaskar et al. (2024),
     "Finding Transformer Circuits with Edge Pruning", with plain sigmoid gates of heads.
     """
-    few = replace(_few(pair), direction="noise").prepared(model, RunOptions())
+    noised = replace(pair, direction="noise").prepared(model, RunOptions())
     cfg, device = model.cfg, device_of(model)
     names = [name_of("z", layer) for layer in range(cfg.n_layers)]
-    corrupted = {name: z.to(device) for name, z in capture(model, few.source, names).items()}
+    corrupted = {name: z.to(device) for name, z in capture(model, noised.source, names).items()}
     gates = torch.full((cfg.n_layers, cfg.n_heads), 2.0, device=device, requires_grad=True)
     optimizer = torch.optim.Adam([gates], lr=_MASK_RATE)
-    tokens, mask = few.inputs(device)
+    tokens, mask = noised.inputs(device)
     for _ in range(_MASK_STEPS):
         opened = gates.detach().sigmoid()
         changes = {
             name: partial(_between, corrupted[name], by_head[:, None])
             for name, by_head in zip(names, opened, strict=True)
         }
-        at = gradients_at(model, tokens, mask, names, few.queries, few.mean_metric, changes)
+        at = gradients_at(model, tokens, mask, names, noised.queries, noised.mean_metric, changes)
         # After the gate z lies opened * (z - corrupted) away from the corrupted run, and d opened / d gate is
         # opened * (1 - opened): so what the gate is worth needs no gradient of its own.
         worth = torch.stack([((at[name][0] - corrupted[name]) * at[name][1]).sum((0, 1, 3)) for name in names])
@@ -249,11 +250,16 @@ def _roles(pair: Pair) -> list[str]:
     return [role for role, relation in pair.clean.relations.items() if len(relation)]
 
 
-def _few(pair: Pair) -> Pair:
-    return replace(pair, clean=pair.clean[:FEW], corrupted=pair.corrupted[:FEW])
+def on_few(method: Localizer) -> Localizer:
+    """Returns the method on a pair's first `FEW` prompts."""
+
+    def on_first(model: HookedModel, pair: Pair) -> Scores:
+        return method(model, replace(pair, clean=pair.clean[:FEW], corrupted=pair.corrupted[:FEW]))
+
+    return on_first
 
 
-METHODS: Mapping[str, Localizer] = {
+ON_ALL_PROMPTS: Mapping[str, Localizer] = {
     "attention": attention,
     "head detector": head_detector,
     "ablation, zero": ablation("zero"),
@@ -271,4 +277,16 @@ METHODS: Mapping[str, Localizer] = {
     "localize": localized,
     "localize, groups": localized_groups,
 }
-"""The methods of this package, by name."""
+"""The methods of this package, by name, on whatever pair they are given."""
+
+PRICEY = (
+    "head detector",
+    *("ablation, zero", "ablation, mean", "ablation, resample", "patching, denoise", "patching, noise"),
+    *("EAP", "EAP-IG", "pruning", "learned masks"),
+)
+"""The methods whose price grows with heads or edges."""
+
+METHODS: Mapping[str, Localizer] = {
+    name: on_few(method) if name in PRICEY else method for name, method in ON_ALL_PROMPTS.items()
+}
+"""The methods of this package as the benchmark runs them."""
