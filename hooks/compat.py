@@ -57,6 +57,12 @@ def without_bridge(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether anything is registered that would see or change what the module takes or gives."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
 def parameter_name(name: str) -> str:
     """Returns a parameter's name as Hugging Face spells it: a bridge inserts the module that holds a component."""
     return name.replace("._original_component", "")

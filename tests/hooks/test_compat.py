@@ -13,6 +13,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -144,6 +145,24 @@ def test_attention_functions_are_registered_where_transformers_looks():
     scores = query @ key.mT * 0.3
     torch.testing.assert_close(z, scores.softmax(-1) @ value)
     torch.testing.assert_close(total, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_pre_hook",
+        "register_forward_hook",
+        "register_full_backward_pre_hook",
+        "register_full_backward_hook",
+    ],
+)
+def test_every_kind_of_hook_is_seen(register):
+    point = HookPoint()
+    assert not compat.is_hooked(point)
+    handle = getattr(point, register)(lambda *_: None)
+    assert compat.is_hooked(point)
+    handle.remove()
+    assert not compat.is_hooked(point)
 
 
 def test_no_other_module_names_these_insides():

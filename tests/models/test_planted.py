@@ -326,7 +326,8 @@ class TestModel:
             before = model(tokens)
             fired = []
             hooks = [(name, lambda _, hook: fired.append(hook.name)) for name in model.hook_dict]
-            assert torch.equal(model.run_with_hooks(tokens, fwd_hooks=hooks), before)
+            # Without a hook on the pattern a fused kernel attends.
+            torch.testing.assert_close(model.run_with_hooks(tokens, fwd_hooks=hooks), before, atol=1e-4, rtol=1e-5)
             assert sorted(fired) == sorted(model.hook_dict)
 
             def fail(*_, **__):

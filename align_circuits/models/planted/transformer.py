@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
+
+from align_circuits.hooks.compat import is_hooked
 
 
 @dataclass(frozen=True)
@@ -176,11 +179,14 @@ class HandBuiltAttention(nn.Module):
             hook(torch.einsum("npd,hde->nphe", residual, weight))
             for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
         )
-        k, v = (each.repeat_interleave(self.group, 2) for each in (k, v))
-        scores = torch.einsum("nqhe,nkhe->nhqk", q / q.shape[-1] ** 0.5, k)
-        scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
-        pattern = self.hook_pattern(scores.softmax(-1))
-        z = self.hook_z(torch.einsum("nhqk,nkhe->nqhe", pattern, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, *(each.repeat_interleave(self.group, 2) for each in (k, v))))
+        if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
+            scores = (q / q.shape[-1] ** 0.5) @ k.mT
+            scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
+            z = self.hook_pattern(scores.softmax(-1)) @ v
+        else:  # a third of the time
+            z = functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+        z = self.hook_z(z.transpose(1, 2))
         return torch.einsum("nqhe,hed->nqd", z, self.W_O)
 
 
