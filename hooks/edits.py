@@ -586,7 +586,7 @@ class Steer(_AtSite):
     """
 
     vector: Float[Tensor, " d"] | None = None
-    """d_model numbers at a layer's site, d_head at a head's."""
+    """d_model numbers at a layer's site, d_head at a head's; not at the site `"pattern"`."""
     scale: float = 1.0
     """The factor of the vector."""
 

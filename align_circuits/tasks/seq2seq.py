@@ -179,7 +179,8 @@ class Seq2SeqTask(Task):
 
         Raises:
             ValueError: The prompts come from another task or are already corrupted, `kind` is unknown, there is only
-                one input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
+                one input (`"query"`, x_len = 1), there are no examples (`"labels"` and `"alignment"`), or no order
+                contradicts the alignment (`"alignment"`).
         """
         if prompts.task.get("config") != config_of(self):
             raise ValueError(
