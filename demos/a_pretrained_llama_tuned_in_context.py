@@ -109,8 +109,8 @@ for what, heads in {"none": [], "best aligners": aligners, "random heads": contr
 # %% [markdown]
 # ## How far does it reach?
 #
-# The symbol of the next phrase stands at another distance for each phrase, so these heads do more than attend a fixed distance back. But do they find the symbol in inputs of another length? There it stands where another
-# symbol, or none, would stand in prompts of five symbols. A relation of our own says where that is, from the position before each phrase:
+# The symbol of the next phrase stands at another distance for each phrase, so these heads do more than attend a fixed distance back. But do they find the symbol in inputs of another length? There it is not at the
+# distance that it has in inputs of five symbols. A relation of our own marks, for the position before each phrase, the token at that distance, the symbol's *place among five*:
 
 # %%
 for x_len in (4, 5, 6):
@@ -135,7 +135,7 @@ for x_len in (4, 5, 6):
     print(f"to its place among five {elsewhere:.2f}")
 
 # %% [markdown]
-# With five symbols the two places are one. With four and six the best head divides its attention between the symbol and that place, and accuracy falls below the history ceiling: what SmolLM2 learned
+# With five symbols the two are the same token. With four and six the best head divides its attention between them, and accuracy falls below the history ceiling: what SmolLM2 learned
 # is bound to the length that it was tuned on. Where phrases have one letter, the symbol stands at one distance for all phrases, and tuning then finds heads that attend that far back, at every length; `localize` gives those no name
 # ({doc}`notes </notes/smollm2>`). `reproduce icatune/lengths --model smollm2 smollm2-ica` measures more lengths ({doc}`results </results-icatune>`). A high score and a large effect of ablation show which heads do the work; only prompts on which
-# two rules differ show which rule.
+# two rules give different answers show which rule they follow.

@@ -76,9 +76,9 @@ for name, table in (("before", before), ("after", after)):
 ac.plots.head_maps(after - before, ["query_subject", "same_type"])
 
 # %% [markdown]
-# ## What each head is worth
+# ## Which heads matter
 #
-# Mean ablation asks whether it matters, in nats of the right attribute. `align-circuits reproduce recall/heads` does all this over seeds, beside the heads that the paper's theory
+# The effect of ablating each head to its mean, in nats of the right attribute's log-probability. `align-circuits reproduce recall/heads` does all this over seeds, beside the heads that the paper's theory
 # predicts, and `recall/fig2` to `recall/fig24` follow its figures.
 
 # %%

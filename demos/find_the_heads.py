@@ -25,7 +25,7 @@ found = ac.localize(circuit, task, n=32, seed=0)
 print(found.summary)
 
 # %% [markdown]
-# The truth is known: every role is right, and the decoys stayed without a name.
+# The true roles are known: every head is named for its role, and no decoy is named.
 
 # %%
 for role in ("align_query", "align_key", "lookup", "previous"):

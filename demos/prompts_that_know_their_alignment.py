@@ -48,8 +48,8 @@ print(
 )
 
 # %% [markdown]
-# Two relations are about alignment, and they are different jobs. `align_query` has its query at the position that is *about to write* a phrase, `align_key` from the letter
-# itself, which becomes a key that later examples can find. `lookup` asks which earlier letters translate the same symbol.
+# Two relations are about alignment, and they are different jobs. `align_query` has its query at the position that is *about to write* a phrase; `align_key` has it at the phrase's first letter
+# itself, which later positions can then find by the symbol. `lookup` asks which earlier letters translate the same symbol.
 #
 # ## What does an accuracy mean?
 #

@@ -40,7 +40,7 @@ for name, relation in prompts.relations.items():
 # %% [markdown]
 # ## Three seeds, trained as one
 #
-# Each seed's network has its own set of classes and labels (its *world*), weights and sequences, and ends as it would alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
+# Each seed's network has its own set of classes and labels (its *world*), weights and sequences, and ends as if it had been trained alone. Progress measures are read by hooks on the two attention patterns, on sequences of novel classes.
 
 # %%
 seeds = [0, 1, 2]
@@ -99,8 +99,8 @@ ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items
 # %% [markdown]
 # ## Interfering
 #
-# Does attention to the previous token bring the rest about? For labels, which must know their item, we hold it in place from the first step on. With it given, the transition comes
-# far sooner. (Given to items too, it comes sooner in some seeds only.)
+# Does attention to the previous token bring the rest about? At the labels, which must fetch the item before them, we clamp it from the first step on. The transition then comes
+# far sooner. (If it is clamped at the items too, the transition comes sooner in some seeds only.)
 
 # %%
 _, overridden = train(1000, override=lambda net: attend_to_previous(net, "labels"))

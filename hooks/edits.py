@@ -482,8 +482,9 @@ class Ablate(_AtSite):
     """
 
     how: Literal["zero", "mean", "resample"] = "zero"
+    """What replaces the output. (`ablate_heads` and `localize` take `"mean"` by default.)"""
     reference: AblationBaseline | None = None
-    """For `"mean"` and `"resample"`."""
+    """For `"mean"` and `"resample"`: what `ablation_baseline` returned."""
 
     def replacement(self, old: _Activation) -> Tensor:
         """The ablated activation."""
@@ -521,10 +522,16 @@ class Ablate(_AtSite):
 class Clamp(Edit):
     """Sets the attention of heads by a relation: from each of its queries, equally to all of its keys.
 
-    Its effect on the output is the part that attention alone explains.
+    With k keys each gets 1/k, and every other token 0. The effect on the output is the part that attention alone
+    explains. Queries without a row of the relation keep their attention.
+
+    Raises:
+        KeyError: When it runs, a relation that the prompts do not have.
+        ValueError: When it runs, a relation with two rows at one query, or prompts that are missing.
     """
 
     heads: Sequence[HeadLike]
+    """Which heads, as `(2, 3)` or `"L2H3"`."""
     relation: str
     """The name of a relation of the prompts that run."""
 
@@ -579,7 +586,7 @@ class Steer(_AtSite):
     """
 
     vector: Float[Tensor, " d"] | None = None
-    """d_model numbers at a layer's site, d_head at a head's."""
+    """d_model numbers at a layer's site, d_head at a head's; not at the site `"pattern"`."""
     scale: float = 1.0
     """The factor of the vector."""
 

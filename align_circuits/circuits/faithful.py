@@ -115,6 +115,9 @@ def circuit_performance_ratio(table: Table) -> float:
     Over the shares that were measured above 0, up to 1; near 1 for a model whose smallest circuit does all (what lies
     below the smallest share is left out), more where a circuit does better than the model. Source: Mueller et al.
     (2025), §3; for circuits that were chosen `by="signed"`.
+
+    Args:
+        table: What `faithfulness` returned.
     """
     return _area(table, lambda f: f)
 
@@ -124,6 +127,9 @@ def circuit_model_distance(table: Table) -> float:
 
     0 is best: every circuit then behaves as the model. Source: Mueller et al. (2025), §3; for circuits that were chosen
     `by="absolute"`.
+
+    Args:
+        table: What `faithfulness` returned.
     """
     return _area(table, lambda f: np.abs(1 - f))
 

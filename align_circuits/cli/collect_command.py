@@ -17,7 +17,8 @@ class Collect(Verb):
     """Writes rows.csv, the rows of all jobs that are done: their settings, then what they measured."""
 
     run: tyro.conf.Positional[Path]
-    """The folder --out of `reproduce` or `each`; runs, if none was given."""
+    """The folder --out of `reproduce`, `each` or `benchmark`; if none was given runs, runs/each/0001 and so on, or
+    runs/benchmark."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""

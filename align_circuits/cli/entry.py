@@ -144,9 +144,8 @@ def _usage(name: str, options: Sequence[str], usage: str) -> int | None:
 
 def _status(options: Sequence[str]) -> int:
     """Prints how far the runs in a folder are."""
-    if (
-        status := _usage("status", options, "FOLDER, an --out of `reproduce` or `each`, a --parts, or runs")
-    ) is not None:
+    usage = "FOLDER, an --out of `reproduce`, `each` or `benchmark`, a --parts, or runs"
+    if (status := _usage("status", options, usage)) is not None:
         return status
     from align_circuits.cli.collect_command import print_progress
 

@@ -17,7 +17,8 @@ class Localize(SweepVerb):
     """Names heads with `localize`."""
 
     draws: int = 20
-    """How many control sets are ablated at most, to compare with the named heads."""
+    """How many control sets of each kind are ablated at most, to compare with the named heads; with fewer than 19 no
+    set of heads can be called necessary or sufficient."""
     smallest: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
     groups: bool = False

@@ -36,8 +36,9 @@ class Tune(PromptVerb):
     """How it is tuned."""
     defaults: Literal["toy-llama", "paper"] | None = None
     """Which defaults apply to settings that are left out: those made for "toy-llama" (of `reproduce icatune/fig4`) or
-    the paper's, which are shown here. By default the former for that model (200 steps, batch 8, lr 3e-3, alpha 64, loss
-    on all examples, a probe every 5 steps), the latter for others."""
+    the paper's, which are shown here. By default the former for that model (200 steps, batch 8, lr 3e-3, alpha 64, no
+    dropout, projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps, weights in float32),
+    the latter for others."""
     heads: bool = True
     """Whether `localize` names the tuned model's heads and ablates them."""
 

@@ -80,24 +80,24 @@ class PromptVerb(Verb):
     task: tyro.conf.OmitArgPrefixes[Seq2SeqTask] = field(default_factory=Seq2SeqTask)
     """The task that prompts are sampled from."""
     n: int | None = None
-    """How many prompts; by default 64 of a task, all of a file."""
+    """How many prompts: by default 64 if the task samples them, and all of a file."""
     seed: int = 0
-    """Of the prompts, and of the positions of a planted circuit's heads."""
+    """The seed of the prompts, and of the places of a planted circuit's heads."""
     engine: Engine = "auto"
     """"fast" is Hugging Face's attention, "reference" TransformerLens's hooks; "auto" takes the fast one if it can."""
     batch_size: int | Literal["auto"] = "auto"
     """Prompts at a time."""
     device: str | None = None
-    """Such as "cuda"; by default the GPU, if there is one."""
+    """Where the model runs, such as "cuda"; by default the GPU, if there is one."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    """Of the weights; by default as they are stored."""
+    """The data type of the weights; by default as they are stored."""
     device_map: str | None = None
     """"auto", "balanced" or "sequential" spreads the layers over all GPUs, in place of --device."""
     quantization: Quantization | None = None
     """Reads the weights inside the layers into 4 or 8 bits each (bitsandbytes)."""
     threads: int | None = None
-    """Of the CPU. By default one for models below twenty million parameters and all cores for others: small models take
-    nearly half the time with two threads on an idle machine, but many times as long on a busy one."""
+    """Threads of the CPU. By default one for models below twenty million parameters and all cores for others: with two
+    threads small models take nearly half the time on an idle machine, but many times as long on a busy one."""
 
     @property
     def options(self) -> RunOptions:

@@ -13,8 +13,8 @@ class Workers:
     """Local processes or a cluster."""
 
     jobs: int = 1
-    """How many local processes; with --on, how many jobs of the cluster share a sweep. `reproduce` and `each` take this
-    or --on, not both: with --on they use all workers."""
+    """How many local processes; with --on, how many jobs of the cluster share a sweep. `reproduce`, `each` and
+    `benchmark` take this or --on, not both: with --on they use all workers."""
     on: str | None = None
     """Where the jobs run in place of local processes: dask://HOST:PORT, the scheduler of a Dask cluster, or slurm. Its
     workers need this working directory, on a disk that all of them share, and the same version of this package."""

@@ -243,7 +243,8 @@ def localize(
         roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
             default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
-        draws: How many control sets of either kind are ablated at most; fewer once a verdict is lost.
+        draws: How many control sets of each kind are ablated at most; fewer once a verdict is lost. With d of them no
+            p-value is below 1/(1 + d), so at `thresholds.alpha` = .05 a verdict needs at least 19.
         smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
             tested on the second; takes several times as long.
         groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
@@ -253,7 +254,8 @@ def localize(
 
     Raises:
         TypeError: Neither prompts nor a task, or `corrupted` or `roles` beside a task.
-        ValueError: Fewer than 8 prompts, a negative number of draws, or a model without the tokenizer that the task
+        ValueError: Fewer than 8 prompts, prompts without any of the roles, related prompts that cannot be halved,
+            targets at different positions, a negative number of draws, or a model without the tokenizer that the task
             needs.
     """
     task = as_task(task, corrupted, roles)

@@ -45,8 +45,8 @@ def evaluate(
         - `metric`: `"accuracy"` in [0, 1], a reference's being its expected one; for the model also `"log_prob"`, the
           mean log-probability of the target's own token, in nats;
         - `kind`: `"all"`, `"first"` (tokens that need alignment) or `"later"`; only kinds that occur;
-        - `offset`: the target's place in its phrase, with kind `"all"`; missing for every place
-      (`table.where(offset=None)`).
+        - `offset`: the target's place in its phrase, from 0, in rows of kind `"all"`; missing in rows of all places
+          together (`table.where(offset=None)`).
 
         Intervals are 95% intervals over prompts.
 

@@ -95,7 +95,7 @@ class Seq2SeqTask(Task):
     spaced: bool = True
     """Whether symbols are written with a space before them, so that tokenizing the text gives the tokens (checked)."""
     alphabet_range: tuple[int, int] = (4, 18)
-    """The fewest and the most letters of an automaton: of `letters`, not of `alphabet`."""
+    """The fewest and the most letters that an automaton writes, drawn from `letters` (not from `alphabet`)."""
     state_range: tuple[int, int] = (4, 12)
     """The fewest and the most states of an automaton, the start left out."""
     edge_range: tuple[int, int] = (1, 4)
@@ -179,7 +179,8 @@ class Seq2SeqTask(Task):
 
         Raises:
             ValueError: The prompts come from another task or are already corrupted, `kind` is unknown, there is only
-                one input (`"query"`, x_len = 1), or no order contradicts the alignment (`"alignment"`).
+                one input (`"query"`, x_len = 1), there are no examples (`"labels"` and `"alignment"`), or no order
+                contradicts the alignment (`"alignment"`).
         """
         if prompts.task.get("config") != config_of(self):
             raise ValueError(

@@ -77,17 +77,17 @@ class TuneConfig:
     """N, the number of different examples to learn from, for tasks with `automata="task"`. Training prompts and the
     contexts of probes are drawn from these. None: fresh samples throughout."""
     lr: float = 2e-4
-    """The highest learning rate, of AdamW without weight decay; it decays linearly to 0."""
+    """The highest learning rate, for AdamW without weight decay; it decays linearly to 0."""
     warmup: int = 0
-    """The number of first steps over which the learning rate rises."""
+    """Over how many steps at the start the learning rate rises."""
     clip: float | None = 1.0
-    """The largest norm of the gradient."""
+    """The norm to which larger gradients are clipped."""
     r: int = 16
     """The rank of LoRA."""
     alpha: float = 8.0
     """LoRA's scale is alpha / r."""
     dropout: float = 0.05
-    """The dropout of LoRA's input."""
+    """The dropout probability at LoRA's input."""
     projections: tuple[str, ...] | None = None
     """Which matrices are tuned, of q, k, v, o, gate, up and down. Default: q, k and v, or q and k if `layers` is
     given."""

@@ -151,7 +151,8 @@ def planted_circuit(
 
     Raises:
         ValueError: The task is in another style, its phrases or prompts are too long, `strength` is outside [0, 1], a
-            decoy or a role is unknown, or the layers or heads are too few.
+            decoy or a role is unknown, the layers or heads are too few, `n_key_value_heads` does not divide `n_heads`,
+            or `noise` is below 0.
 
     Source: The Missing Alignment Link, §4.1 and Fig. 8.
 
