@@ -41,7 +41,7 @@ def stalled(table: Table, **where: Any) -> Bool[ndarray, " seed"]:
     return at_end(table, "icl", **where) < 0.5
 
 
-def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
+def last_crossing(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
     """Returns the step at which a curve crosses `level` for good, between probes by a straight line; NaN if never.
 
     For good: at all later probes it stays at or above the level. A curve that is above it from the first probe on has
@@ -50,7 +50,7 @@ def crossing_step(steps: Float[ndarray, " probe"], values: Float[ndarray, " prob
     Raises:
         ValueError: Not one value for each of ascending steps.
 
-    >>> crossing_step(np.array([0.0, 10, 20, 30]), np.array([0.1, 0.6, 0.4, 0.8]))
+    >>> last_crossing(np.array([0.0, 10, 20, 30]), np.array([0.1, 0.6, 0.4, 0.8]))
     22.5
     """
     if len(steps) != len(values) or not len(steps) or (np.diff(steps) <= 0).any():
@@ -70,7 +70,7 @@ def transitions(
     curves = by_seed(table, measure, **where)
     steps, levels = curves.index.to_numpy(float), np.broadcast_to(level, curves.shape[1])
     return np.array(
-        [crossing_step(steps, curves[seed].to_numpy(), at) for seed, at in zip(curves, levels, strict=True)]
+        [last_crossing(steps, curves[seed].to_numpy(), at) for seed, at in zip(curves, levels, strict=True)]
     )
 
 

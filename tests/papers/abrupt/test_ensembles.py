@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from align_circuits.papers.abrupt.curves import aligned_curves, at_end, crossing_step, half_rises, transitions
+from align_circuits.papers.abrupt.curves import aligned_curves, at_end, half_rises, last_crossing, transitions
 from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure, progress
@@ -204,8 +204,8 @@ def test_transitions_and_leads_are_read_off_planted_curves():
 
 def test_crossings():
     steps = np.array([0.0, 10, 20])
-    assert crossing_step(steps, np.array([0.0, 0.25, 0.75])) == 15
-    assert np.isnan(crossing_step(steps, np.array([0.0, 0.75, 0.25])))
-    assert np.isnan(crossing_step(steps, np.array([0.6, 0.75, 0.8])))
+    assert last_crossing(steps, np.array([0.0, 0.25, 0.75])) == 15
+    assert np.isnan(last_crossing(steps, np.array([0.0, 0.75, 0.25])))
+    assert np.isnan(last_crossing(steps, np.array([0.6, 0.75, 0.8])))
     with pytest.raises(ValueError, match="give one value for each of ascending steps"):
-        crossing_step(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
+        last_crossing(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
