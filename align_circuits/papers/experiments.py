@@ -6,6 +6,7 @@ from align_circuits.papers.onset_of_alignment import ONSET
 from align_circuits.papers.recall.experiments import RECALL
 from align_circuits.papers.study import Experiment
 from align_circuits.papers.validation.attribution_exactness import EXACT
+from align_circuits.papers.validation.circuits_in_trained_models import TRAINED_ZOO
 from align_circuits.papers.validation.groups_on_random_models import RANDOM_GROUPS
 from align_circuits.papers.validation.induction_in_the_wild import WILD
 from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH
@@ -25,6 +26,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         PUBLIC_ZOO,
         HELD_OUT_ZOO,
         BY_PROMPTS,
+        TRAINED_ZOO,
         RANDOM_GROUPS,
         EXACT,
         WILD,

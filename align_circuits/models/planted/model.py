@@ -50,6 +50,7 @@ ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
         "second_previous": None,
         "induction": "induction",
         "function_vector": None,
+        "other": None,
         **dict.fromkeys(("random", "gold_without_output", "off_by_one", "positional_lookup", "diffuse", "inert")),
         **dict.fromkeys(OTHER_DECOYS),
     }

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -113,10 +113,12 @@ def zoo_circuit(seed: int) -> ZooCircuit:
         "letters": "abcdefghijkl",
         "alphabet_range": (4, 10),
     }
-    task["task_seed"] = next(
-        task_seed for task_seed in count(seed) if not _at_one_distance(Seq2SeqTask(**{**task, "task_seed": task_seed}))
-    )
-    return ZooCircuit(seed, task, circuit)
+    return ZooCircuit(seed, task | {"task_seed": alignment_seed(Seq2SeqTask(**task), seed)}, circuit)
+
+
+def alignment_seed(task: Seq2SeqTask, seed: int) -> int:
+    """Returns the first `task_seed` from a seed on under which no fixed distance aligns most phrases of the task."""
+    return next(task_seed for task_seed in count(seed) if not _at_one_distance(replace(task, task_seed=task_seed)))
 
 
 def _at_one_distance(task: Seq2SeqTask) -> bool:

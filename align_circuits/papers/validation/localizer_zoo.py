@@ -18,6 +18,7 @@ from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, Pla
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.intervals import t_interval
@@ -71,9 +72,13 @@ def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]
         faithfulness of its best heads and its `cost`, in passes of the model over all prompts.
     """
     on_one_thread()
-    circuit = zoo_circuit(seed)
-    model = circuit.build()
+    model = zoo_circuit(seed).build()
     prompts = model.task.sample(n, model.tokenizer, seed=seed)
+    return [*compared(model, prompts, methods), *_p_value_rows(model, prompts, seed)]
+
+
+def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns how every method scores the heads of a model with known kinds: `compare` without p-values."""
     pair = Pair(*exchanged(prompts))
     rows: list[dict[str, Any]] = []
 
@@ -102,13 +107,17 @@ def compare(*, methods: Sequence[str], n: int, seed: int) -> list[dict[str, Any]
     best = {method: _best_of(by_role) for method, by_role in grids.items()}
     for method, areas in head_faithfulness(model, few, best, FRACTIONS).items():
         add(method, "all", areas)
+    return rows
+
+
+def _p_value_rows(model: PlantedModel, prompts: Prompts, seed: int) -> Iterator[dict[str, Any]]:
+    """The share of p-values of at most .05, among heads that follow no role and among those of each role."""
     p = p_values(model, prompts, list(CIRCUIT_ROLES), seed=seed)
     idle = _of_kinds(model, lambda kind: kind in WITHOUT_ATTENTION)
     for role in CIRCUIT_ROLES:
         for of, heads in (("without the role", idle), ("with the role", _of_kinds(model, lambda k, r=role: k == r))):
-            at_most = np.mean([p[role][head] <= 0.05 for head in heads])
-            add(f"p-values, {of}", role, {"p at most .05": float(at_most)})
-    return rows
+            at_most = float(np.mean([p[role][head] <= 0.05 for head in heads]))
+            yield {"method": f"p-values, {of}", "role": role, "metric": "p at most .05", "value": at_most}
 
 
 def _names(named: set[Head], single: Sequence[Head], group: Sequence[Head]) -> dict[str, float]:
@@ -153,16 +162,16 @@ def _summarize(_: Zoo, rows: Rows) -> pd.DataFrame:
     frame["copies"] = [
         row[f"copies of {row['role']}"] if row["role"] in CIRCUIT_ROLES else np.nan for row in frame.to_dict("records")
     ]
-    parts = [_means(frame, "circuits", "all")]
+    parts = [means(frame, "circuits", "all")]
     for trait in ("copies", "strength", "grouped", "self_repair", "positional_bias"):
-        parts += [_means(group, trait, f"{value:g}") for value, group in frame.groupby(trait)]
-    parts += [_means(group, "noise", "some" if noisy else "none") for noisy, group in frame.groupby(frame["noise"] > 0)]
+        parts += [means(group, trait, f"{value:g}") for value, group in frame.groupby(trait)]
+    parts += [means(group, "noise", "some" if noisy else "none") for noisy, group in frame.groupby(frame["noise"] > 0)]
     parts.append(_lead(frame))
     return pd.concat(parts, ignore_index=True)
 
 
-def _means(frame: pd.DataFrame, trait: str, at: str) -> pd.DataFrame:
-    """The mean over circuits of each metric, by role and over the roles."""
+def means(frame: pd.DataFrame, trait: str, at: str) -> pd.DataFrame:
+    """Returns the mean over circuits of each metric, by role and over the roles, with its t interval."""
     found = []
     for role, group in _by_role(frame):
         wide = group.groupby(["method", "metric", "seed"])["value"].mean().unstack("seed")
@@ -240,9 +249,9 @@ def _check(table: Table) -> list[Check]:
     return checks
 
 
-def overview(table: Table) -> pd.DataFrame:
+def overview(table: Table, at: str = "all") -> pd.DataFrame:
     """Returns a row for each method: its AUROC by role, and over the roles how many heads it finds, at what cost."""
-    frame: Any = table.where(trait="circuits", at="all").frame
+    frame: Any = table.where(trait="circuits", at=at).frame
     auroc = frame[frame["metric"] == "auroc"].pivot_table(index="method", columns="role", values="value")
     names = {
         "recall_at_size": "heads found, of as many",
@@ -264,10 +273,11 @@ def _methods(table: Table) -> list[str]:
     return [method for method in METHODS if method in scored] + [method for method in scored if method not in METHODS]
 
 
-def _draw(table: Table) -> Mapping[str, go.Figure]:
-    methods = _methods(table)
-    heat = table.where(trait="circuits", at="all", metric="auroc").frame
-    wide = heat.pivot_table(index="method", columns="role", values="value").loc[methods, [*CIRCUIT_ROLES, "all"]]
+def auroc_figure(table: Table, at: str = "all") -> go.Figure:
+    """Returns the mean AUROC of each method, by role and over the roles."""
+    heat = table.where(trait="circuits", at=at, metric="auroc").frame
+    wide = heat.pivot_table(index="method", columns="role", values="value")
+    wide = wide.loc[_methods(table), [*CIRCUIT_ROLES, "all"]]
     grid = go.Figure(
         go.Heatmap(
             z=wide.to_numpy(),
@@ -281,6 +291,10 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         )
     )
     grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="role", height=560)
+    return grid
+
+
+def _draw(table: Table) -> Mapping[str, go.Figure]:
     split: Any = table.where(trait="copies", role="all").frame
     split = split[split["method"].isin(DRAWN) | ~split["method"].isin(METHODS)]  # and methods of other packages
     panels = {"best heads, as many as there are": "recall_at_size", "named heads": "recall"}
@@ -292,7 +306,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
         label="heads over which a role is split",
         value="share of its heads found",
     )
-    return {"auroc": grid, "split roles": blind}
+    return {"auroc": auroc_figure(table), "split roles": blind}
 
 
 def _experiment(name: str, title: str, seeds: range, tried: tuple[str, ...]) -> Experiment:
