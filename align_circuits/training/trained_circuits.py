@@ -15,6 +15,7 @@ from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.models.planted.model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
 from align_circuits.training.loop import TrainConfig, train
@@ -60,7 +61,8 @@ def train_circuit(
     """Trains a transformer in which one random head has each role of the planted circuit, and all others have none.
 
     The planted circuit of the task is the causal model. In every prompt of a batch the head of each role is exchanged
-    with probability 1/4, that is, its output at all positions is what it is on another prompt; and so is each other
+    with probability 1/4, that is, its output at all positions is what it is on another prompt, which is about the same
+    symbols; and so is each other
     head, with a probability that is drawn for the prompt uniformly from [0, 1]. In the planted circuit only the heads
     with those roles are exchanged. The loss is the cross-entropy of the model's next token with the letters that the
     planted circuit predicts (the softmax of their logits), at the letters of all examples but the first. It is least
@@ -77,9 +79,8 @@ def train_circuit(
     Romero et al. (2015), "FitNets".
 
     Args:
-        task: In the standard style, with at least one example, phrases of two letters and as many symbols in its
-            alphabet as in an input. So a symbol of another prompt is one of this prompt's, and the previous token's
-            letter matters.
+        task: In the standard style, with at least one example and phrases of two letters, so that the previous token's
+            letter matters. With more symbols in its alphabet than in an input, no symbol can be told by those beside it.
         seed: Of the places of the heads, of the weights and of the prompts.
         steps: Updates, each of `BATCH` pairs of prompts; 0 leaves the weights random.
         n_layers: At least 2, with room for three heads before the lookup.
@@ -115,11 +116,11 @@ def train_circuit(
 
         def sample(step: int, batch_seed: int) -> tuple[Tensor, ...]:
             rng = Rng(batch_seed, "interchange pairs")
-            tokens = task.sample(2 * BATCH, model.tokenizer, seed=batch_seed, references=False).inputs
+            base, source = _pairs(task, model, BATCH, batch_seed)
             with_roles = rng.uniform("roles", BATCH, len(CIRCUIT_ROLES)) < EXCHANGED
             others = rng.uniform("others", BATCH, n_layers, n_heads) < rng.uniform("rate", BATCH, 1, 1)
             hint = torch.tensor(max(0.0, 1 - step / (HINTED * steps)))
-            return tokens[:BATCH], tokens[BATCH:], with_roles, others, hint
+            return base, source, with_roles, others, hint
 
         config = TrainConfig(steps=steps, log_every=steps, **{**_CONFIG, "warmup": min(_CONFIG["warmup"], steps)})
         recipe = {"task": config_of(task), "kinds": {str(head): role for head, role in roles.items()}}
@@ -141,7 +142,7 @@ def train_circuit(
 def what_was_reached(model: PlantedModel, planted: PlantedModel, n: int = 128, seed: int = 0) -> dict[str, float]:
     """Returns how well a model with known heads does what the planted circuit does, intact and with heads exchanged.
 
-    Each head is exchanged at all positions, between prompt i and prompt n + i of `2 n`. An answer is the most likely
+    Each head is exchanged at all positions, between two prompts about the same symbols. An answer is the most likely
     token; counted are the letters of all examples but the first where the planted circuit's best letter exceeds the
     next by `SURE`.
 
@@ -160,9 +161,9 @@ def what_was_reached(model: PlantedModel, planted: PlantedModel, n: int = 128, s
 
     Source: interchange intervention accuracy, Geiger et al. (2022), §3.
     """
-    tokens = planted.task.sample(2 * n, planted.tokenizer, seed=seed, references=False)
-    letters, queries = tokens.answer_tokens, _queries(planted.task, tokens.inputs[0], tokens.answer_tokens)
-    base, source = tokens.inputs[:n], tokens.inputs[n:]
+    base, source = _pairs(planted.task, planted, n, seed)
+    letters = planted.task.sample(1, planted.tokenizer, references=False).answer_tokens
+    queries = _queries(planted.task, base[0], letters)
     own, theirs = _heads_by_role(model), _heads_by_role(planted)
     others = [head for head in heads_of(model.cfg) if head not in own.values()]
     order = Rng(seed, "other heads").order("others", 1, len(others))[0].tolist()
@@ -283,6 +284,22 @@ def _chosen(model: HandBuilt, n: int, heads: Sequence[Head]) -> Bool[Tensor, "pr
     return chosen
 
 
+def _pairs(
+    task: Seq2SeqTask, model: PlantedModel, n: int, seed: int
+) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
+    """Prompts, and others in whose place their symbols were put, the first for the first, so that both have the same.
+
+    A head that is exchanged then speaks of symbols that the prompt has.
+    """
+    prompts = task.sample(2 * n, model.tokenizer, seed=seed, references=False)
+    base, source = prompts.inputs[:n], prompts.inputs[n:]
+    symbols = prompts.inputs[prompts.roles == Role.INPUT].unique()
+    of_base, of_source = (base[..., None] == symbols).any(1), source[..., None] == symbols
+    theirs = symbols[of_base.nonzero()[:, 1]].view(n, task.x_len)
+    rank = (of_source.any(1).cumsum(1) - 1).gather(1, of_source.int().argmax(2))  # of each token among its prompt's
+    return base, torch.where(of_source.any(2), theirs.gather(1, rank.clamp(min=0)), source)
+
+
 def _queries(task: Seq2SeqTask, tokens: Int[Tensor, " pos"], letters: Int[Tensor, " letter"]) -> Int[Tensor, " query"]:
     """The positions that predict the letters of all examples but the first; the same in all prompts."""
     places = torch.nonzero(torch.isin(tokens, letters))[:, 0]
@@ -326,10 +343,9 @@ def _length(task: Seq2SeqTask) -> int:
 
 
 def _check(task: Seq2SeqTask, steps: int, n_layers: int, n_heads: int, d_model: int) -> None:
-    if task.phrase_len != 2 or len(task.alphabet) != task.x_len or task.n_examples < 1:
+    if task.phrase_len != 2 or task.n_examples < 1:
         raise ValueError(
-            f"phrase_len={task.phrase_len}, {len(task.alphabet)} symbols for x_len={task.x_len}, "
-            f"n_examples={task.n_examples}: give phrases of 2 letters, an alphabet of x_len symbols and an example"
+            f"phrase_len={task.phrase_len}, n_examples={task.n_examples}: give phrases of 2 letters and an example"
         )
     if n_layers < 2 or n_heads < 1 or (n_layers - 1) * n_heads < len(CIRCUIT_ROLES) - 1:
         raise ValueError(

@@ -37,8 +37,10 @@ BY_ROLE = "direct effect"
 class TrainedZoo:
     """Which models, prompts and methods."""
 
-    first: int = 20_000
-    """The seed of the first model."""
+    first: int = 21_000
+    """The seed of the first model. With seeds from 20,000 on, the four symbols of an input were the whole alphabet, so
+    that aligners could attend to the three others, and three examples told too little of the letters that follow, so
+    that ablating the circuit made the answers likelier; then `trained_task` was changed."""
     models: int = 8
     """How many models, of consecutive seeds."""
     steps: int = 800
@@ -49,18 +51,18 @@ class TrainedZoo:
 
 
 def trained_task(seed: int) -> Seq2SeqTask:
-    """Returns the task of one model: four symbols, phrases of two letters, an alignment that no fixed distance follows.
+    """Returns the task of one model: four symbols of eight, phrases of two letters, an alignment without fixed distance.
 
-    States have two edges or more, so that the second letter of a phrase depends on the first.
+    Many states have two edges, so that the second letter of a phrase depends on the first.
     """
     task = Seq2SeqTask(
         x_len=4,
         phrase_len=2,
-        n_examples=3,
-        alphabet="ABCD",
+        n_examples=4,
+        alphabet="ABCDEFGH",
         letters="abcdef",
         alphabet_range=(4, 6),
-        edge_range=(2, 4),
+        edge_range=(1, 3),
         alignment="permutation",
     )
     return replace(task, task_seed=alignment_seed(task, seed))
