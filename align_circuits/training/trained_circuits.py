@@ -80,7 +80,7 @@ def train_circuit(
 
     Args:
         task: In the standard style, with at least one example and phrases of two letters, so that the previous token's
-            letter matters. With more symbols in its alphabet than in an input, no symbol can be told by those beside it.
+            letter matters. With more symbols in its alphabet than in an input, those beside a symbol do not tell it.
         seed: Of the places of the heads, of the weights and of the prompts.
         steps: Updates, each of `BATCH` pairs of prompts; 0 leaves the weights random.
         n_layers: At least 2, with room for three heads before the lookup.

@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.papers.validation.circuits_in_trained_models import trained_task
+from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.rng import Rng
-from align_circuits.training.trained_circuits import SURE, _length, _Student, train_circuit, what_was_reached
+from align_circuits.training.trained_circuits import SURE, _length, _pairs, _Student, train_circuit, what_was_reached
 
 TASK = trained_task(3)
 
@@ -47,17 +48,33 @@ def test_the_planted_circuit_reaches_all_of_itself(planted):
     assert reached["roles exchanged"] < 0.5
 
 
+def test_both_prompts_of_a_pair_are_about_the_same_symbols(planted):
+    n = 8
+    prompts, (bases, sources) = TASK.sample(2 * n, planted.tokenizer, seed=9), _pairs(TASK, planted, n, 9)
+    inputs = prompts.roles[0] == Role.INPUT
+    assert torch.equal(bases, prompts.inputs[:n])
+    renamed = 0
+    for base, source, other in zip(bases, sources, prompts.inputs[n:], strict=True):
+        assert set(base[inputs].tolist()) == set(source[inputs].tolist())
+        assert torch.equal(source[~inputs], other[~inputs])
+        names = dict(zip(other[inputs].tolist(), source[inputs].tolist(), strict=True))
+        assert len(set(names.values())) == len(names) == TASK.x_len
+        assert [names[symbol] for symbol in other[inputs].tolist()] == source[inputs].tolist()
+        renamed += sorted(names) != sorted(names.values())
+    assert renamed > n / 2
+
+
 def test_what_is_reached_is_what_a_loop_counts(planted, untrained):
     n, role = 4, "align_key"
     reached = what_was_reached(untrained, planted, n=n, seed=9)
-    prompts = TASK.sample(2 * n, planted.tokenizer, seed=9)
+    prompts, (bases, sources) = TASK.sample(2 * n, planted.tokenizer, seed=9), _pairs(TASK, planted, n, 9)
     letters, (own,), (theirs,) = (
         prompts.answer_tokens.tolist(),
         *([head for head, kind in model.kinds.items() if kind == role] for model in (untrained, planted)),
     )
     right = counted = 0
     for row in range(n):
-        base, source = prompts.inputs[row], prompts.inputs[n + row]
+        base, source = bases[row], sources[row]
         plain, moved = planted(base[None])[0].detach(), by_hand(planted, base, source, theirs)
         answers = by_hand(untrained, base, source, own)
         for query in range(len(base) - 1):
@@ -76,10 +93,10 @@ def test_what_is_reached_is_what_a_loop_counts(planted, untrained):
 def test_the_loss_is_least_where_the_model_is_the_planted_circuit(planted, untrained):
     """By its letters alone: a planted circuit leaves some probability to other tokens."""
     twin = planted_circuit(TASK, 3, decoys=(), n_layers=4, n_ctx=_length(TASK))
-    tokens = TASK.sample(16, planted.tokenizer, seed=2).inputs
+    base, source = _pairs(TASK, planted, 8, 2)
     rng = Rng(0)
     roles, others = rng.uniform("roles", 8, 4) < 0.5, rng.uniform("others", 8, 4, 4) < 0.5
-    batch = (tokens[:8], tokens[8:], roles, others, torch.tensor(0.0))
+    batch = (base, source, roles, others, torch.tensor(0.0))
     student = _Student(twin, planted, Rng(0))
     with torch.no_grad():
         own = float(student.loss(*batch))
@@ -87,7 +104,7 @@ def test_the_loss_is_least_where_the_model_is_the_planted_circuit(planted, untra
         student.own = {**heads, "previous": heads["lookup"], "lookup": heads["previous"]}  # the wrong heads
         wrong = float(student.loss(*batch))
         random = float(_Student(untrained, planted, Rng(0)).loss(*batch))
-    letters = planted(tokens[:8])[:, :, student.letters].logsumexp(-1) - planted(tokens[:8]).logsumexp(-1)
+    letters = planted(base)[:, :, student.letters].logsumexp(-1) - planted(base).logsumexp(-1)
     assert own < wrong - 0.1 and own < random - 0.1
     assert own < 1 - float(letters.mean()), "entropy of the letters, and what other tokens have"
 
@@ -148,7 +165,6 @@ class TestTraining:
         ("task", "settings", "message"),
         [
             ({"phrase_len": 1}, {}, "phrase_len=1"),
-            ({"alphabet": "ABCDE"}, {}, "5 symbols for x_len=4"),
             ({"n_examples": 0}, {}, "n_examples=0"),
             ({"style": "marked"}, {}, "for the standard style only"),
             ({}, {"n_layers": 1}, "1 layers of 4 heads"),

@@ -51,7 +51,7 @@ class TrainedZoo:
 
 
 def trained_task(seed: int) -> Seq2SeqTask:
-    """Returns the task of one model: four symbols of eight, phrases of two letters, an alignment without fixed distance.
+    """Returns the task of one model: four symbols of eight, phrases of two letters, an alignment of no fixed distance.
 
     Many states have two edges, so that the second letter of a phrase depends on the first.
     """
