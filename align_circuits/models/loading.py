@@ -208,6 +208,8 @@ def _place(source: str | Path, revision: str | None = None, gguf_file: str | Non
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         close = "".join(f"did you mean {each!r}? " for each in get_close_matches(name, BUNDLED, n=1))
+        if name == "planted":  # a name of the command line
+            close = "planted_circuit(task) builds such a model; "
         raise ValueError(
             f"{name!r} is neither a folder nor available on the hub ({reason.rstrip('. ')}): {close}these need no hub: "
             f"{', '.join(BUNDLED)}"

@@ -252,6 +252,11 @@ def test_a_misspelt_name_of_a_model_is_corrected():
         load("nothing")
 
 
+def test_the_command_line_s_name_of_planted_circuits_is_explained():
+    with pytest.raises(ValueError, match=r"planted_circuit\(task\) builds such a model"):
+        load("planted")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
