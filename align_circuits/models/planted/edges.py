@@ -1,4 +1,4 @@
-"""Which edges a circuit uses: those along which one part writes a subspace of the residual stream that another reads."""
+"""Which edges a circuit uses: those along which one part writes a subspace that another reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from align_circuits.hooks.graph import Graph, Receiver, Sender
 from align_circuits.hooks.heads import Head
-from align_circuits.models.planted.head_builder import Directions, HeadSpec, ReLUUnits, Subspaces
+from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
 
 Coordinates = Bool[Tensor, " d_model"]
 
@@ -35,7 +35,7 @@ def used_edges(
     """
     shape, nothing = (len(embedded), 0), torch.zeros_like(embedded)
 
-    def touched(directions: Sequence[Directions]) -> Coordinates:
+    def touched(directions: Sequence[Tensor]) -> Coordinates:
         return torch.cat([torch.zeros(shape), *directions], 1).any(1)
 
     def writes(sender: Sender) -> Coordinates:

@@ -58,7 +58,7 @@ ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
 )
 """The true role of each kind of head; None without an effect on the output by that attention."""
 
-_CIRCUIT_KINDS = ("boundary", *CIRCUIT_ROLES, "backup", "repair", "second_previous")
+CIRCUIT_KINDS = ("boundary", *CIRCUIT_ROLES, "backup", "repair", "second_previous")
 
 _TRIES = 100
 
@@ -86,7 +86,8 @@ class PlantedModel(HandBuilt):
     def edges(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """The edges that the circuit uses, with the subspaces that each carries (`edges.used_edges`).
 
-        By the names of sender and receiver, as in `Graph`. Those to and from a head that repairs are among them.
+        By the names of sender and receiver, as in `Graph`. Those to and from a head that repairs are among them, and
+        with phrases of one letter, which all end at once, those of the MLP that continues a phrase: it is silent then.
         """
         embedded = torch.cat([self.W_E, self.W_pos]).any(0)
         return used_edges(Graph.of(self.cfg), self.stream, embedded, self.specs, self.units)
@@ -196,7 +197,7 @@ def planted_circuit(
     decoy_heads += _other_decoy_heads(task, stream, layers, n_layers, seed)
     placements += [placement for placement in decoy_heads if placement.kind in decoys]
     heads = _place(placements, n_layers, n_heads, generator)
-    specs = {head: spec for head, (kind, spec) in heads.items() if kind in _CIRCUIT_KINDS}
+    specs = {head: spec for head, (kind, spec) in heads.items() if kind in CIRCUIT_KINDS}
     for head in product(range(n_layers), range(n_heads)):
         if head not in heads:
             is_random = "random" in decoys and bool(torch.rand((), generator=generator) < 0.5)
@@ -243,8 +244,6 @@ def planted_circuit(
         for group in groups:
             start = group.write(model, layer, start)
     model.task, model.strength = task, strength
-    if task.phrase_len == 1:
-        del own_units[layers[2]]  # every letter ends its phrase, so that these units are silent
     model.stream, model.specs, model.units = stream, MappingProxyType(specs), MappingProxyType(own_units)
     model.kinds = MappingProxyType({head: kind for head, (kind, _) in sorted(heads.items())})
     return model.eval()
