@@ -281,7 +281,7 @@ EDGE_ZOO = Experiment(
     "the package's own benchmark",
     Study(
         "localizers/edges",
-        {"smoke": Edges(1, ("EAP", "EAP-IG, inputs")), "cpu": _WHOLE, "paper": _WHOLE},
+        {"smoke": Edges(1, ("EAP",), n_measured=2), "cpu": _WHOLE, "paper": _WHOLE},
         _jobs,
         _summarize,
     ),
