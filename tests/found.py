@@ -9,6 +9,7 @@ from torch import nn
 
 import align_circuits as ac
 from align_circuits.circuits.faithful import completeness, minimality
+from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.task_vector_effects import task_vectors
 from align_circuits.hooks import compat
@@ -85,6 +86,7 @@ VERBS: dict[str, Verb] = {
     "faithfulness": lambda m, p, o: ac.faithfulness(m, _edges(m, p, o), p, fractions=(0.5,), options=o),
     "completeness": lambda m, p, o: completeness(m, [(0, 1)], p, draws=1, options=o),
     "minimality": lambda m, p, o: minimality(m, [(0, 1)], p, options=o),
+    "prune_edges": lambda m, p, o: prune_edges(m, p, cut=0.01, options=o),
     "direct_logits": lambda m, p, o: ac.direct_logits(m, p.clean, options=o),
     "function_vectors": lambda m, p, o: ac.function_vectors(m, [ac.Pair(p.clean, p.corrupted)], options=o),
     "head_profile": lambda m, p, o: ac.head_profile(m, p.clean, [ac.Pair(p.clean, p.corrupted)], options=o),

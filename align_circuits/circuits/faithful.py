@@ -86,7 +86,7 @@ def faithfulness(
         raise ValueError(f"fractions={tuple(fractions)}: give shares of edges above 0, at most 1")
     if by not in ("signed", "absolute"):
         raise ValueError(f"by={by!r}: choose 'signed' or 'absolute'")
-    runs = _CircuitRuns(model, pair, options)
+    runs = CircuitRuns(model, pair, options)
     graph, order = runs.graph, _order(scores, runs.graph, by)
     counts = sorted({0, *(round(fraction * len(order)) for fraction in fractions), len(order)})
     circuits: list[tuple[str, Circuit]] = []
@@ -166,7 +166,7 @@ def completeness(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    heads, runs = heads_of(model.cfg, heads), _CircuitRuns(model, pair, options)
+    heads, runs = heads_of(model.cfg, heads), CircuitRuns(model, pair, options)
     sets = [*dict.fromkeys([(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)])]
     remaining = [[head for head in of if head not in removed] for of in (heads, runs.graph.heads) for removed in sets]
     values = runs.measure([runs.graph.among(kept) for kept in remaining])
@@ -208,7 +208,7 @@ def minimality(
     Raises:
         ValueError: No heads, a head that the model does not have, or prompts that do not match.
     """
-    heads, runs = heads_of(model.cfg, heads), _CircuitRuns(model, pair, options)
+    heads, runs = heads_of(model.cfg, heads), CircuitRuns(model, pair, options)
     sets = dict.fromkeys([(), *_drawn(heads, draws, seed)])
     cases = [(head, removed) for head in heads for removed in sets if head not in removed]
     remaining = [
@@ -230,7 +230,7 @@ def minimality(
     return runs.targets.table(keys, change[best], provenance)
 
 
-class _CircuitRuns:
+class CircuitRuns:
     """Runs of circuits on clean prompts, in which all other edges carry what they carry on the corrupted ones."""
 
     def __init__(self, model: HookedModel, pair: Pair, options: RunOptions):

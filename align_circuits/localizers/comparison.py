@@ -1,6 +1,7 @@
 """How scores of heads agree with the heads that are known to matter, and how faithful the best heads are."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -8,7 +9,7 @@ from numpy import ndarray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.heads import Head, heads_of
+from align_circuits.hooks.heads import heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics
@@ -18,7 +19,7 @@ FRACTIONS = (0.05, 0.1, 0.2, 0.5)
 
 
 def agreement(
-    grid: Float[ndarray, "layer head"], positive: Collection[Head], negative: Collection[Head]
+    grid: Float[ndarray, "layer head"] | Mapping[Any, float], positive: Collection[Any], negative: Collection[Any]
 ) -> dict[str, float]:
     """Returns how well a score tells heads that matter from heads that do not.
 
@@ -30,7 +31,7 @@ def agreement(
       ties at the border, their expected share.
 
     Args:
-        grid: The scores.
+        grid: The scores, of heads, or of anything else by its name.
         positive: The heads that matter, at least one.
         negative: Those that do not; other heads are left out.
 
@@ -52,7 +53,7 @@ def agreement(
     }
 
 
-def names_agreement(named: Collection[Head], true: Collection[Head]) -> dict[str, float]:
+def names_agreement(named: Collection[Any], true: Collection[Any]) -> dict[str, float]:
     """Returns the recall of named heads, and the share of them that is false; NaN where nothing is true, or named."""
     both = len(set(named) & set(true))
     return {

@@ -5,37 +5,63 @@ A package registers a function `(model, pair) -> scores` (`methods.Localizer`) u
 
     [project.entry-points."align_circuits.localizers"]
     my-method = "my_package.module:function"
+
+One that finds edges (`edge_methods.EdgeLocalizer`) goes into the group `align_circuits.edge_localizers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 import numpy as np
 
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.localizers.edge_methods import EDGE_METHODS, EdgeLocalizer
 from align_circuits.localizers.methods import METHODS, Localizer, Scores
 from align_circuits.run.pairs import Pair
 
-GROUP = "align_circuits.localizers"
-"""The entry-point group."""
+GROUP, EDGE_GROUP = "align_circuits.localizers", "align_circuits.edge_localizers"
+"""The entry-point groups of methods that find heads, and edges."""
 
 
 def method_names() -> list[str]:
-    """Returns the names of all methods, those of this package first."""
-    return [*METHODS, *sorted({entry.name for entry in entry_points(group=GROUP)} - set(METHODS))]
+    """Returns the names of all methods that find heads, those of this package first."""
+    return _names(METHODS, GROUP)
+
+
+def edge_method_names() -> list[str]:
+    """Returns the names of all methods that find edges, those of this package first."""
+    return _names(EDGE_METHODS, EDGE_GROUP)
 
 
 def localizer(name: str) -> Localizer:
-    """Returns a method by its name.
+    """Returns a method that finds heads by its name.
 
     Raises:
         ValueError: No such method, or one whose package cannot be imported.
     """
-    if name in METHODS:
-        return METHODS[name]
-    entries = list(entry_points(group=GROUP, name=name))
+    return _method(name, METHODS, GROUP)
+
+
+def edge_localizer(name: str) -> EdgeLocalizer:
+    """Returns a method that finds edges by its name.
+
+    Raises:
+        ValueError: No such method, or one whose package cannot be imported.
+    """
+    return _method(name, EDGE_METHODS, EDGE_GROUP)
+
+
+def _names(own: Mapping[str, Any], group: str) -> list[str]:
+    return [*own, *sorted({entry.name for entry in entry_points(group=group)} - set(own))]
+
+
+def _method(name: str, own: Mapping[str, Any], group: str) -> Any:
+    if name in own:
+        return own[name]
+    entries = list(entry_points(group=group, name=name))
     if not entries:
-        raise ValueError(f"no method {name!r}: choose among {', '.join(map(repr, method_names()))}")
+        raise ValueError(f"no method {name!r}: choose among {', '.join(map(repr, _names(own, group)))}")
     try:
         return next(iter(entries)).load()
     except Exception as error:

@@ -12,6 +12,7 @@ from align_circuits.papers.validation.induction_in_the_wild import WILD
 from align_circuits.papers.validation.localize_ground_truth import GROUND_TRUTH
 from align_circuits.papers.validation.localize_null import NULL
 from align_circuits.papers.validation.localize_power import POWER
+from align_circuits.papers.validation.localizer_edges import EDGE_ZOO
 from align_circuits.papers.validation.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO
 from align_circuits.papers.validation.localizers_by_prompts import BY_PROMPTS
 from align_circuits.papers.validation.toy_llama_criteria import CRITERIA
@@ -27,6 +28,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         HELD_OUT_ZOO,
         BY_PROMPTS,
         TRAINED_ZOO,
+        EDGE_ZOO,
         RANDOM_GROUPS,
         EXACT,
         WILD,

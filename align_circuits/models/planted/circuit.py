@@ -51,6 +51,12 @@ _NOISE_RANK, _TOKEN_NORM, _SCORE_NOISE = 4, 5.0, 20.0
 SPARE = 8
 """The number of directions that decoys write and no head or unit reads."""
 
+CONTENT = (
+    *("symbol", "letter", "1 before", "2 before", "key symbol", "query symbol"),
+    *("prediction", "spare", "looked up", "sure"),
+)
+"""The subspaces that hold what differs between prompts of one layout; the others hold places, the same in all."""
+
 
 def residual_stream(task: Seq2SeqTask, n_ctx: int, self_repair: bool = False) -> Subspaces:
     """Returns the subspaces of the residual stream; coordinates are exactly 0 where they do not apply.

@@ -10,8 +10,10 @@ from typing import Literal, get_args
 import torch
 
 from align_circuits.checks import checked
+from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head
 from align_circuits.models.planted import circuit
+from align_circuits.models.planted.edges import used_edges
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.models.tokenizer import char_tokenizer
@@ -57,6 +59,8 @@ ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
 )
 """The true role of each kind of head; None without an effect on the output by that attention."""
 
+CIRCUIT_KINDS = ("boundary", *CIRCUIT_ROLES, "backup", "repair", "second_previous")
+
 _TRIES = 100
 
 STAGES = 4
@@ -72,6 +76,22 @@ class PlantedModel(HandBuilt):
     """The factor of the query and the key weights of the circuit's heads."""
     kinds: Mapping[Head, str]
     """The kind of each head, a key of `ROLE_OF_KIND`."""
+    stream: Subspaces
+    """The subspaces of the residual stream, by name (`circuit.residual_stream`)."""
+    specs: Mapping[Head, HeadSpec]
+    """How the heads of the circuit were specified, without decoys, positional bias and noise."""
+    units: Mapping[int, Sequence[ReLUUnits]]
+    """The groups of units of its MLPs by layer, without those that bound a diffuse head."""
+
+    @property
+    def edges(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """The edges that the circuit uses, with the subspaces that each carries (`edges.used_edges`).
+
+        By the names of sender and receiver, as in `Graph`. Those to and from a head that repairs are among them, and
+        with phrases of one letter, which all end at once, those of the MLP that continues a phrase: it is silent then.
+        """
+        embedded = torch.cat([self.W_E, self.W_pos]).any(0)
+        return used_edges(Graph.of(self.cfg), self.stream, embedded, self.specs, self.units)
 
     @property
     def roles(self) -> Mapping[Head, str | None]:
@@ -179,13 +199,17 @@ def planted_circuit(
     decoy_heads += _other_decoy_heads(task, stream, layers, n_layers, seed)
     placements += [placement for placement in decoy_heads if placement.kind in decoys]
     heads = _place(placements, n_layers, n_heads, generator)
+    specs = {head: spec for head, (kind, spec) in heads.items() if kind in CIRCUIT_KINDS}
     for head in product(range(n_layers), range(n_heads)):
         if head not in heads:
             is_random = "random" in decoys and bool(torch.rand((), generator=generator) < 0.5)
             heads[head] = ("random", circuit.random_head(stream, generator)) if is_random else ("inert", HeadSpec())
-    units = _units(task, stream, layers, [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"])
+    own_units = _units(task, stream, layers)
     if self_repair:
-        units[layers[-1]].append(circuit.sureness_units(stream))
+        own_units[layers[-1]].append(circuit.sureness_units(stream))
+    units = defaultdict(list, {layer: [*groups] for layer, groups in own_units.items()})
+    for layer in [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"]:
+        units[layer].append(circuit.presence_units(stream))
     if positional_bias:
         heads = {
             head: (kind, spec if kind in _PLACED_BY_POSITION else circuit.biased(spec, stream, positional_bias))
@@ -222,6 +246,7 @@ def planted_circuit(
         for group in groups:
             start = group.write(model, layer, start)
     model.task, model.strength = task, strength
+    model.stream, model.specs, model.units = stream, MappingProxyType(specs), MappingProxyType(own_units)
     model.kinds = MappingProxyType({head: kind for head, (kind, _) in sorted(heads.items())})
     return model.eval()
 
@@ -253,9 +278,13 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
         if kind == "inert" and layer_of["previous"] < head[0] <= layer_of["lookup"]
     ]
     induction, function_vector, *_ = free
-    circuit.induction(stream).write(model, *induction)
-    circuit.function_vector(stream).write(model, *function_vector)
-    circuit.function_vector_units(stream).write(model, layer_of["lookup"], 0)
+    specs = {induction: circuit.induction(stream), function_vector: circuit.function_vector(stream)}
+    for head, spec in specs.items():
+        spec.write(model, *head)
+    units = circuit.function_vector_units(stream)
+    units.write(model, layer_of["lookup"], 0)
+    model.specs = MappingProxyType({**model.specs, **specs})
+    model.units = MappingProxyType({**model.units, layer_of["lookup"]: [units]})
     kinds = {**model.kinds, induction: "induction", function_vector: "function_vector"}
     model.kinds = MappingProxyType(kinds)
     return model
@@ -362,16 +391,12 @@ def _place(
     raise ValueError(f"{n_layers} layers of {n_heads} heads have no place for a {full!r} head: give more of them")
 
 
-def _units(
-    task: Seq2SeqTask, stream: Subspaces, layers: Sequence[int], diffuse: Sequence[int]
-) -> dict[int, list[ReLUUnits]]:
-    """The groups of MLP units in each layer that has any."""
+def _units(task: Seq2SeqTask, stream: Subspaces, layers: Sequence[int]) -> dict[int, list[ReLUUnits]]:
+    """The circuit's groups of MLP units in each layer that has any."""
     first, second, third, _ = layers
     units = defaultdict(list, {first: list(circuit.place_units(task, stream))})
     units[second] += [circuit.forgetting_units(stream, back) for back in range(1, task.phrase_len)]
     units[third].append(circuit.continuing_units(stream))
-    for layer in diffuse:
-        units[layer].append(circuit.presence_units(stream))
     return units
 
 

@@ -85,7 +85,7 @@ def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> l
     def add(method: str, role: str, values: Mapping[str, float]) -> None:
         rows.extend({"method": method, "role": role, "metric": name, "value": each} for name, each in values.items())
 
-    a_pass = _seconds(lambda: model(prompts.tokens))
+    a_pass = seconds_of(lambda: model(prompts.tokens))
     grids: dict[str, dict[str, np.ndarray]] = {}
     for method in methods:
         began = time.process_time()
@@ -140,7 +140,7 @@ def _best_of(by_role: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.max(ranks, axis=0)
 
 
-def _seconds(run: Any) -> float:
+def seconds_of(run: Any) -> float:
     """The least of three runs, in seconds of the processor."""
     times = []
     for _ in range(3):
