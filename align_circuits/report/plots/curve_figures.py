@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.report.plots.style import SHARES, error_bars, marker, panel_grid, plain, plain_list, styled
+from align_circuits.report.plots.style import COLOURS, SHARES, error_bars, marker, panel_grid, plain, plain_list, styled
 
 
 def curves(
@@ -37,6 +37,7 @@ def curves(
                 legendgroup=plain(str(name)),
                 showlegend=new,
                 marker=marker(place),
+                line={"dash": ("solid", "dash", "dot")[place // len(COLOURS) % 3]},  # where colours come again
             )
             figure.add_trace(line, **cell)
     along, values = (
