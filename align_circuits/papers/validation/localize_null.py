@@ -25,9 +25,8 @@ tokens drawn at random, so that the keys are where they were and nothing shows w
 OF_FEW_TOKENS = {"relation": "facts", "grammar": "facts", "same_type": "demonstrations"}
 """The roles that few different tokens have, by the family of their prompts."""
 
-OF_FIXED_TOKENS = {**OF_FEW_TOKENS, "lookup": "standard"}
-"""Those, and a role whose keys hold the same token as often as the query does: a symbol has the same letters in all
-prompts."""
+OF_RECURRING_TOKENS = {**OF_FEW_TOKENS, "lookup": "standard"}
+"""Those, and a role whose true keys repeat pairs of letters within a prompt: each prompt has automata of its own."""
 
 LAYOUT = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
 
@@ -115,9 +114,9 @@ def _check(table: Table) -> list[Check]:
 
     of_all, of_small = partial(share, "all heads"), partial(share, "heads with p <= .01")
     known = set(table.frame["family"])
-    few, fixed = (
+    few, recurring = (
         [(role, family) for role, family in roles.items() if family in known]
-        for roles in (OF_FEW_TOKENS, OF_FIXED_TOKENS)
+        for roles in (OF_FEW_TOKENS, OF_RECURRING_TOKENS)
     )
     first, other, redrawn, random = SAMPLES
     return [
@@ -131,7 +130,7 @@ def _check(table: Table) -> list[Check]:
             Claim(f"{role}: heads with p up to .01 have p up to .05 on other prompts").at_least(
                 0.4, of_small(role, family, other), of_small(role, family, redrawn), "with other token embeddings"
             )
-            for role, family in fixed
+            for role, family in recurring
         ),
     ]
 
@@ -142,7 +141,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     panels = {
         f"{role}, {family}": part
         for (role, family), part in frame.groupby(["role", "family"])
-        if OF_FIXED_TOKENS.get(role) == family
+        if OF_RECURRING_TOKENS.get(role) == family
     }
     return {"p-values": plots.curves(panels, x="at", by="reading", label="p", value="share of heads with p up to")}
 
