@@ -74,7 +74,15 @@ def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -
     Raises:
         ValueError: No such method, or scores that are no grid of the model's heads, or not for every role.
     """
-    scores: Scores = localizer(name)(model, pair)
+    return scores_by_role(name, localizer(name)(model, pair), model, roles)
+
+
+def scores_by_role(name: str, scores: Scores, model: HookedModel, roles: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns a method's scores by role: the same for all where it does not tell roles apart.
+
+    Raises:
+        ValueError: Scores that are no grid of the model's heads, or not for every role.
+    """
     shape = (model.cfg.n_layers, model.cfg.n_heads)
     by_role = {}
     for role in roles:

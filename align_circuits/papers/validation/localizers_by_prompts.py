@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.methods import ON_ALL_PROMPTS
+from align_circuits.localizers.registry import scores_by_role
 from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, seed_rows
@@ -56,8 +57,7 @@ def agree(*, methods: Sequence[str], prompts: Sequence[int], seed: int) -> list[
     for n in prompts:
         pair = Pair(whole.clean[:n], whole.corrupted[:n])
         for method in (name for name in methods if n >= LEAST.get(name, 1)):
-            scores = ON_ALL_PROMPTS[method](model, pair)
-            grids = {role: np.asarray(scores[role] if isinstance(scores, dict) else scores) for role in CIRCUIT_ROLES}
+            grids = scores_by_role(method, ON_ALL_PROMPTS[method](model, pair), model, CIRCUIT_ROLES)
             found = [agreement(grids[role], having[role], having[None])["auroc"] for role in CIRCUIT_ROLES]
             rows.append({"method": method, "prompts": n, "auroc": float(np.mean(found))})
     return rows
