@@ -21,7 +21,7 @@ from align_circuits.models.planted.model import CIRCUIT_KINDS, PlantedModel
 from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, seed_rows, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
-from align_circuits.papers.validation.localizer_zoo import seconds_of
+from align_circuits.papers.validation.localizer_zoo import auroc_map, seconds_of
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
@@ -257,20 +257,7 @@ def _methods(table: Table) -> list[str]:
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     wide = overview(table).filter(like="AUROC").rename(columns=lambda name: name.removeprefix("AUROC, "))
-    grid = go.Figure(
-        go.Heatmap(
-            z=wide.to_numpy(),
-            x=list(wide.columns),
-            y=list(wide.index),
-            zmin=0.5,
-            zmax=1,
-            colorscale="Viridis",
-            texttemplate="%{z:.2f}",
-            colorbar={"title": "AUROC"},
-        )
-    )
-    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="known edges that do the same work", height=360)
-    return {"auroc of edges": grid}
+    return {"auroc of edges": auroc_map(wide, "known edges that do the same work", 360)}
 
 
 _WHOLE = Edges(16)

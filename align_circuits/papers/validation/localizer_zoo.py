@@ -278,10 +278,21 @@ def auroc_figure(table: Table, at: str = "all") -> go.Figure:
     heat = table.where(trait="circuits", at=at, metric="auroc").frame
     wide = heat.pivot_table(index="method", columns="role", values="value")
     wide = wide.loc[_methods(table), [*CIRCUIT_ROLES, "all"]]
+    return auroc_map(wide.rename(columns=lambda role: role.replace("_", " ")), "role", 560)
+
+
+def auroc_map(wide: pd.DataFrame, label: str, height: int) -> go.Figure:
+    """Returns AUROC as a map, a row for each method and a column for each case.
+
+    Args:
+        wide: The values by method and case.
+        label: What the cases are.
+        height: In pixels.
+    """
     grid = go.Figure(
         go.Heatmap(
             z=wide.to_numpy(),
-            x=[role.replace("_", " ") for role in wide.columns],
+            x=list(wide.columns),
             y=list(wide.index),
             zmin=0.5,
             zmax=1,
@@ -290,7 +301,7 @@ def auroc_figure(table: Table, at: str = "all") -> go.Figure:
             colorbar={"title": "AUROC"},
         )
     )
-    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title="role", height=560)
+    grid.update_layout(yaxis={"autorange": "reversed"}, xaxis_title=label, height=height)
     return grid
 
 
