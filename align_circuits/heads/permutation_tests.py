@@ -219,7 +219,7 @@ class _Distances(_Test):
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, layers, heads)
         start = prompts.mask.int().argmax(1)[relation.prompt]
-        furthest = int((relation.query - start).min()) if len(relation) else 0
+        furthest = int((relation.query - start).min())
         varied = torch.from_numpy(~_repeated_by_layout(prompts))
         counted = varied[relation.query[:, None] - torch.arange(1, furthest + 1)]
         if not bool(counted[:, :1].any()):  # one token back there is nothing else

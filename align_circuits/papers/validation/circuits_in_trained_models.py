@@ -162,7 +162,7 @@ def _check(table: Table) -> list[Check]:
         )
         checks.append(
             Claim(f"{text} (share of models)").at_least(
-                0.5, _all(values >= least), _all(of_control >= least), control_is
+                0.5, (values >= least).all(1), (of_control >= least).all(1), control_is
             )
         )
     if REACHED not in set(table.frame["trait"]):
@@ -174,7 +174,7 @@ def _check(table: Table) -> list[Check]:
         what = "the lookup head" if method == BY_ROLE else "the heads of all four roles"
         checks.append(
             Claim(f"By {method}, {what} rank above all heads without a role (share of models)").at_least(
-                0.5, _all(first), _all(before), "the same heads before training"
+                0.5, first.all(1), before.all(1), "the same heads before training"
             )
         )
     for method in (each for each in NAMING if each in scored):
@@ -184,18 +184,13 @@ def _check(table: Table) -> list[Check]:
         )
         checks += [
             Claim(f"{method} names the heads of all four roles (share of models)").at_least(
-                0.5, _all(named), _all(before), "the same heads before training"
+                0.5, named.all(1), before.all(1), "the same heads before training"
             ),
             Claim(f"{method} names a head for a role that it does not have (share of models)").at_most(
-                0.5, ~_all(~false), ~_all(~by_score), "heads named by their attention alone"
+                0.5, false.any(1), by_score.any(1), "heads named by their attention alone"
             ),
         ]
     return checks
-
-
-def _all(of_model: Any) -> Any:
-    """Whether something is so in all roles, `[model role]` to `[model]`."""
-    return of_model.all(1)
 
 
 def _by_model(
