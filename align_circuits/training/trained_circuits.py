@@ -40,7 +40,7 @@ _CONFIG: Mapping[str, Any] = MappingProxyType(
 class TrainedCircuit(PlantedModel):
     """A model of random weights that was trained so that chosen heads do what a planted circuit's heads do.
 
-    `kinds` calls all others `"other"`. All weights are dense.
+    `kinds` calls all others `"other"`. All weights are dense. Its edges are not known: it has no `edges`.
     """
 
     reached: Mapping[str, float]

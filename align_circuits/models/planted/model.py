@@ -60,6 +60,7 @@ ROLE_OF_KIND: Mapping[str, str | None] = MappingProxyType(
 """The true role of each kind of head; None without an effect on the output by that attention."""
 
 CIRCUIT_KINDS = ("boundary", *CIRCUIT_ROLES, "backup", "repair", "second_previous")
+"""The kinds of heads that the circuit works by; all others are decoys or idle."""
 
 _TRIES = 100
 
