@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from jaxtyping import Float
@@ -162,7 +163,7 @@ def _check(table: Table) -> list[Check]:
         )
         checks.append(
             Claim(f"{text} (share of models)").at_least(
-                0.5, (values >= least).all(1), (of_control >= least).all(1), control_is
+                0.5, np.all(values >= least, axis=1), np.all(of_control >= least, axis=1), control_is
             )
         )
     if REACHED not in set(table.frame["trait"]):
@@ -174,7 +175,7 @@ def _check(table: Table) -> list[Check]:
         what = "the lookup head" if method == BY_ROLE else "the heads of all four roles"
         checks.append(
             Claim(f"By {method}, {what} rank above all heads without a role (share of models)").at_least(
-                0.5, first.all(1), before.all(1), "the same heads before training"
+                0.5, np.all(first, axis=1), np.all(before, axis=1), "the same heads before training"
             )
         )
     for method in (each for each in NAMING if each in scored):
@@ -184,10 +185,10 @@ def _check(table: Table) -> list[Check]:
         )
         checks += [
             Claim(f"{method} names the heads of all four roles (share of models)").at_least(
-                0.5, named.all(1), before.all(1), "the same heads before training"
+                0.5, np.all(named, axis=1), np.all(before, axis=1), "the same heads before training"
             ),
             Claim(f"{method} names a head for a role that it does not have (share of models)").at_most(
-                0.5, false.any(1), by_score.any(1), "heads named by their attention alone"
+                0.5, np.any(false, axis=1), np.any(by_score, axis=1), "heads named by their attention alone"
             ),
         ]
     return checks
