@@ -390,17 +390,9 @@ CPU = AttentionOnlySetup(
 """At the paper's learning rate, 0.001, so small a model had learned the type after 1,500 steps and no subject yet."""
 
 CPU_EIGHT_TYPES = replace(
-    CPU,
-    n_subjects=64,
-    n_values=8,
-    n_types=8,
-    n_facts=5,
-    n_seen=32,
-    d_head=128,
-    pretraining=3000,
-    finetuning=600,
+    CPU, n_subjects=64, n_values=8, n_types=8, n_facts=5, n_seen=32, d_head=128, pretraining=3000, finetuning=600
 )
-"""As many types and facts as in the paper: with three types, as in `CPU`, a head seldom writes f_subj or f_rel alone."""
+"""As many types and facts as in the paper: of three types, as in `CPU`, a head seldom writes f_subj or f_rel alone."""
 
 SMOKE = replace(SMALLEST, n_values=4, n_slots=2, pretraining=6, finetuning=3, lr=1e-3, n=12)
 
@@ -410,7 +402,10 @@ HEADS = Experiment(
     f"{SOURCE}, Figs. 9 to 12, 20 to 23, 25, 26",
     study(
         "recall/heads",
-        *(AttentionOnlyModels(setup, seeds, BOTH_POSITIONS) for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 3))),
+        *(
+            AttentionOnlyModels(setup, seeds, BOTH_POSITIONS)
+            for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 3))
+        ),
         jobs=heads_jobs,
         summarize=lambda _, rows: heads_table(rows),
     ),
