@@ -1,14 +1,15 @@
-"""Which thresholds of claims stood in the code before the result was kept, by the history of git.
+"""The verdicts of every kept result, and which thresholds stood in the code before it was kept, by the history of git.
 
 For every table in `docs/results` the commit is found that brought its values, and in the tree just before it the
 claims of all experiments. A threshold is *before* if a claim in the same words, or nearly the same, had it there;
 *changed* if a claim in the same words had another one; *new* if there was no such claim. History shows when a result
 was committed, not when it was first seen; a claim that was worded anew counts as new.
 
-    python benchmarks/preregistered.py [--out docs/results/preregistered.csv]
+    python benchmarks/preregistered.py
+
+`align-circuits reproduce --list` tells the verdicts, the pages of results the rest.
 """
 
-import argparse
 import ast
 import io
 import lzma
@@ -18,10 +19,13 @@ import tarfile
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
 
+from align_circuits.cli.experiments_list import KEPT
+from align_circuits.papers.claims import Verdict
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.tables.tables import Table
 
@@ -169,6 +173,7 @@ def rows() -> Iterator[dict[str, object]]:
             yield {
                 **about,
                 "claims": len(checks),
+                **{each: sum(check.verdict == each for check in checks) for each in get_args(Verdict)},
                 "before": before,
                 "changed": changed,
                 "new": len(checks) - before - changed,
@@ -176,10 +181,7 @@ def rows() -> Iterator[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS / "preregistered.csv")
-    arguments = parser.parse_args()
     frame = pd.DataFrame(rows())
-    frame.to_csv(arguments.out, index=False)
+    frame.to_csv(str(KEPT), index=False)
     print(frame.to_string(index=False))
-    print(frame[["claims", "before", "changed", "new"]].sum().to_string())
+    print(frame.sum(numeric_only=True).to_string())

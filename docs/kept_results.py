@@ -8,13 +8,11 @@ from typing import Any, get_args
 import pandas as pd
 from IPython.display import HTML, Markdown, display
 
+from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.claims import Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
-
-PREREGISTERED = Path("results/preregistered.csv")
-"""What `benchmarks/preregistered.py` read from the history of git."""
 
 CAUSES = Path("results/causes.toml")
 """Why claims fail."""
@@ -64,7 +62,7 @@ def claims_of(name: str, scale: str) -> None:
 
 def preregistered(name: str, scale: str) -> str:
     """Returns, as a sentence, whether the thresholds of an experiment stood in the code before its result was kept."""
-    known = pd.read_csv(PREREGISTERED)
+    known = kept_verdicts()
     row: Any = next(known[(known["experiment"] == name) & (known["scale"] == scale)].itertuples(), None)
     if row is None:
         return "*Preregistered: not known.*"
@@ -127,8 +125,7 @@ def why(paper: str) -> pd.DataFrame:
 def summary(paper: str) -> pd.DataFrame:
     """Returns the verdicts on the paper's own claims and on those beyond it."""
     counts = overview(paper)
-    beyond = [EXPERIMENTS[name].source.lower().startswith("beyond") for name in counts["experiment"]]
-    whose = pd.Series(beyond, counts.index).map(
-        {True: "beyond the paper", False: "of the paper" if paper in PAPERS else "of the package"}
-    )
-    return counts.groupby(whose.rename("claims"), sort=False)[VERDICTS].sum()
+    own = [EXPERIMENTS[name].of_its_paper for name in counts["experiment"]]
+    of_paper = pd.Series(own, counts.index).map({True: "of the paper", False: "beyond the paper"})
+    whose = of_paper if paper in PAPERS else pd.Series("of the package", counts.index)
+    return counts.groupby([whose.rename("claims"), "scale"], sort=False)[VERDICTS].sum()

@@ -4,8 +4,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -27,6 +29,16 @@ def test_every_claim_that_fails_has_one_cause(kept_results, monkeypatch, paper):
     causes = kept_results.why(paper)
     assert causes["claims that fail"].sum() == kept_results.summary(paper)["fails"].sum() > 0
     assert set(causes["shown by"]) <= {*EXPERIMENTS, "not shown"}
+
+
+def test_the_list_of_experiments_tells_the_verdicts_of_the_kept_tables(kept_results, monkeypatch):
+    monkeypatch.chdir(DOCS)
+    columns = ["experiment", "scale", *kept_results.VERDICTS]
+    overview = pd.concat([kept_results.overview(paper) for paper in (*kept_results.PAPERS, "validation")])
+    counted = {tuple(row) for row in overview[columns].to_numpy() if sum(row[2:])}
+    told = kept_verdicts()
+    assert {tuple(row) for row in told[columns].to_numpy()} == counted
+    assert told["claims"].to_list() == told[kept_results.VERDICTS].sum(axis=1).to_list()
 
 
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):

@@ -1,13 +1,14 @@
 """The list that `align-circuits reproduce --list` prints: experiments by paper, what they take, what became of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
+from typing import Any, get_args
 
 import pandas as pd
 
-from align_circuits.papers.claims import verdicts
+from align_circuits.papers.claims import Verdict, verdicts
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
 
@@ -22,10 +23,22 @@ DURATIONS = files("align_circuits.papers") / "durations.csv"
 """What `benchmarks/experiments.py` measured."""
 
 
+KEPT = files("align_circuits.papers") / "kept_results.csv"
+"""What `benchmarks/preregistered.py` read from the results that the repository keeps, and from its history."""
+
+_SHORT = {"holds": "hold", "fails": "fail", "undecided": "undecided", "no evidence": "without evidence"}
+
+
 def durations() -> dict[tuple[str, str], float]:
     """Returns how many seconds of one processor core a study takes at a scale, as far as that was measured."""
     with DURATIONS.open(encoding="utf-8") as lines:
         return pd.read_csv(lines, index_col=["study", "scale"])["seconds"].to_dict()
+
+
+def kept_verdicts() -> pd.DataFrame:
+    """Returns the number of claims with each verdict, by experiment and scale, in the results that are kept."""
+    with KEPT.open(encoding="utf-8") as lines:
+        return pd.read_csv(lines, dtype={"commit": str})
 
 
 def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
@@ -36,15 +49,23 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
         folder: Where results of earlier runs stand, as NAME/SCALE.
         scale: The scale whose results are looked for.
     """
-    taken = durations()
+    taken, kept = durations(), kept_verdicts()
     lines = [
         "Scales: smoke tests the code in seconds to minutes; cpu, which most stored results use, takes up to 30",
         "minutes on two cores; paper takes hours or days. Times, where measured, are for one core, the bundled model",
-        "and no earlier results.",
+        "and no earlier results. Claims are those of the results that the project keeps; its documentation says which",
+        "fail, and why.",
     ]
     ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
-    for paper, group in groupby(ordered, key=_paper):
+    for paper, in_order in groupby(ordered, key=_paper):
+        group = list(in_order)
         lines.append(f"\n{PAPERS.get(paper, 'Validation of this package')}:")
+        names = {"claims": [each.name for each in group]}
+        if paper:
+            own = [each.name for each in group if each.of_its_paper]
+            names = {"claims of the paper": own, "claims beyond it": sorted({*names["claims"]} - {*own})}
+        for whose, of in names.items():
+            lines += [f"  {whose}, {counts}" for counts in _counted(kept, of)]
         for each in group:
             times = [(at, taken.get((each.study.name, at))) for at in ("smoke", "cpu")]
             known = ", ".join(
@@ -52,9 +73,19 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
             )
             lines.append(f"  {each.name:<22} {each.title} [{each.source}]")
             lines.append(f"  {'':<22} takes: {known}")
+            lines += [f"  {'':<22} claims, {of}" for of in _counted(kept, [each.name])]
             if (status := _status(each, folder / each.name / scale)) is not None:
                 lines.append(f"  {'':<22} done at scale {scale}: {status}")
     return "\n".join(lines)
+
+
+def _counted(kept: pd.DataFrame, experiments: Sequence[str]) -> list[str]:
+    """Returns the verdicts of the kept results of some experiments, a text for each scale."""
+    by_scale: Any = kept[kept["experiment"].isin(experiments)].groupby("scale", sort=False)[[*get_args(Verdict)]].sum()
+    return [
+        f"{scale}: {', '.join(f'{number} {_SHORT[verdict]}' for verdict, number in row.items() if number)}"
+        for scale, row in by_scale.iterrows()
+    ]
 
 
 def _paper(experiment: Experiment) -> str:

@@ -198,6 +198,11 @@ class Experiment:
         return self.study.run
 
     @property
+    def of_its_paper(self) -> bool:
+        """Whether it is about a figure, a table or a statement of its source, not beyond it or after its manner."""
+        return not self.source.lower().startswith(("beyond", "after"))
+
+    @property
     def compares_models(self) -> bool:
         """Whether it takes several models."""
         return self.study.models == "several"
