@@ -101,6 +101,11 @@ def memory_of(outline: PreTrainedModel) -> int:
     return sum(part.numel() * part.element_size() for part in (*outline.parameters(), *outline.buffers()))
 
 
+def memory_of_machine() -> int:
+    """Returns the bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 """How accelerate spreads a model by itself."""
 
@@ -133,12 +138,12 @@ def check_memory(place: Path, needed: int, stored: int) -> None:
         needed: The bytes that the model takes, by its configuration.
         stored: The bytes of the weights' files.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = memory_of_machine()
     if needed > min(memory, MOST_PACKED * stored + UNSTORED):
         raise ValueError(
-            f"a model of the sizes in {str(place)!r} takes {_size(needed)} of memory, but its weights' files have "
-            f"{_size(stored)} and this machine has {_size(memory)} of memory: correct config.json, give a smaller "
-            "dtype, or take a larger machine"
+            f"a model of the sizes in {str(place)!r} takes {in_bytes(needed)} of memory, but its weights' files have "
+            f"{in_bytes(stored)} and this machine has {in_bytes(memory)} of memory: correct config.json, give a "
+            "smaller dtype, or take a larger machine"
         )
 
 
@@ -183,6 +188,6 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
         )
 
 
-def _size(count: int) -> str:
+def in_bytes(count: int) -> str:
     """A number of bytes, as a person says it."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

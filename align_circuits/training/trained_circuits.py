@@ -14,7 +14,7 @@ from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.models.planted.model import CIRCUIT_ROLES, STAGES, PlantedModel, planted_circuit
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.rng import Rng
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
@@ -89,24 +89,24 @@ def train_circuit(
         out: The folder of the training, from which a killed one goes on and a finished one is read (`train`).
 
     Raises:
-        ValueError: The task does not fit; too few layers or heads; or a width that the heads do not divide.
+        ValueError: The task does not fit; too few layers or heads; a width that the heads do not divide; or a model
+            that does not fit into memory.
     """
     _check(task, steps, n_layers, n_heads, d_model)
     streams = Rng(seed, "interchange training")
     planted = planted_circuit(task, seed, decoys=(), n_layers=STAGES, n_ctx=_length(task))
-    model = TrainedCircuit(
-        HandBuiltConfig(
-            n_layers=n_layers,
-            n_heads=n_heads,
-            d_model=d_model,
-            d_head=d_model // n_heads,
-            d_mlp=d_model,
-            d_vocab=planted.cfg.d_vocab,
-            n_ctx=planted.cfg.n_ctx,
-            model_name=f"trained-circuit-{seed}",
-        ),
-        planted.tokenizer,
+    shape = HandBuiltConfig(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_model=d_model,
+        d_head=d_model // n_heads,
+        d_mlp=d_model,
+        d_vocab=planted.cfg.d_vocab,
+        n_ctx=planted.cfg.n_ctx,
+        model_name=f"trained-circuit-{seed}",
     )
+    check_fits(shape)
+    model = TrainedCircuit(shape, planted.tokenizer)
     _randomize(model, streams)
     roles = _places(model.cfg, streams)
     model.task, model.strength = task, 1.0

@@ -394,6 +394,9 @@ class TestRefuses:
             ({}, {"decoys": ("quiet",)}, "unknown decoys"),
             ({}, {"n_layers": 3}, "at least 4 layers"),
             ({}, {"n_heads": 3}, "at least 4 layers of 4 heads"),
+            ({}, {"n_layers": 10**8}, "100,000,000 layers of 4 heads.* give fewer layers"),
+            ({}, {"n_heads": 10**8}, "GB of memory, but this machine has"),
+            ({}, {"n_ctx": 10**11}, "prompts of 100,000,000,000 tokens"),
         ],
     )
     def test_what_the_circuit_is_not_made_for(self, config, arguments, match):

@@ -171,6 +171,8 @@ class TestTraining:
             ({}, {"n_layers": 2, "n_heads": 2}, "2 layers of 2 heads"),
             ({}, {"d_model": 30}, "give a multiple of 4"),
             ({}, {"steps": -1}, "give 0 or more"),
+            ({}, {"n_layers": 10**8}, "100,000,000 layers of 4 heads"),
+            ({}, {"d_model": 10**8}, "100,000,000 wide.* a smaller width"),
         ],
     )
     def test_what_cannot_be_trained_is_refused(self, task, settings, message):

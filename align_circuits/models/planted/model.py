@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from align_circuits.hooks.heads import Head
 from align_circuits.models.planted import circuit
 from align_circuits.models.planted.edges import used_edges
 from align_circuits.models.planted.head_builder import HeadSpec, ReLUUnits, Subspaces
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig, check_fits
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.seq2seq import MARKER, Seq2SeqTask
@@ -174,7 +174,7 @@ def planted_circuit(
     Raises:
         ValueError: The task is in another style, its phrases or prompts are too long, `strength` is outside [0, 1], a
             decoy or a role is unknown, the layers or heads are too few, `n_key_value_heads` does not divide `n_heads`,
-            or `noise` is below 0.
+            `noise` is below 0, or the model does not fit into memory.
 
     Source: The Missing Alignment Link, §4.1 and Fig. 8.
 
@@ -187,11 +187,25 @@ def planted_circuit(
     bos = task.bos and token_ids.bos is not None
     _check(task, bos, strength, decoys, n_layers, n_heads, n_ctx)
     _check_variations(n_layers, n_heads, n_key_value_heads, copies, self_repair, noise)
+    stream = circuit.residual_stream(task, n_ctx, self_repair)
+    # At the least, by what each head is made of: the places of all heads are drawn before their widths are known.
+    shape: dict[str, Any] = {
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_key_value_heads": n_key_value_heads,
+        "n_ctx": n_ctx,
+    }
+    least: dict[str, Any] = {
+        "d_model": stream["one"].shape[0],
+        "d_head": len(task.letters),
+        "d_mlp": 0,
+        "d_vocab": len(tokenizer),
+    }
+    check_fits(HandBuiltConfig(**shape, **least))
     generator = torch.Generator().manual_seed(seed)
     # In the order of the stages, but in any layers: no method may find a head by its place. A head that repairs comes
     # after all.
     layers = sorted(torch.randperm(n_layers - self_repair, generator=generator)[:STAGES].tolist())
-    stream = circuit.residual_stream(task, n_ctx, self_repair)
     placements = [
         replace(placement, spec=placement.spec.weakened(strength))
         for placement in _circuit_heads(task, stream, layers, n_layers, "backup" in decoys, copies, self_repair)
@@ -224,10 +238,7 @@ def planted_circuit(
     width = max(spec.width for _, spec in heads.values())
     model = PlantedModel(
         HandBuiltConfig(
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_key_value_heads=n_key_value_heads,
-            n_ctx=n_ctx,
+            **shape,
             d_vocab=len(tokenizer),
             d_model=stream["one"].shape[0],
             d_head=width * (n_heads // (n_key_value_heads or n_heads)),

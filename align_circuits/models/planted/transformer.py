@@ -12,6 +12,7 @@ from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from align_circuits.hooks.compat import is_hooked
+from align_circuits.models.folder_checks import in_bytes, memory_of_machine
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,20 @@ class HandBuiltConfig:
     attn_only: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+
+
+def check_fits(cfg: HandBuiltConfig) -> None:
+    """Raises a ValueError if the weights of a model of this shape are more than this machine's memory."""
+    key_heads = cfg.n_key_value_heads or cfg.n_heads
+    layer = 2 * cfg.d_model * (cfg.d_head * (cfg.n_heads + key_heads) + cfg.d_mlp)
+    rows = 2 * cfg.d_vocab + cfg.n_ctx
+    needed = (cfg.n_layers * layer + rows * cfg.d_model) * cfg.dtype.itemsize
+    if needed > memory_of_machine():
+        raise ValueError(
+            f"a model of {cfg.n_layers:,} layers of {cfg.n_heads:,} heads, {cfg.d_model:,} wide, for prompts of "
+            f"{cfg.n_ctx:,} tokens takes {in_bytes(needed)} of memory, but this machine has "
+            f"{in_bytes(memory_of_machine())}: give fewer layers or heads, or a smaller width or n_ctx"
+        )
 
 
 class HandBuilt(HookedRootModule):
