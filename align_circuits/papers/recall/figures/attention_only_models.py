@@ -135,6 +135,13 @@ class AttentionOnlyModels:
     seeds: int
     changes: tuple[Mapping[str, Any], ...] = ({},)
     """The numbers of the setup that differ in each cell of the grid; they are its key columns."""
+    first_seed: int = 0
+    """The others follow it."""
+
+    @property
+    def all_seeds(self) -> range:
+        """The seeds of each cell."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     def jobs(self, function: Callable[..., Any], *, pretraining: bool = False, **arguments: Any) -> list[Measurement]:
         """Returns a job of a function of `setup` and other arguments for each cell and seed.
@@ -145,5 +152,5 @@ class AttentionOnlyModels:
         for change in self.changes:
             setup = replace(self.setup, **change)
             config = {"setup": asdict(setup.without_finetuning() if pretraining else setup), **arguments}
-            jobs += [Measurement(function, config, seed, change) for seed in range(self.seeds)]
+            jobs += [Measurement(function, config, seed, change) for seed in self.all_seeds]
         return jobs
