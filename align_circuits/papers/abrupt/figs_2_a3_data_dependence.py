@@ -139,7 +139,7 @@ def _grid(
 
 
 def _study(name: str, paper: Size, **model: str) -> Study:
-    cpu = replace(CPU, seeds=3, log_every=300).with_task(n_classes=128)
+    cpu = replace(CPU, first_seed=30, log_every=300).with_task(n_classes=128)
     powers = [2**power for power in range(7, 12)]
     noises = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
     zipfs = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
