@@ -68,16 +68,14 @@ def _grid(size: Size) -> Grid:
     return Grid(size, [{"hidden_layers": depth, **task} for depth in range(5) for task in tasks])
 
 
+_AS_MANY_CLASSES = replace(CPU, steps=9000, first_seed=30, log_every=300).with_task(n_classes=1024)
+"""As many classes as in the paper: of 512 two hidden layers learn .99 in 3,000 steps, on seeds 20 to 25."""
+
 DEPTH = Experiment(
     name="abrupt/depth",
     title="How many hidden layers the classifier needs",
     source=f"{SOURCE}, §2",
-    study=grid_study(
-        "abrupt/depth",
-        _grid(SMOKE),
-        _grid(replace(CPU, first_seed=20).with_task(n_classes=512)),
-        _grid(replace(PAPER, log_every=5000)),
-    ),
+    study=grid_study("abrupt/depth", _grid(SMOKE), _grid(_AS_MANY_CLASSES), _grid(replace(PAPER, log_every=5000))),
     draw=_draw,
     check=_check,
     published="At least three layers were necessary to achieve perfect classification accuracy, as K is far above L.",
