@@ -59,9 +59,14 @@ TESTS = [
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
 OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no line
+    "tests/test_doors.py::test_a_kind_of_edit_says_what_it_changes",
     "tests/test_doors.py::test_dataclasses_are_frozen",
+    "tests/test_doors.py::test_edits_of_every_kind_show_themselves_alike",
     "tests/test_doors.py::test_every_argument_may_be_given_by_name",
     "tests/test_doors.py::test_every_public_function_checks_its_arguments",
+    "tests/test_doors.py::test_every_seed_is_0_by_default",
+    "tests/test_doors.py::test_thresholds_are_shares_or_small_losses",
+    "tests/test_doors.py::test_what_holds_arrays_or_functions_compares_by_identity",
     "tests/test_left_as_found.py::test_every_public_function_of_a_model_makes_the_promise",
 ]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant

@@ -14,11 +14,15 @@ from found import TASK, VERBS, WITHOUT_BLOCKS, changed, found, pair_of, with_a_c
 
 import align_circuits as ac
 from align_circuits.circuits import faithful
+from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads import task_vector_effects
 from align_circuits.hooks import left_as_found
+from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+from align_circuits.run.edited_runs import run_edited
+from align_circuits.run.forward_pass import forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # a caller's, below frozen weights
 
@@ -174,7 +178,8 @@ def test_every_public_function_of_a_model_makes_the_promise():
     """Those that call each other hide it where one does not."""
     modules = [vars(module).values() for module in (faithful, task_vector_effects)]
     here = [each for each in chain(*modules) if getattr(each, "__module__", "").endswith(("faithful", "effects"))]
-    functions = [*(getattr(ac, name) for name in ac.__all__), *here]
+    functions = [*(getattr(ac, name) for name in ac.__all__), *here, prune_edges]
+    functions += [dry_run, firing, forward, gradients_at, run_edited]  # of which they are made
     checked = 0
     for function in filter(inspect.isfunction, functions):
         if function.__name__.startswith("_") or [*inspect.signature(function).parameters][:1] != ["model"]:
