@@ -2,8 +2,8 @@
 
 cosmic-ray says what to change (a number, an operator, a comparison, a condition, a decorator, a loop). Places are drawn
 at random, from each module in proportion to its lines of code, and one change at each. A run of the suite under
-coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first, until one
-fails. All are forked from one process: where the body of a function changes, every module and test is imported there
+coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first (those of its
+own room count as several times as fast), until one fails. All are forked from one process: where the body of a function changes, every module and test is imported there
 already; else the mutated copy is imported afresh.
 
     python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
@@ -72,6 +72,7 @@ OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no li
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
 TURN = 600.0
+OWN_ROOM = 5  # so many times as fast the tests count that are of the mutant's own room: they know best what it does
 UNTOLD = 98  # what a fork exits with that could not plant its fault in place: `--again` will tell
 QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported before pytest starts
 
@@ -363,7 +364,7 @@ def lines_with(source, line) -> range:
 
 
 def tests_of(mutant, seconds, lines):
-    """Tests that execute the mutant's place, fastest first."""
+    """Tests that execute the mutant's place, those of its room and the fastest first."""
     lines = lines[mutant["module"]]
     near = lines_with((ROOT / mutant["module"]).read_text(), mutant["line"])
     tests = {test for line in near for test in lines[line]}
@@ -371,8 +372,11 @@ def tests_of(mutant, seconds, lines):
         tests = {test for tests in lines.values() for test in tests}
     if not mutant["in_place"]:
         tests = tests.union(OF_ALL_MODULES)
+    room = Path(mutant["module"]).parent.name
+    mirrors = (f"tests/{room}/", f"tests/test_{Path(mutant['module']).stem}.py")
     return sorted(
-        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST), key=lambda test: (seconds[test], test)
+        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST),
+        key=lambda test: (seconds[test] / (OWN_ROOM if test.startswith(mirrors) else 1), test),
     )
 
 

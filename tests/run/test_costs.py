@@ -4,20 +4,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 import align_circuits as ac
+from align_circuits.heads import renaming_test
+from align_circuits.hooks.graph import Graph
 from align_circuits.run.costs import (
+    _DROPPED,
     _OF_A_ROW,
+    _THROUGH_A_NORM,
     ModelShape,
     PromptSizes,
     Work,
     ablate_work,
     attribute_work,
+    backward_work,
     base_work,
+    edited_work,
     forward_work,
     localize_work,
     patch_work,
@@ -26,6 +33,11 @@ from align_circuits.run.costs import (
 )
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=5)
+SHAPE = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
+SIZES = PromptSizes(prompts=4, tokens=7, targets=5, changed=2)
+RUN = 4 * 7 * 2
+"""Tokens of SIZES through the layers of SHAPE."""
+
 COUNTED = {"q_proj": "attention", "up_proj": "mlp", "lm_head": "logits"}
 
 
@@ -147,13 +159,102 @@ def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
     both_ways(counts, tune_work(shape, sizes, 4, probes=3, probe_prompts=2), probed + lowest)
 
 
+def test_the_weights_of_a_shape():
+    assert SHAPE.attention_weights == 6 * 6 + 2 * 6 * 2 + 6 * 6, "queries, keys and values, outputs"
+    assert SHAPE.mlp_weights == 3 * 6 * 8 and replace(SHAPE, gated=False).mlp_weights == 2 * 6 * 8
+    assert SHAPE.parameters == 2 * (SHAPE.attention_weights + SHAPE.mlp_weights) + 60
+    cfg = SimpleNamespace(n_layers=2, d_model=6, n_heads=3, d_head=2, d_vocab=10)
+    assert ModelShape.of(SimpleNamespace(cfg=cfg)) == ModelShape(2, 6, 3, 3, 2, 24, 10, gated=False)
+    cfg = SimpleNamespace(**vars(cfg), n_key_value_heads=1, d_mlp=8, gated_mlp=True)
+    assert ModelShape.of(SimpleNamespace(cfg=cfg)) == SHAPE
+
+
+def test_floating_point_operations_beside_a_count():
+    work = Work(attention=2, mlp=3, pairs=5, logits=7, products=11)
+    multiplied = 2 * SHAPE.attention_weights + 3 * SHAPE.mlp_weights + 7 * 6 * 10 + 11
+    of_pairs = 5 * 3 * 2 * 2  # each head multiplies a query with a key, and adds up values, of two numbers each
+    assert work.flops(SHAPE) == 2 * (multiplied + of_pairs)
+    assert work.passes(SHAPE, 2 * work) == 0.5
+
+
+def test_runs_beside_a_count_of_tokens():
+    """A query of a whole run sees all tokens up to its own, one of an edited run half of its own besides."""
+    seen = [position + 1 for position in range(7)]
+    assert forward_work(SHAPE, SIZES) == Work(RUN, RUN, 2 * 4 * sum(seen), 4 * 5)
+    assert base_work(SHAPE, SIZES) == replace(forward_work(SHAPE, SIZES), mlp=4 * 7 + 4 * 5)
+    back = backward_work(SHAPE, SIZES)
+    assert back == replace(forward_work(SHAPE, SIZES), pairs=5 / 2 * forward_work(SHAPE, SIZES).pairs)
+    attention = mlp = pairs = 0
+    for layer in (0, 0, 1):  # three runs, edited from the third-last token on, in a model of three layers
+        for above in range(layer + 1, 3):
+            attention += 4 * 3
+            pairs += 4 * sum(position + 0.5 for position in range(4, 7))
+            mlp += 4 * 3
+        mlp += 4 * 5  # of the last layer, at the targets
+    layers = 2 + 2 + 1
+    assert edited_work(SIZES, 3, layers, 3) == Work(attention, mlp, pairs, 3 * 4 * 5)
+    assert edited_work(SIZES, 3, layers).logits == 0, "runs that predict nothing"
+
+
+def test_heads_are_edited_in_all_layers_by_default():
+    above = 3 * (1 + 0)  # three heads in each of two layers
+    edited = edited_work(SIZES, 7, above, 6)
+    assert ablate_work(SHAPE, SIZES) == forward_work(SHAPE, SIZES) + base_work(SHAPE, SIZES) + edited
+    assert ablate_work(SHAPE, SIZES, heads=2) == ablate_work(SHAPE, SIZES, 2, 2 * 1 / 2), "half of the layers below"
+    changed = edited_work(SIZES, 2, above, 6)
+    other = patch_work(SHAPE, SIZES) + -1 * (base_work(SHAPE, SIZES) + changed)
+    assert other == replace(edited_work(SIZES, 2, 2), mlp=4 * (2 + 5)), "the last MLP runs at the targets"
+    assert patch_work(SHAPE, SIZES, heads=2) == patch_work(SHAPE, SIZES, 2, 2 * 1 / 2)
+
+
+def test_edges_are_products_of_senders_and_receivers():
+    graph, forward = Graph(n_layers=2, n_heads=3, n_key_heads=1), forward_work(SHAPE, SIZES)
+    heads = attribute_work(SHAPE, SIZES, 4)
+    assert heads == 2 * forward + 4 * (forward + backward_work(SHAPE, SIZES))
+    assert attribute_work(SHAPE, SIZES) == attribute_work(SHAPE, SIZES, 1), "one gradient"
+    edges = attribute_work(SHAPE, SIZES, 4, edges=True)
+    in_norms = sum(receiver.site in ("q", "k", "v") for receiver in graph.receivers)
+    pairs = len(graph.receivers) * len(graph.senders) / 2  # half of the senders come before a receiver
+    products = 4 * 4 * 7 * 6 * (pairs + in_norms * _THROUGH_A_NORM)
+    again = 2 * 4 * RUN  # forward and back
+    expected = replace(heads, attention=heads.attention + again, mlp=heads.mlp + again, products=products)
+    assert edges == expected
+
+
+def test_probes_are_scored_in_and_out_of_distribution():
+    alone, probed = tune_work(SHAPE, SIZES, 9), tune_work(SHAPE, SIZES, 9, probes=2, probe_prompts=3)
+    one = score_work(SHAPE, PromptSizes(1, 7, 5))
+    assert probed == alone + 2 * 2 * 3 * one
+    assert tune_work(SHAPE, SIZES, 9, probes=2) == alone + 2 * 2 * one
+    assert alone.attention == 9 * 2 * RUN
+
+
+def test_localize_by_hand():
+    """Tokens through the attention of two layers, and predictions, of five of ten prompts."""
+    sizes = PromptSizes(prompts=10, tokens=7, targets=5, changed=2)
+    work = localize_work(SHAPE, sizes, candidates=4, sets=8, exchanged=3, above=0.5, renamed=11)
+    run, layer = 5 * 7 * 2, 5 * 7
+    scored = 4 * run + 11 * 7 * 2
+    ablated = run + run + 4 / 2 * layer
+    patched, exchanged = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4, 3))
+    sets = run + run + 8 * 0.5 * 2 * layer
+    assert work.attention == scored + ablated + patched + sets + exchanged
+    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 4) + (1 + 1 + 8) + (1 + 3)) + 11 * 5
+    assert work.products == _OF_A_ROW * 2 * 3 * 7 * 5 * (4 * 5 + 11)
+    alone = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
+    assert alone.attention == 4 * run + ablated + patched + sets, "nothing is exchanged or renamed"
+    renamed = renaming_test._QUERIES * renaming_test._NAMES**2
+    assert localize_work(SHAPE, sizes, 4, 8) == localize_work(SHAPE, sizes, 4, 8, 0, 0.75, renamed)
+
+
 def test_adapters_read_and_write_queries_keys_and_values():
-    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
-    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
-    small, large = (tune_work(shape, sizes, steps=9, rank=rank) for rank in (1, 3))
+    small, large = (tune_work(SHAPE, SIZES, steps=9, rank=rank) for rank in (1, 3))
     numbers = 2 * ((6 + 3 * 2) + (6 + 2) + (6 + 2))  # of the ranks that are added, each from d_model to its heads
-    three_times = 3 * 9 * 2 * 4 * 7 * numbers  # forward, back, and for the weights themselves
+    three_times = 3 * 9 * RUN * numbers  # forward, back, and for the weights themselves
     assert large == replace(small, products=small.products + three_times)
+    dropped = 3 * 9 * RUN * 6 * _DROPPED  # what each of the three reads
+    assert small.products == three_times / 2 + dropped
+    assert tune_work(SHAPE, SIZES, steps=9) == tune_work(SHAPE, SIZES, steps=9, rank=ac.TuneConfig().r)
 
 
 def test_localize_is_the_sum_of_its_parts():
@@ -175,9 +276,7 @@ def test_localize_is_the_sum_of_its_parts():
 
 
 def test_scores_read_a_row_of_attention_for_each_head_and_target():
-    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
-    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
-    run, scores = forward_work(shape, sizes), score_work(shape, sizes)
+    run, scores = forward_work(SHAPE, SIZES), score_work(SHAPE, SIZES)
     assert scores == replace(run, products=_OF_A_ROW * 2 * 3 * 4 * 5 * 7)
 
 
