@@ -3,8 +3,8 @@
 cosmic-ray says what to change (a number, an operator, a comparison, a condition, a decorator, a loop). Places are drawn
 at random, from each module in proportion to its lines of code, and one change at each. A run of the suite under
 coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first (those of its
-own room count as several times as fast), until one fails. All are forked from one process: where the body of a function changes, every module and test is imported there
-already; else the mutated copy is imported afresh.
+own room count as several times as fast), until one fails. All are forked from one process: where the body of a function
+changes, every module and test is imported there already; else the mutated copy is imported afresh.
 
     python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
     python tests/mutants.py run --seed 1     # resumes where it stopped

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -394,12 +395,12 @@ def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
         Mark(prompts.token_text[1][pos], group.get(pos), pos in framed | set(own["target_pos"]))
         for pos in range(prompts.mask.shape[1])
     ]
-    last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 2]
+    last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 3]
     for examples in (None, 1, 2):
         prompts.drawing(1, examples=examples)
     Prompts.from_tokens(IDS).drawing(1)
-    assert sum(drawn[0], []) == marks and len(drawn[0]) == 3, "the token before all examples joins the first"
-    assert drawn[1] == [last] and drawn[2] == drawn[0][1:]
+    assert [*chain(*drawn[0])] == marks and len(drawn[0]) == 4, "the token before all examples joins the first"
+    assert drawn[1] == [last] and drawn[2] == drawn[0][2:]
     assert drawn[3] == [[Mark("<3>"), Mark("<3>"), Mark("<8>")]], "neither padding nor frames"
 
 

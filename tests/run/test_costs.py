@@ -186,10 +186,9 @@ def test_runs_beside_a_count_of_tokens():
     assert back == replace(forward_work(SHAPE, SIZES), pairs=5 / 2 * forward_work(SHAPE, SIZES).pairs)
     attention = mlp = pairs = 0
     for layer in (0, 0, 1):  # three runs, edited from the third-last token on, in a model of three layers
-        for above in range(layer + 1, 3):
-            attention += 4 * 3
-            pairs += 4 * sum(position + 0.5 for position in range(4, 7))
-            mlp += 4 * 3
+        attention += (2 - layer) * 4 * 3
+        pairs += (2 - layer) * 4 * sum(position + 0.5 for position in range(4, 7))
+        mlp += (2 - layer) * 4 * 3
         mlp += 4 * 5  # of the last layer, at the targets
     layers = 2 + 2 + 1
     assert edited_work(SIZES, 3, layers, 3) == Work(attention, mlp, pairs, 3 * 4 * 5)
