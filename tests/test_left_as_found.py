@@ -223,6 +223,78 @@ def test_what_ran_in_inference_mode_serves_where_gradients_are_needed(make, char
     assert next(network.parameters()).grad is not None
 
 
+@pytest.fixture
+def handled():
+    """What handlers of two signals did; each calls what stands in `then` first."""
+    done: list[str] = []
+    then: dict[int, Any] = {}
+
+    def handler(number: int, _: Any) -> None:
+        done.append(f"{number} begins")
+        then.pop(number, lambda: None)()
+        done.append(f"{number} ends")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield done, then
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+def test_signals_are_handled_while_a_function_runs_one_at_a_time(handled):
+    done, then = handled
+    one, two = signal.SIGUSR1, signal.SIGUSR2
+
+    @left_as_found.leaves_as_found
+    def interrupted(_: torch.nn.Module) -> None:
+        signal.raise_signal(one)
+        done.append("runs on")
+        signal.raise_signal(one)
+        done.append("returns")
+
+    interrupted(torch.nn.LayerNorm(1))
+    assert done == [f"{one} begins", f"{one} ends", "runs on", f"{one} begins", f"{one} ends", "returns"]
+    done.clear()
+    then[one] = lambda: signal.raise_signal(two)
+    interrupted(torch.nn.LayerNorm(1))
+    assert done[:2] == [f"{one} begins", f"{one} ends"], "not disturbed by the other"
+    assert done[-2:] == [f"{two} begins", f"{two} ends"], "whose turn is at the end"
+
+
+def test_the_generator_is_put_back_after_an_error_alone():
+    @left_as_found.leaves_as_found
+    def draws(model: torch.nn.Module, error: type[Exception] | None) -> float:
+        drawn = float(torch.rand(1, device=model.weight.device))
+        if error is not None:
+            raise error
+        return drawn
+
+    state, model = torch.get_rng_state(), torch.nn.LayerNorm(1)
+    with pytest.raises(ZeroDivisionError):
+        draws(model, ZeroDivisionError)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draws(model, None) != draws(model, None), "a function that draws numbers draws new ones"
+    torch.set_rng_state(state)
+
+
+def test_a_function_within_another_puts_nothing_back():
+    """The outer one does, once."""
+    model, seen = torch.nn.LayerNorm(1), []
+
+    @left_as_found.leaves_as_found
+    def inner(model: torch.nn.Module) -> None:
+        model.training = False
+
+    @left_as_found.leaves_as_found
+    def outer(model: torch.nn.Module) -> None:
+        inner(model)
+        seen.append(model.training)
+
+    outer(model=model)
+    assert seen == [False] and model.training is True
+    inner(model)
+    assert model.training is True
+
+
 def test_the_planted_circuit_is_left_as_it_was():
     model = planted_circuit(TASK, seed=0)
     before = found(model)
