@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from align_circuits.run.costs import (
     Work,
     ablate_work,
     attribute_work,
+    backward_work,
     base_work,
+    edited_work,
     forward_work,
     localize_work,
     patch_work,
@@ -187,3 +190,94 @@ def test_works_add_up(model: Any, pair: ac.Pair):
     assert (one + one).flops(shape) == (2 * one).flops(shape) == 2 * one.flops(shape)
     assert (3 * one).passes(shape, one) == pytest.approx(3)
     assert base_work(shape, sizes).passes(shape, one) < 1
+
+
+SMALL = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=5, d_mlp=7, d_vocab=11)
+DEEP = ModelShape(layers=5, d_model=8, heads=4, key_heads=2, d_head=3, d_mlp=13, d_vocab=17, gated=False)
+FEW = PromptSizes(prompts=4, tokens=7, targets=5, changed=3)
+MANY = PromptSizes(prompts=6, tokens=9, targets=2, changed=8)
+
+
+def test_sizes_that_a_configuration_does_not_tell():
+    sizes = {"n_layers": 2, "d_model": 6, "n_heads": 3, "d_head": 5, "d_vocab": 11}
+    silent = SimpleNamespace(cfg=SimpleNamespace(**sizes))
+    assert ModelShape.of(silent) == ModelShape(2, 6, 3, 3, 5, 24, 11, gated=False)
+    told = {"n_key_value_heads": 1, "d_mlp": 7, "gated_mlp": True}
+    assert ModelShape.of(SimpleNamespace(cfg=SimpleNamespace(**sizes, **told))) == SMALL
+
+
+def test_weights_and_operations_counted_by_hand():
+    assert SMALL.attention_weights == 6 * 15 + 6 * 5 + 6 * 5 + 15 * 6
+    assert DEEP.attention_weights == 8 * 12 + 8 * 6 + 8 * 6 + 12 * 8
+    assert (SMALL.mlp_weights, DEEP.mlp_weights) == (3 * 42, 2 * 104)
+    assert (SMALL.parameters, DEEP.parameters) == (2 * (240 + 126) + 66, 5 * (288 + 208) + 136)
+    work = Work(2, 3, 5, 7, 11)
+    assert work.flops(SMALL) == 2 * (2 * 240 + 3 * 126 + 7 * 66 + 11) + 4 * 5 * 15
+    assert work.flops(DEEP) == 2 * (2 * 288 + 3 * 208 + 7 * 136 + 11) + 4 * 5 * 12
+    assert work.passes(SMALL, Work(products=2)) == work.flops(SMALL) / 4
+    assert work + Work(10, 20, 30, 40, 50) == Work(12, 23, 35, 47, 61)
+    assert 3 * work == Work(6, 9, 15, 21, 33)
+    assert Work() == Work(0, 0, 0, 0, 0)
+
+
+def test_the_last_tokens_of_prompts():
+    assert FEW.part(4) == PromptSizes(4, 4, 5, 3)
+    assert FEW.part(2) == PromptSizes(4, 2, 5, 2), "no more tokens differ than there are"
+    assert PromptSizes(4, 7, 5).changed == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (forward_work(SMALL, FEW), Work(56, 56, 224, 20)),
+        (forward_work(DEEP, MANY), Work(270, 270, 1350, 12)),
+        (base_work(SMALL, FEW), Work(56, 48, 224, 20)),
+        (base_work(DEEP, MANY), Work(270, 228, 1350, 12)),
+        (backward_work(SMALL, FEW), Work(56, 56, 560, 20)),
+        (backward_work(DEEP, MANY), Work(270, 270, 3375, 12)),
+        # 12 tokens from the first edited one on, each of which sees 5.5 on average
+        (edited_work(FEW, 3, layers=9), Work(108, 108, 594, 0)),
+        (edited_work(FEW, 3, layers=9, last=2), Work(108, 148, 594, 40)),
+        (edited_work(MANY, 4, layers=11, last=3), Work(264, 300, 1848, 36)),
+        # two runs, and 6 heads with 3 layers above them, or 20 with 40
+        (ablate_work(SMALL, FEW), Work(196, 308, 742, 160)),
+        (ablate_work(DEEP, MANY), Work(2700, 2898, 12420, 264)),
+        (ablate_work(DEEP, MANY, heads=3, above=7), Work(918, 912, 4401, 60)),
+        (ablate_work(DEEP, MANY, heads=0, above=0), Work(540, 498, 2700, 24)),
+        (patch_work(SMALL, FEW), Work(116, 236, 554, 140)),
+        (patch_work(DEEP, MANY), Work(2430, 2592, 12150, 252)),
+        (patch_work(DEEP, MANY, heads=3, above=7), Work(846, 804, 4230, 48)),
+        (patch_work(DEEP, MANY, heads=0, above=0), Work(510, 432, 2550, 12)),
+        (attribute_work(SMALL, FEW), Work(224, 224, 1232, 80)),
+        (attribute_work(SMALL, FEW, 3), Work(448, 448, 2800, 160)),
+        # 13 receivers and 9 senders, or 46 and 26; 600 for each of 10 norms, or 40
+        (attribute_work(SMALL, FEW, 3, edges=True), Work(784, 784, 2800, 160, 3 * 28 * 6 * (58.5 + 6000))),
+        (attribute_work(DEEP, MANY, 2, edges=True), Work(2700, 2700, 12150, 72, 2 * 54 * 8 * (598 + 24000))),
+        (score_work(SMALL, FEW), Work(56, 56, 224, 20, 1000 * 4 * 5 * 7 * 6)),
+        (score_work(DEEP, MANY), Work(270, 270, 1350, 12, 1000 * 6 * 2 * 9 * 20)),
+        # 43 numbers beside each rank, or 48; 150 for each that dropout keeps or drops
+        (
+            tune_work(SMALL, FEW, 9, probes=3, probe_prompts=2, rank=5),
+            Work(1176, 1176, 7728, 420, 9 * 56 * (3 * 5 * 43 + 3 * 150 * 6) + 12 * 210_000),
+        ),
+        (tune_work(DEEP, MANY, 2), Work(1080, 1080, 9450, 48, 2 * 270 * (3 * 16 * 48 + 3 * 150 * 8))),
+        (
+            tune_work(DEEP, MANY, 2, probes=1),
+            Work(1170, 1170, 9900, 52, 2 * 270 * (3 * 16 * 48 + 3 * 150 * 8) + 2 * 360_000),
+        ),
+    ],
+)
+def test_works_counted_by_hand(found: Work, expected: Work):
+    assert found == expected
+
+
+def test_parts_of_localize_run_on_half_of_the_prompts():
+    whole = replace(FEW, prompts=9)
+    fixed = 4 * score_work(SMALL, FEW) + ablate_work(SMALL, FEW, 2) + patch_work(SMALL, FEW, 2)
+    fixed += forward_work(SMALL, FEW) + base_work(SMALL, FEW)
+    renamed = score_work(SMALL, PromptSizes(392, 7, 5))
+    assert localize_work(SMALL, whole, 2, 3) == fixed + renamed + edited_work(FEW, 7, 3 * 1.5, 3)
+    half_of_layers = fixed + edited_work(FEW, 7, 3 * 1, 3)
+    assert localize_work(SMALL, whole, 2, 3, above=0.5, renamed=0) == half_of_layers
+    exchanged = half_of_layers + patch_work(SMALL, FEW, 4)
+    assert localize_work(SMALL, whole, 2, 3, exchanged=4, above=0.5, renamed=0) == exchanged
