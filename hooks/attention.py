@@ -30,7 +30,7 @@ ARCHITECTURES = (
 """The architectures on which the fast path is tested against the bridge and against Hugging Face."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PatternProbe:
     """Reads rows of the attention pattern of every layer in one forward pass.
 
@@ -88,7 +88,7 @@ AttentionFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, float, int | No
 scaling, sliding window) -> z `[prompt pos head d_head]`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionParts:
     """Reads or replaces queries, keys, values, pattern and z inside the attention function of every layer.
 

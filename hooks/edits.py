@@ -59,7 +59,7 @@ class BatchContext:
             )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Edit(ABC):
     """A change of activations; a value that serves any number of models and runs."""
 
@@ -441,7 +441,7 @@ class Patch(_AtSite):
         return old.of_run(self.values[old.name])
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class AblationBaseline:
     """What replaces ablated activations; `ablation_baseline` measures it."""
 

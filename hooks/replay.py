@@ -67,7 +67,7 @@ def starts_from(edited: Collection[Collection[str]]) -> set[str]:
     return needed
 
 
-@dataclass
+@dataclass(eq=False)
 class _Batch:
     """Runs side by side, from a column on: one for each edit set, which joins at the site of its first edit.
 

@@ -2,9 +2,9 @@
 
 cosmic-ray says what to change (a number, an operator, a comparison, a condition, a decorator, a loop). Places are drawn
 at random, from each module in proportion to its lines of code, and one change at each. A run of the suite under
-coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first, until one
-fails. All are forked from one process: where the body of a function changes, every module and test is imported there
-already; else the mutated copy is imported afresh.
+coverage says which tests execute which line, and how long they take; a mutant meets those, fastest first (those of its
+own room count as several times as fast), until one fails. All are forked from one process: where the body of a function
+changes, every module and test is imported there already; else the mutated copy is imported afresh.
 
     python tests/mutants.py map              # which test executes which line: once, and after changes of the tests
     python tests/mutants.py run --seed 1     # resumes where it stopped
@@ -59,14 +59,20 @@ TESTS = [
     "tests/papers/recall/test_pretraining_of_recall.py",  # of task vectors
 ]
 OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no line
+    "tests/test_doors.py::test_a_kind_of_edit_says_what_it_changes",
     "tests/test_doors.py::test_dataclasses_are_frozen",
+    "tests/test_doors.py::test_edits_of_every_kind_show_themselves_alike",
     "tests/test_doors.py::test_every_argument_may_be_given_by_name",
     "tests/test_doors.py::test_every_public_function_checks_its_arguments",
+    "tests/test_doors.py::test_every_seed_is_0_by_default",
+    "tests/test_doors.py::test_thresholds_are_shares_or_small_losses",
+    "tests/test_doors.py::test_what_holds_arrays_or_functions_compares_by_identity",
     "tests/test_left_as_found.py::test_every_public_function_of_a_model_makes_the_promise",
 ]
 SLOWEST = 30.0  # seconds: a test that takes longer meets no mutant
 ENOUGH = 60.0  # seconds of tests, as they take on the sound code: what survives these meets `run --wider`
 TURN = 600.0
+OWN_ROOM = 5  # so many times as fast the tests count that are of the mutant's own room: they know best what it does
 UNTOLD = 98  # what a fork exits with that could not plant its fault in place: `--again` will tell
 QUIET = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is imported before pytest starts
 
@@ -358,7 +364,7 @@ def lines_with(source, line) -> range:
 
 
 def tests_of(mutant, seconds, lines):
-    """Tests that execute the mutant's place, fastest first."""
+    """Tests that execute the mutant's place, those of its room and the fastest first."""
     lines = lines[mutant["module"]]
     near = lines_with((ROOT / mutant["module"]).read_text(), mutant["line"])
     tests = {test for line in near for test in lines[line]}
@@ -366,8 +372,11 @@ def tests_of(mutant, seconds, lines):
         tests = {test for tests in lines.values() for test in tests}
     if not mutant["in_place"]:
         tests = tests.union(OF_ALL_MODULES)
+    room = Path(mutant["module"]).parent.name
+    mirrors = (f"tests/{room}/", f"tests/test_{Path(mutant['module']).stem}.py")
     return sorted(
-        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST), key=lambda test: (seconds[test], test)
+        (test for test in tests if seconds.get(test, SLOWEST) < SLOWEST),
+        key=lambda test: (seconds[test] / (OWN_ROOM if test.startswith(mirrors) else 1), test),
     )
 
 

@@ -3,10 +3,12 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 # The arguments are wrong on purpose.
 
-from dataclasses import is_dataclass
+import re
+from dataclasses import fields, is_dataclass
 from importlib import import_module
-from inspect import Parameter, isfunction, signature
+from inspect import Parameter, isabstract, isfunction, signature
 from pkgutil import iter_modules
+from types import FunctionType
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,10 @@ from wrong_inputs import World, outcome_of, wrong_calls
 import align_circuits as ac
 from align_circuits.checks import WrongArgument, described
 from align_circuits.circuits.faithful import completeness, minimality
+from align_circuits.circuits.pruning import prune_edges
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.edits import Edit, _AtSite
+from align_circuits.run.costs import ModelShape, PromptSizes
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,8 @@ def test_every_public_function_checks_its_arguments(world):
     calls = {name: function for name, (function, _) in world.calls().items()}
     calls |= {name: function for name, function in vars(ac).items() if name in ac.__all__ and isfunction(function)}
     calls |= {"Relation.from_positions": ac.Relation.from_positions, "completeness": completeness}
-    for name, function in {**calls, "minimality": minimality}.items():
+    calls |= {"Prompts.from_jsonl": ac.Prompts.from_jsonl, "minimality": minimality, "prune_edges": prune_edges}
+    for name, function in {**calls, "ModelShape": ModelShape, "PromptSizes": PromptSizes}.items():
         # The arguments of Table.where are the keys of the table; "load of a folder" writes the folder first.
         if name != "Table.where" and not name.startswith("load of"):
             with pytest.raises(WrongArgument, match="; it takes "):
@@ -61,29 +68,66 @@ def modules():
     return [import_module(f"{room.__name__}.{found.name}") for room in rooms for found in iter_modules(room.__path__)]
 
 
-def test_dataclasses_are_frozen(modules):
-    kinds = {
-        thing
-        for module in modules
-        for thing in vars(module).values()
-        if isinstance(thing, type) and is_dataclass(thing) and thing.__module__.split(".")[1] in ROOMS
-    }
-    assert len(kinds) > 30
-    thawed = {kind.__name__ for kind in kinds if not vars(kind)["__dataclass_params__"].frozen}
+def of_these_rooms(modules, kind):
+    things = [thing for module in modules for thing in vars(module).values() if isinstance(thing, kind)]
+    return {thing for thing in things if [*thing.__module__.split("."), ""][1] in ROOMS}
+
+
+@pytest.fixture(scope="module")
+def dataclasses(modules):
+    return {kind for kind in of_these_rooms(modules, type) if is_dataclass(kind)}
+
+
+@pytest.fixture(scope="module")
+def functions(modules):
+    """All functions and methods, private ones too."""
+    members = [member for kind in of_these_rooms(modules, type) for member in vars(kind).values()]
+    members = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
+    return {*of_these_rooms(modules, FunctionType), *filter(isfunction, members)}
+
+
+def test_dataclasses_are_frozen(dataclasses):
+    assert len(dataclasses) > 30
+    thawed = {kind.__name__ for kind in dataclasses if not vars(kind)["__dataclass_params__"].frozen}
     assert thawed == {"_Batch", "Replay", "PatternProbe"}, "which live for one run"
 
 
-def test_every_argument_may_be_given_by_name(modules):
-    functions = {
-        thing
-        for module in modules
-        for thing in vars(module).values()
-        if isfunction(thing) and thing.__module__.split(".")[1:2] and thing.__module__.split(".")[1] in ROOMS
-    }
-    assert len(functions) > 100
+def test_what_holds_arrays_or_functions_compares_by_identity(dataclasses):
+    """Else `==` would ask whether an array is true, and a dictionary of prompts could not be made."""
+    arrays = re.compile(r"jaxtyping|torch\.Tensor|DataFrame|tables\.Table|Prompts|HookedModel|Callable")
+    for kind in dataclasses:
+        holds = any(arrays.search(str(part.type)) for part in fields(kind)) or issubclass(kind, Edit)
+        assert (kind.__eq__ is object.__eq__) is holds, kind
+
+
+def test_edits_of_every_kind_show_themselves_alike(dataclasses):
+    kinds = [kind for kind in dataclasses if issubclass(kind, Edit)]
+    assert len(kinds) > 6
+    assert all(kind.__repr__ is Edit.__repr__ for kind in kinds)
+
+
+def test_a_kind_of_edit_says_what_it_changes(dataclasses):
+    """And a kind of edit at a site what it puts there: else it is no edit, but what several have in common."""
+    for kind in dataclasses:
+        if issubclass(kind, Edit):
+            own = {name for base in kind.__mro__ for name in vars(base) if base not in (Edit, _AtSite, object)}
+            assert isabstract(kind) is not bool(own & {"changes", "replacement"}), kind
+
+
+def test_every_argument_may_be_given_by_name(functions):
+    assert len(functions) > 500
     for function in functions:
         kinds = {parameter.kind for parameter in signature(function).parameters.values()}
         assert Parameter.POSITIONAL_ONLY not in kinds, function
+
+
+def test_every_seed_is_0_by_default(functions):
+    seeds = [parts["seed"].default for function in functions if "seed" in (parts := signature(function).parameters)]
+    assert {seed for seed in seeds if seed is not Parameter.empty} == {0}
+
+
+def test_thresholds_are_shares_or_small_losses():
+    assert all(0 < threshold < 1 for threshold in vars(Thresholds()).values())
 
 
 CASES = [

@@ -14,11 +14,15 @@ from found import TASK, VERBS, WITHOUT_BLOCKS, changed, found, pair_of, with_a_c
 
 import align_circuits as ac
 from align_circuits.circuits import faithful
+from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads import task_vector_effects
 from align_circuits.hooks import left_as_found
+from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+from align_circuits.run.edited_runs import run_edited
+from align_circuits.run.forward_pass import forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # a caller's, below frozen weights
 
@@ -174,7 +178,8 @@ def test_every_public_function_of_a_model_makes_the_promise():
     """Those that call each other hide it where one does not."""
     modules = [vars(module).values() for module in (faithful, task_vector_effects)]
     here = [each for each in chain(*modules) if getattr(each, "__module__", "").endswith(("faithful", "effects"))]
-    functions = [*(getattr(ac, name) for name in ac.__all__), *here]
+    functions = [*(getattr(ac, name) for name in ac.__all__), *here, prune_edges]
+    functions += [dry_run, firing, forward, gradients_at, run_edited]  # of which they are made
     checked = 0
     for function in filter(inspect.isfunction, functions):
         if function.__name__.startswith("_") or [*inspect.signature(function).parameters][:1] != ["model"]:
@@ -216,6 +221,78 @@ def test_what_ran_in_inference_mode_serves_where_gradients_are_needed(make, char
     network = model.original_model
     network(again.clean.tokens[:1]).logits.sum().backward()
     assert next(network.parameters()).grad is not None
+
+
+@pytest.fixture
+def handled():
+    """What handlers of two signals did; each calls what stands in `then` first."""
+    done: list[str] = []
+    then: dict[int, Any] = {}
+
+    def handler(number: int, _: Any) -> None:
+        done.append(f"{number} begins")
+        then.pop(number, lambda: None)()
+        done.append(f"{number} ends")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield done, then
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+def test_signals_are_handled_while_a_function_runs_one_at_a_time(handled):
+    done, then = handled
+    one, two = signal.SIGUSR1, signal.SIGUSR2
+
+    @left_as_found.leaves_as_found
+    def interrupted(_: torch.nn.Module) -> None:
+        signal.raise_signal(one)
+        done.append("runs on")
+        signal.raise_signal(one)
+        done.append("returns")
+
+    interrupted(torch.nn.LayerNorm(1))
+    assert done == [f"{one} begins", f"{one} ends", "runs on", f"{one} begins", f"{one} ends", "returns"]
+    done.clear()
+    then[one] = lambda: signal.raise_signal(two)
+    interrupted(torch.nn.LayerNorm(1))
+    assert done[:2] == [f"{one} begins", f"{one} ends"], "not disturbed by the other"
+    assert done[-2:] == [f"{two} begins", f"{two} ends"], "whose turn is at the end"
+
+
+def test_the_generator_is_put_back_after_an_error_alone():
+    @left_as_found.leaves_as_found
+    def draws(model: torch.nn.Module, error: type[Exception] | None) -> float:
+        drawn = float(torch.rand(1, device=model.weight.device))
+        if error is not None:
+            raise error
+        return drawn
+
+    state, model = torch.get_rng_state(), torch.nn.LayerNorm(1)
+    with pytest.raises(ZeroDivisionError):
+        draws(model, ZeroDivisionError)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draws(model, None) != draws(model, None), "a function that draws numbers draws new ones"
+    torch.set_rng_state(state)
+
+
+def test_a_function_within_another_puts_nothing_back():
+    """The outer one does, once."""
+    model, seen = torch.nn.LayerNorm(1), []
+
+    @left_as_found.leaves_as_found
+    def inner(model: torch.nn.Module) -> None:
+        model.training = False
+
+    @left_as_found.leaves_as_found
+    def outer(model: torch.nn.Module) -> None:
+        inner(model)
+        seen.append(model.training)
+
+    outer(model=model)
+    assert seen == [False] and model.training is True
+    inner(model)
+    assert model.training is True
 
 
 def test_the_planted_circuit_is_left_as_it_was():

@@ -96,7 +96,7 @@ def score_heads(
     return scores.table(provenance_of("score_heads", model, prompts, engine, settings))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entries:
     """The entries (a query with its keys and candidates) of one relation in a chunk; the same for every layer."""
 
@@ -111,7 +111,7 @@ class _Entries:
     """The columns of the chunk's masks that hold its keys and its candidates."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Chunk:
     """Some rows of a batch, and the entries of all relations there."""
 
@@ -121,7 +121,7 @@ class _Chunk:
     """All keys and candidates side by side, so that one product sums the attention to each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Attention:
     """One layer's attention at the entries of a relation."""
 

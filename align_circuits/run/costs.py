@@ -117,10 +117,6 @@ class PromptSizes:
     changed: int = 0
     """With pairs: the tokens from the first on that differs between the clean and the corrupted prompts."""
 
-    def part(self, tokens: int) -> "PromptSizes":
-        """Returns the same prompts with only their last tokens."""
-        return PromptSizes(self.prompts, tokens, self.targets, min(self.changed, tokens))
-
 
 def forward_work(shape: ModelShape, sizes: PromptSizes) -> Work:
     """Returns the work of running the prompts once, and so of `evaluate`: the unit of all others."""

@@ -108,7 +108,7 @@ def _replays(model: HookedModel, names: Collection[str]) -> bool:
     return len(sites) == len(names) and set(sites.values()) <= set(REPLAY_SITES) and why_silent(model, hooked) is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EditedRuns:
     """The arguments of `run_edited`."""
 

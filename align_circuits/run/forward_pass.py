@@ -202,7 +202,7 @@ def _hooked(
     return Probes(model, as_hooked(changes_of(edits, model, context), model)), Probes(model, changes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Some prompts on the model's device, without columns that are padding in all of them."""
 

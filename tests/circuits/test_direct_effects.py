@@ -91,6 +91,7 @@ def test_the_profile_of_planted_heads(char_tokenizer):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=4)
     model, prompts = ac.planted_circuit(task, seed=0), task.sample(6, char_tokenizer, seed=1)
     found = head_profile(model, prompts, [ac.Pair(prompts, task.corrupt(prompts, "labels", seed=2))])
+    assert found.frame.index.tolist() == [*range(len(found))]
     grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
     assert list(grid) == ["lookup_attention", "induction_attention", "direct_logit", "function_vector"]
     lookup = [place for place, role in model.roles.items() if role == "lookup"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.hooks.edits import AblationBaseline, Edit
+from align_circuits.hooks.edits import AblationBaseline, BatchContext, Edit, _digest, edits_digests
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
 from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, Role
@@ -775,6 +775,86 @@ def unchecked(edit: Any, **changes: Any) -> Any:
     return edit
 
 
+def test_where_an_edit_starts_beside_a_loop():
+    """At the first column that it may change in a prompt of the batch."""
+    names = {"middle": torch.tensor([4, 6, 5]), "end": torch.tensor([9, 9, 9])}
+    prompts, length = replace(PADDED, positions=names), PADDED.mask.shape[1]
+    never = torch.zeros_like(PADDED.mask)
+    for rows in ([0], [1], [0, 2], [1, 2], [0, 1, 2]):
+        context = BatchContext(prompts, torch.tensor(rows))
+        for positions in (POSITIONS, prompts.mask_of("middle"), "middle", ["end", "middle"], never):
+            mask = positions if isinstance(positions, Tensor) else prompts.mask_of(positions)
+            columns = [column for row in rows for column in range(length) if mask[row, column]]
+            assert ac.Ablate(HEADS, positions=positions).start(context) == min(columns, default=length)
+        relation = prompts.relations["induction"]
+        of_last = replace(prompts, relations={"last": relation.select(relation.prompt == 2)})
+        queries = [int(query) for prompt, query in zip(relation.prompt, relation.query, strict=True) if prompt in rows]
+        assert ac.Clamp(HEADS, "induction").start(context) == min(queries)
+        last = ac.Clamp(HEADS, "last").start(BatchContext(of_last, torch.tensor(rows)))
+        assert last == (int(of_last.relations["last"].query.min()) if 2 in rows else length)
+    for edit in (ac.Ablate(HEADS), Everywhere()):
+        assert edit.start(BatchContext.all_of(prompts)) == 0
+    with pytest.raises(ValueError, match=r"the edit holds 3 prompts of 9 tokens, but the model runs on 3 of 10"):
+        ac.Ablate(HEADS, positions=EQUAL.mask).start(BatchContext.all_of(prompts))
+
+
+class Everywhere(Edit):
+    """Which changes nothing."""
+
+    def changes(self, cfg: Any, context: BatchContext | None) -> dict[str, Any]:  # noqa: ARG002 - one interface
+        return {}
+
+
+def test_an_edit_is_for_as_many_prompts_and_columns_as_run():
+    everything = BatchContext.all_of(PADDED)
+    everything.check("z", 3, 10)
+    BatchContext(PADDED, torch.tensor([0, 1])).check("z", 2, 9)  # a column of padding is left out
+    BatchContext(PADDED, torch.tensor([1])).check("z", 1, 6)
+    BatchContext(PADDED, torch.tensor([0, 1]), slice(4, 9)).check("z", 2, 5)
+    for context, batch, length in (
+        (everything, 2, 10),
+        (everything, 4, 10),
+        (everything, 3, 9),
+        (everything, 3, 11),
+        (BatchContext(PADDED, torch.tensor([0, 1])), 2, 8),
+        (BatchContext(PADDED, torch.tensor([0, 1]), slice(4, 9)), 2, 6),
+        (BatchContext(PADDED, torch.tensor([0, 1]), slice(4, 9)), 2, 4),
+    ):
+        with pytest.raises(ValueError, match=rf"the model runs on {batch} prompts of {length} tokens, but the edit"):
+            context.check("z", batch, length)
+
+
+def test_digests_tell_sets_of_edits_apart_by_all_that_they_hold(monkeypatch):
+    read: list[Any] = []
+
+    def counted(value: Any) -> str:
+        read.append(value)
+        return _digest(value)
+
+    monkeypatch.setattr("align_circuits.hooks.edits._digest", counted)
+    vector, means = torch.ones(8), {"a": torch.zeros(2, 8)}
+    different = [
+        [],
+        [ac.Ablate([(0, 1)])],
+        [ac.Ablate([(0, 2)])],
+        [ac.Ablate([(0, 1)]), ac.Ablate([(0, 1)])],
+        [ac.Ablate([(0, 1)], site="v")],
+        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(means=means))],
+        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(means={"b": means["a"]}))],
+        [ac.Steer([(0, 1)], vector=vector)],
+        [ac.Steer([(0, 1)], vector=2 * vector)],
+        [ac.Steer([(0, 1)], vector=vector.double())],
+        [ac.Patch([(0, 1)], values={"a": vector[None]})],
+        [ac.Patch([(0, 1)], values={"a": vector[:, None]})],
+    ]
+    found = edits_digests(different)
+    assert len({*found}) == len(different) and {len(each) for each in found} == {16}
+    assert edits_digests([*different[::-1]]) == found[::-1], "in any company"
+    read.clear()
+    edits_digests([[ac.Steer([(0, head)], vector=vector)] for head in range(4)])
+    assert len(read) == 1, "what many edits share is read once"
+
+
 def test_provenance_tells_edits_apart(models):
     model = models("llama")
     steer = ac.Steer(layers=[1], site="mlp_out", vector=torch.ones(32), scale=2.0)
@@ -817,6 +897,16 @@ def test_provenance_tells_edits_apart(models):
         (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=2.0), "Steer(L0H1, vector=float32[8], scale=2.0)"),
         (ac.Ablate([(0, head) for head in range(9)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7 ... (9 heads))"),
         (ac.Ablate(["L0KV1"]), "Ablate(['L0KV1'])"),
+        (ac.Ablate([(0, head) for head in range(8)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7)"),
+        (
+            ac.Patch([(0, 1)], values=dict.fromkeys("abcdefgh", torch.zeros(1))),
+            "Patch(L0H1, values={a, b, c, d, e, f, g, h})",
+        ),
+        (
+            ac.Patch([(0, 1)], values=dict.fromkeys("abcdefghi", torch.zeros(1))),
+            "Patch(L0H1, values={a, b, c, d, e, f, g, h, ...})",
+        ),
+        (ac.Steer([(0, 1)], scale=float("1"), site="".join("z")), "Steer(L0H1)"),
     ],
 )
 def test_edits_show_themselves(edit, shown):

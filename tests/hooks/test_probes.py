@@ -8,7 +8,7 @@ import torch
 import align_circuits as ac
 from align_circuits.hooks.attention import ATTENTION, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, name_of
-from align_circuits.hooks.probes import Probes, dry_run, evaluating, firing
+from align_circuits.hooks.probes import Probes, check_hook_points, dry_run, evaluating, firing
 
 TOKENS = torch.tensor([[2, 40, 14, 51, 40, 14], [2, 9, 33, 60, 5, 61]])
 
@@ -55,6 +55,17 @@ def test_probes_say_what_is_wrong(random_hf_model):
         model.run_with_hooks(TOKENS, fwd_hooks=probes.fwd_hooks)
     with pytest.raises(ValueError, match=r"'blocks.0.attn.hook_pattern' never fired.* silent are 1 of 2"):
         probes.check()
+
+
+def test_the_first_name_that_is_not_there_is_told(random_hf_model):
+    model, between, other = ac.load(random_hf_model("gpt_neox")), name_of("resid_mid", 1), name_of("z", 2)
+    check_hook_points(model, [name_of("z", 1)])
+    for names, message in (
+        ([name_of("z", 1), between, other], f"no hook point '{between}' .*read the same stream"),
+        ([other, between], f"no hook point '{other}' in this TransformerBridge: it has .*blocks.1.attn.hook_z"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_hook_points(model, names)
 
 
 def test_a_name_that_never_fires_is_answered_by_names_that_do(random_hf_model):
@@ -152,6 +163,13 @@ def test_models_that_fused_attention_would_get_wrong(random_hf_model):
         raw_attention(capped),
     ):
         pass
+    plain = ac.load(random_hf_model("llama"))
+    assert why_not_fast(plain) is None
+    for direction in ("fwd", "bwd"):
+        for layer in (1, 0):
+            plain.hook_dict[name_of("z", layer)].add_hook(lambda *_, **__: None, dir=direction)
+        assert "hooks are attached (blocks.0.attn.hook_z), which" in (why_not_fast(plain) or ""), "the first by name"
+        plain.reset_hooks()
     sinks = ac.load(random_hf_model("gpt_oss"))
     assert "attention sinks" in (why_not_fast(sinks) or "")
     folded = ac.load(random_hf_model("gpt2"))

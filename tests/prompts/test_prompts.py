@@ -1,8 +1,11 @@
 """Prompts of one's own tokens, and what indexing, saving and hashing keep."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
@@ -13,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import align_circuits as ac
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.prompts.token_html import GROUP_COLOURS, Mark, draw_tokens
@@ -110,6 +114,11 @@ def test_every_token_but_the_first_is_a_target(tokens):
         assert prompts.mask[index, -1], "padding stands on the left"
         assert set(prompts.roles[index][prompts.mask[index]].tolist()) == {Role.TEXT}
         assert set(prompts.roles[index][~prompts.mask[index]].tolist()) <= {Role.PAD}
+        assert rows["offset"].tolist() == [*range(len(row) - 1)], "all of one phrase"
+        assert set(prompts.example[index][prompts.mask[index]].tolist()) == {0}
+        assert set(prompts.example[index][~prompts.mask[index]].tolist()) <= {IGNORE}
+    assert set(prompts.targets["phrase"]) == {0} and set(prompts.targets["kind"]) == {"later"}
+    assert prompts.task == {"name": "tokens"} and prompts.correct is prompts.group is None
 
 
 @settings(deadline=None)
@@ -128,6 +137,7 @@ def test_every_way_to_index():
     prompts = with_everything(IDS)
     same(prompts[1], prompts[[1]])
     same(prompts[-1], prompts[2:])
+    same(prompts[-3], prompts[0])
     same(prompts[[-1, 0]], prompts[[2, 0]])
     same(prompts[::-1], prompts[[2, 1, 0]])
     same(prompts[torch.tensor([True, False, True])], prompts[[0, 2]])
@@ -137,9 +147,11 @@ def test_every_way_to_index():
     assert [len(prompt) for prompt in prompts] == [1, 1, 1], "iteration ends"
 
 
-@pytest.mark.parametrize("index", [3, -4, [0, 3], torch.tensor([-4])])
-def test_a_prompt_that_does_not_exist(index):
-    with pytest.raises(IndexError, match=r"no prompt -?\d: there are 3, counted from 0"):
+@pytest.mark.parametrize(
+    ("index", "first"), [(3, 3), (-4, -4), ([0, 3, 5], 3), (torch.tensor([-4, 7]), -4), ([2, 5, 1, -9], 5)]
+)
+def test_a_prompt_that_does_not_exist(index, first):
+    with pytest.raises(IndexError, match=rf"no prompt {first}: there are 3, counted from 0"):
         with_everything(IDS)[index]
 
 
@@ -200,6 +212,8 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
     assert prompts.text[1] == "".join(prompts.token_text[0][:2])
     assert "".join(prompts.token_text[0]).replace(" ", "") == "AB=cd"
     assert prompts.tokenizer_hash == vocabulary_hash(char_tokenizer) != vocabulary_hash(byte_bpe_tokenizer)
+    by_id = vocabulary_hash(SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 0}))
+    assert by_id == hashlib.sha256(b"0\tb\n1\ta\n").hexdigest()[:16], "which files hold"
     assert Prompts.from_tokens(IDS).text[1] == "<3><3><8>"
 
 
@@ -312,6 +326,8 @@ def test_every_way_to_select_targets():
     ("keep", "error", "message"),
     [
         ([True], ValueError, r"keep has shape \(1,\) and type bool: give a boolean for each of the 9 targets"),
+        ([True] * 10, ValueError, r"keep has shape \(10,\) and type bool: give a boolean for each of the 9 targets"),
+        (lambda targets: targets["token"], ValueError, r"keep has shape \(9,\) and type int64: give a boolean"),
         ([1] * 9, TypeError, r"keep\[0\] is 1, not True or False"),
         ([False] * 9, ValueError, "no target is left"),
         ("END", ValueError, "no target is left"),
@@ -340,7 +356,8 @@ def test_relations_are_added_by_name():
     more = prompts.with_relations(mine=own)
     assert more.relations["mine"].name == "mine" and "induction" in more.relations and "mine" not in prompts.relations
     assert len(more.with_relations(mine=own.select(own.prompt == 1)).relations["mine"]) == 1, "replaced"
-    for others in (prompts[:2], prompts.select_targets([True] + [False] * 8)):
+    assert own.target.max() == 6
+    for others in (prompts[:2], *(prompts.select_targets([True] * kept + [False] * (9 - kept)) for kept in (1, 6))):
         with pytest.raises(ValueError, match=r"relation 'mine' is for \(3, 5\) tokens and these prompts have"):
             others.with_relations(mine=own)
     with pytest.raises(ValueError, match="relation 'mine': 3 of 3 rows have no key"):
@@ -353,8 +370,38 @@ def test_any_relation_is_drawn():
     drawn = {name: prompts.drawing(0, relation=name) for name in (None, "mine", "previous")}
     assert drawn[None] == drawn["mine"] != drawn["previous"], "by default the relation that was added"
     assert with_everything(IDS).drawing(0) not in drawn.values()
+    both = prompts.with_relations(last=replace(prompts.relations["previous"], name="last"))
+    assert both.drawing(0) == drawn["previous"], "the one that was added last"
     with pytest.raises(KeyError, match="no relation 'other' in these prompts; they have induction, previous"):
         prompts.drawing(0, relation="other")
+
+
+def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
+    """Each phrase to predict, its earlier translations and its input symbol share a number; the first and last are
+    framed."""
+    drawn: list[list[list[Mark]]] = []
+    monkeypatch.setattr("align_circuits.prompts.prompts.draw_tokens", lambda lines: str(drawn.append(lines)))
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3)
+    prompts = task.sample(2, char_tokenizer, seed=0)
+    group, framed, phrase = {}, set(), prompts.targets["phrase"].tolist()
+    for name in ("lookup", "align_query"):
+        relation = prompts.relations[name]
+        for row in (relation.prompt == 1).nonzero()[:, 0].tolist():
+            group |= dict.fromkeys(relation.keys_of(row), phrase[int(relation.target[row])])
+            framed |= set(relation.keys_of(row)) if name == "align_query" else set()
+    own = prompts.targets[prompts.targets["prompt"] == 1]
+    group |= dict(zip(own["target_pos"].tolist(), own["phrase"].tolist(), strict=True))
+    marks = [
+        Mark(prompts.token_text[1][pos], group.get(pos), pos in framed | set(own["target_pos"]))
+        for pos in range(prompts.mask.shape[1])
+    ]
+    last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 3]
+    for examples in (None, 1, 2):
+        prompts.drawing(1, examples=examples)
+    Prompts.from_tokens(IDS).drawing(1)
+    assert [*chain(*drawn[0])] == marks and len(drawn[0]) == 4, "the token before all examples joins the first"
+    assert drawn[1] == [last] and drawn[2] == drawn[0][2:]
+    assert drawn[3] == [[Mark("<3>"), Mark("<3>"), Mark("<8>")]], "neither padding nor frames"
 
 
 def test_tokens_are_drawn_with_numbers_shades_and_frames():

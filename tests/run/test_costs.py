@@ -4,20 +4,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 import align_circuits as ac
+from align_circuits.heads import renaming_test
+from align_circuits.hooks.graph import Graph
 from align_circuits.run.costs import (
+    _DROPPED,
     _OF_A_ROW,
+    _THROUGH_A_NORM,
     ModelShape,
     PromptSizes,
     Work,
     ablate_work,
     attribute_work,
+    backward_work,
     base_work,
+    edited_work,
     forward_work,
     localize_work,
     patch_work,
@@ -26,6 +33,11 @@ from align_circuits.run.costs import (
 )
 
 TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=5)
+SHAPE = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
+SIZES = PromptSizes(prompts=4, tokens=7, targets=5, changed=2)
+RUN = 4 * 7 * 2
+"""Tokens of SIZES through the layers of SHAPE."""
+
 COUNTED = {"q_proj": "attention", "up_proj": "mlp", "lm_head": "logits"}
 
 
@@ -147,13 +159,101 @@ def test_a_step_of_tuning_costs_two_passes(model: Any, pair: ac.Pair):
     both_ways(counts, tune_work(shape, sizes, 4, probes=3, probe_prompts=2), probed + lowest)
 
 
+def test_the_weights_of_a_shape():
+    assert SHAPE.attention_weights == 6 * 6 + 2 * 6 * 2 + 6 * 6, "queries, keys and values, outputs"
+    assert SHAPE.mlp_weights == 3 * 6 * 8 and replace(SHAPE, gated=False).mlp_weights == 2 * 6 * 8
+    assert SHAPE.parameters == 2 * (SHAPE.attention_weights + SHAPE.mlp_weights) + 60
+    cfg = SimpleNamespace(n_layers=2, d_model=6, n_heads=3, d_head=2, d_vocab=10)
+    assert ModelShape.of(SimpleNamespace(cfg=cfg)) == ModelShape(2, 6, 3, 3, 2, 24, 10, gated=False)
+    cfg = SimpleNamespace(**vars(cfg), n_key_value_heads=1, d_mlp=8, gated_mlp=True)
+    assert ModelShape.of(SimpleNamespace(cfg=cfg)) == SHAPE
+
+
+def test_floating_point_operations_beside_a_count():
+    work = Work(attention=2, mlp=3, pairs=5, logits=7, products=11)
+    multiplied = 2 * SHAPE.attention_weights + 3 * SHAPE.mlp_weights + 7 * 6 * 10 + 11
+    of_pairs = 5 * 3 * 2 * 2  # each head multiplies a query with a key, and adds up values, of two numbers each
+    assert work.flops(SHAPE) == 2 * (multiplied + of_pairs)
+    assert work.passes(SHAPE, 2 * work) == 0.5
+
+
+def test_runs_beside_a_count_of_tokens():
+    """A query of a whole run sees all tokens up to its own, one of an edited run half of its own besides."""
+    seen = [position + 1 for position in range(7)]
+    assert forward_work(SHAPE, SIZES) == Work(RUN, RUN, 2 * 4 * sum(seen), 4 * 5)
+    assert base_work(SHAPE, SIZES) == replace(forward_work(SHAPE, SIZES), mlp=4 * 7 + 4 * 5)
+    back = backward_work(SHAPE, SIZES)
+    assert back == replace(forward_work(SHAPE, SIZES), pairs=5 / 2 * forward_work(SHAPE, SIZES).pairs)
+    attention = mlp = pairs = 0
+    for layer in (0, 0, 1):  # three runs, edited from the third-last token on, in a model of three layers
+        attention += (2 - layer) * 4 * 3
+        pairs += (2 - layer) * 4 * sum(position + 0.5 for position in range(4, 7))
+        mlp += (2 - layer) * 4 * 3
+        mlp += 4 * 5  # of the last layer, at the targets
+    layers = 2 + 2 + 1
+    assert edited_work(SIZES, 3, layers, 3) == Work(attention, mlp, pairs, 3 * 4 * 5)
+    assert edited_work(SIZES, 3, layers).logits == 0, "runs that predict nothing"
+
+
+def test_heads_are_edited_in_all_layers_by_default():
+    above = 3 * (1 + 0)  # three heads in each of two layers
+    edited = edited_work(SIZES, 7, above, 6)
+    assert ablate_work(SHAPE, SIZES) == forward_work(SHAPE, SIZES) + base_work(SHAPE, SIZES) + edited
+    assert ablate_work(SHAPE, SIZES, heads=2) == ablate_work(SHAPE, SIZES, 2, 2 * 1 / 2), "half of the layers below"
+    changed = edited_work(SIZES, 2, above, 6)
+    other = patch_work(SHAPE, SIZES) + -1 * (base_work(SHAPE, SIZES) + changed)
+    assert other == replace(edited_work(SIZES, 2, 2), mlp=4 * (2 + 5)), "the last MLP runs at the targets"
+    assert patch_work(SHAPE, SIZES, heads=2) == patch_work(SHAPE, SIZES, 2, 2 * 1 / 2)
+
+
+def test_edges_are_products_of_senders_and_receivers():
+    graph, forward = Graph(n_layers=2, n_heads=3, n_key_heads=1), forward_work(SHAPE, SIZES)
+    heads = attribute_work(SHAPE, SIZES, 4)
+    assert heads == 2 * forward + 4 * (forward + backward_work(SHAPE, SIZES))
+    assert attribute_work(SHAPE, SIZES) == attribute_work(SHAPE, SIZES, 1), "one gradient"
+    edges = attribute_work(SHAPE, SIZES, 4, edges=True)
+    in_norms = sum(receiver.site in ("q", "k", "v") for receiver in graph.receivers)
+    pairs = len(graph.receivers) * len(graph.senders) / 2  # half of the senders come before a receiver
+    products = 4 * 4 * 7 * 6 * (pairs + in_norms * _THROUGH_A_NORM)
+    again = 2 * 4 * RUN  # forward and back
+    expected = replace(heads, attention=heads.attention + again, mlp=heads.mlp + again, products=products)
+    assert edges == expected
+
+
+def test_probes_are_scored_in_and_out_of_distribution():
+    alone, probed = tune_work(SHAPE, SIZES, 9), tune_work(SHAPE, SIZES, 9, probes=2, probe_prompts=3)
+    one = score_work(SHAPE, PromptSizes(1, 7, 5))
+    assert probed == alone + 2 * 2 * 3 * one
+    assert tune_work(SHAPE, SIZES, 9, probes=2) == alone + 2 * 2 * one
+    assert alone.attention == 9 * 2 * RUN
+
+
+def test_localize_by_hand():
+    """Tokens through the attention of two layers, and predictions, of five of ten prompts."""
+    sizes = PromptSizes(prompts=10, tokens=7, targets=5, changed=2)
+    work = localize_work(SHAPE, sizes, candidates=4, sets=8, exchanged=3, above=0.5, renamed=11)
+    run, layer = 5 * 7 * 2, 5 * 7
+    scored = 4 * run + 11 * 7 * 2
+    ablated = run + run + 4 / 2 * layer
+    patched, exchanged = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4, 3))
+    sets = run + run + 8 * 0.5 * 2 * layer
+    assert work.attention == scored + ablated + patched + sets + exchanged
+    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 4) + (1 + 1 + 8) + (1 + 3)) + 11 * 5
+    assert work.products == _OF_A_ROW * 2 * 3 * 7 * 5 * (4 * 5 + 11)
+    alone = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
+    assert alone.attention == 4 * run + ablated + patched + sets, "nothing is exchanged or renamed"
+    renamed = renaming_test._QUERIES * renaming_test._NAMES**2
+    assert localize_work(SHAPE, sizes, 4, 8) == localize_work(SHAPE, sizes, 4, 8, 0, 0.75, renamed)
+
+
 def test_adapters_read_and_write_queries_keys_and_values():
-    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
-    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
-    small, large = (tune_work(shape, sizes, steps=9, rank=rank) for rank in (1, 3))
+    small, large = (tune_work(SHAPE, SIZES, steps=9, rank=rank) for rank in (1, 3))
     numbers = 2 * ((6 + 3 * 2) + (6 + 2) + (6 + 2))  # of the ranks that are added, each from d_model to its heads
-    three_times = 3 * 9 * 2 * 4 * 7 * numbers  # forward, back, and for the weights themselves
+    three_times = 3 * 9 * RUN * numbers  # forward, back, and for the weights themselves
     assert large == replace(small, products=small.products + three_times)
+    dropped = 3 * 9 * RUN * 6 * _DROPPED  # what each of the three reads
+    assert small.products == three_times / 2 + dropped
+    assert tune_work(SHAPE, SIZES, steps=9) == tune_work(SHAPE, SIZES, steps=9, rank=ac.TuneConfig().r)
 
 
 def test_localize_is_the_sum_of_its_parts():
@@ -175,9 +275,7 @@ def test_localize_is_the_sum_of_its_parts():
 
 
 def test_scores_read_a_row_of_attention_for_each_head_and_target():
-    shape = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=2, d_mlp=8, d_vocab=10)
-    sizes = PromptSizes(prompts=4, tokens=7, targets=5)
-    run, scores = forward_work(shape, sizes), score_work(shape, sizes)
+    run, scores = forward_work(SHAPE, SIZES), score_work(SHAPE, SIZES)
     assert scores == replace(run, products=_OF_A_ROW * 2 * 3 * 4 * 5 * 7)
 
 
@@ -187,3 +285,94 @@ def test_works_add_up(model: Any, pair: ac.Pair):
     assert (one + one).flops(shape) == (2 * one).flops(shape) == 2 * one.flops(shape)
     assert (3 * one).passes(shape, one) == pytest.approx(3)
     assert base_work(shape, sizes).passes(shape, one) < 1
+
+
+SMALL = ModelShape(layers=2, d_model=6, heads=3, key_heads=1, d_head=5, d_mlp=7, d_vocab=11)
+DEEP = ModelShape(layers=5, d_model=8, heads=4, key_heads=2, d_head=3, d_mlp=13, d_vocab=17, gated=False)
+FEW = PromptSizes(prompts=4, tokens=7, targets=5, changed=3)
+MANY = PromptSizes(prompts=6, tokens=9, targets=2, changed=8)
+
+
+def test_sizes_that_a_configuration_does_not_tell():
+    sizes = {"n_layers": 2, "d_model": 6, "n_heads": 3, "d_head": 5, "d_vocab": 11}
+    silent = SimpleNamespace(cfg=SimpleNamespace(**sizes))
+    assert ModelShape.of(silent) == ModelShape(2, 6, 3, 3, 5, 24, 11, gated=False)
+    told = {"n_key_value_heads": 1, "d_mlp": 7, "gated_mlp": True}
+    assert ModelShape.of(SimpleNamespace(cfg=SimpleNamespace(**sizes, **told))) == SMALL
+
+
+def test_weights_and_operations_counted_by_hand():
+    assert SMALL.attention_weights == 6 * 15 + 6 * 5 + 6 * 5 + 15 * 6
+    assert DEEP.attention_weights == 8 * 12 + 8 * 6 + 8 * 6 + 12 * 8
+    assert (SMALL.mlp_weights, DEEP.mlp_weights) == (3 * 42, 2 * 104)
+    assert (SMALL.parameters, DEEP.parameters) == (2 * (240 + 126) + 66, 5 * (288 + 208) + 136)
+    work = Work(2, 3, 5, 7, 11)
+    assert work.flops(SMALL) == 2 * (2 * 240 + 3 * 126 + 7 * 66 + 11) + 4 * 5 * 15
+    assert work.flops(DEEP) == 2 * (2 * 288 + 3 * 208 + 7 * 136 + 11) + 4 * 5 * 12
+    assert work.passes(SMALL, Work(products=2)) == work.flops(SMALL) / 4
+    assert work + Work(10, 20, 30, 40, 50) == Work(12, 23, 35, 47, 61)
+    assert 3 * work == Work(6, 9, 15, 21, 33)
+    assert Work() == Work(0, 0, 0, 0, 0)
+
+
+def test_the_last_tokens_of_prompts():
+    assert FEW.part(4) == PromptSizes(4, 4, 5, 3)
+    assert FEW.part(2) == PromptSizes(4, 2, 5, 2), "no more tokens differ than there are"
+    assert PromptSizes(4, 7, 5).changed == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (forward_work(SMALL, FEW), Work(56, 56, 224, 20)),
+        (forward_work(DEEP, MANY), Work(270, 270, 1350, 12)),
+        (base_work(SMALL, FEW), Work(56, 48, 224, 20)),
+        (base_work(DEEP, MANY), Work(270, 228, 1350, 12)),
+        (backward_work(SMALL, FEW), Work(56, 56, 560, 20)),
+        (backward_work(DEEP, MANY), Work(270, 270, 3375, 12)),
+        # 12 tokens from the first edited one on, each of which sees 5.5 on average
+        (edited_work(FEW, 3, layers=9), Work(108, 108, 594, 0)),
+        (edited_work(FEW, 3, layers=9, last=2), Work(108, 148, 594, 40)),
+        (edited_work(MANY, 4, layers=11, last=3), Work(264, 300, 1848, 36)),
+        # two runs, and 6 heads with 3 layers above them, or 20 with 40
+        (ablate_work(SMALL, FEW), Work(196, 308, 742, 160)),
+        (ablate_work(DEEP, MANY), Work(2700, 2898, 12420, 264)),
+        (ablate_work(DEEP, MANY, heads=3, above=7), Work(918, 912, 4401, 60)),
+        (ablate_work(DEEP, MANY, heads=0, above=0), Work(540, 498, 2700, 24)),
+        (patch_work(SMALL, FEW), Work(116, 236, 554, 140)),
+        (patch_work(DEEP, MANY), Work(2430, 2592, 12150, 252)),
+        (patch_work(DEEP, MANY, heads=3, above=7), Work(846, 804, 4230, 48)),
+        (patch_work(DEEP, MANY, heads=0, above=0), Work(510, 432, 2550, 12)),
+        (attribute_work(SMALL, FEW), Work(224, 224, 1232, 80)),
+        (attribute_work(SMALL, FEW, 3), Work(448, 448, 2800, 160)),
+        # 13 receivers and 9 senders, or 46 and 26; 600 for each of 10 norms, or 40
+        (attribute_work(SMALL, FEW, 3, edges=True), Work(784, 784, 2800, 160, 3 * 28 * 6 * (58.5 + 6000))),
+        (attribute_work(DEEP, MANY, 2, edges=True), Work(2700, 2700, 12150, 72, 2 * 54 * 8 * (598 + 24000))),
+        (score_work(SMALL, FEW), Work(56, 56, 224, 20, 1000 * 4 * 5 * 7 * 6)),
+        (score_work(DEEP, MANY), Work(270, 270, 1350, 12, 1000 * 6 * 2 * 9 * 20)),
+        # 43 numbers beside each rank, or 48; 150 for each that dropout keeps or drops
+        (
+            tune_work(SMALL, FEW, 9, probes=3, probe_prompts=2, rank=5),
+            Work(1176, 1176, 7728, 420, 9 * 56 * (3 * 5 * 43 + 3 * 150 * 6) + 12 * 210_000),
+        ),
+        (tune_work(DEEP, MANY, 2), Work(1080, 1080, 9450, 48, 2 * 270 * (3 * 16 * 48 + 3 * 150 * 8))),
+        (
+            tune_work(DEEP, MANY, 2, probes=1),
+            Work(1170, 1170, 9900, 52, 2 * 270 * (3 * 16 * 48 + 3 * 150 * 8) + 2 * 360_000),
+        ),
+    ],
+)
+def test_works_counted_by_hand(found: Work, expected: Work):
+    assert found == expected
+
+
+def test_parts_of_localize_run_on_half_of_the_prompts():
+    whole = replace(FEW, prompts=9)
+    fixed = 4 * score_work(SMALL, FEW) + ablate_work(SMALL, FEW, 2) + patch_work(SMALL, FEW, 2)
+    fixed += forward_work(SMALL, FEW) + base_work(SMALL, FEW)
+    renamed = score_work(SMALL, PromptSizes(392, 7, 5))
+    assert localize_work(SMALL, whole, 2, 3) == fixed + renamed + edited_work(FEW, 7, 3 * 1.5, 3)
+    half_of_layers = fixed + edited_work(FEW, 7, 3 * 1, 3)
+    assert localize_work(SMALL, whole, 2, 3, above=0.5, renamed=0) == half_of_layers
+    exchanged = half_of_layers + patch_work(SMALL, FEW, 4)
+    assert localize_work(SMALL, whole, 2, 3, exchanged=4, above=0.5, renamed=0) == exchanged

@@ -2,8 +2,10 @@
 
 import inspect
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +20,7 @@ from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_
 from align_circuits.hooks.replay import REPLAY_SITES
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
-from align_circuits.run import batching
+from align_circuits.run import batching, edited_runs
 from align_circuits.run.edited_runs import run_edited
 
 LLAMA3 = {
@@ -307,6 +309,25 @@ def test_refusals(models):
             plain(model, prompts, [[]], **rows, on_logits=lambda *_: None, **options)
     with pytest.raises(ValueError, match=r"no values for 'blocks.0.attn.hook_z'"):
         logits_of(model, prompts, [[ac.Patch([(0, 0)])]], every_row(prompts))
+
+
+@pytest.mark.parametrize(
+    ("most", "index", "expected"),
+    [(270, 0, 2), (269, 0, 1), (749, 0, 2), (750, 0, 3), (0, 0, 1), (0, 1, 2), (629, 1, 1), (630, 1, 2)],
+)
+def test_activations_are_cached_for_as_many_edit_sets_as_memory_should_hold(monkeypatch, most, index, expected):
+    """Those of the next edit set in any case: z takes 120 numbers, the pattern 150 and the neurons 480."""
+    z, pattern, neurons = (name_of(site, 0) for site in ("z", "pattern", "mlp_post"))
+    names = [[z], [pattern, neurons], [neurons, z]] if most == 0 else [[z], [pattern], [neurons]]
+    cfg = SimpleNamespace(n_heads=2, d_model=8, d_mlp=32)
+    runs: Any = SimpleNamespace(
+        model=SimpleNamespace(cfg=cfg), prompts=SimpleNamespace(mask=torch.ones(3, 5)), names=names
+    )
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", most)
+    assert edited_runs._next_names(runs, index) == [z, pattern, neurons][index:][:expected]
+    del cfg.d_mlp
+    assert edited_runs._width(cfg, neurons, 5) == 8
 
 
 def test_names_of_sites_can_be_read():

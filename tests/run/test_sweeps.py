@@ -221,6 +221,12 @@ def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
     ]
 
 
+def test_a_sweep_is_known_by_what_its_identity_says_in_any_order(tmp_path):
+    for identity in ({"prompts": "a", "edits": [1, 2]}, {"edits": [1, 2], "prompts": "a"}, {"prompts": "b"}):
+        list(SweepParts(ac.RunOptions(out=tmp_path), "numbers", identity).measure({"a": lambda: (np.zeros(2), "fast")}))
+    assert len(parts_in(tmp_path)) == 2
+
+
 def test_a_file_that_is_no_part_is_refused(tmp_path):
     parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "this"})
     assert [name for name, _, _ in parts.measure({"a": lambda: (np.zeros(2), "fast")})] == ["a"]
@@ -237,6 +243,7 @@ def test_a_bar_is_silent_in_logs(progress, shown):
     with progress_bar(ac.RunOptions(progress=progress), 2, "prompt") as bar:
         assert bar.disable is not shown
         assert not shown or bar.delay == 1, "sweeps of less than a second draw none"
+        assert not shown or not bar.leave, "and a finished one takes its bar away"
 
 
 def parts_in(folder: Path) -> list[Path]:
