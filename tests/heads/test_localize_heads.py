@@ -207,13 +207,12 @@ def stubbed(monkeypatch):
     """Sets of the heads of three layers of four, each of which costs so much accuracy when it is ablated."""
 
     class Sets(head_sets.HeadSets):
-        costs: Any = {}
-
         def __init__(self) -> None:
             self._heads = [(layer, head) for layer in range(3) for head in range(4)]
             self._scores, self._thresholds = {"a": np.zeros((3, 4))}, Thresholds(alpha=0.25)
             self._tested, self._kind = ac.Prompts.from_tokens([[1, 2, 3]] * 2), "all"
             self._model = self._provenance = None
+            self.costs: dict[Any, float] = {}
 
         def _accuracies(self, prompts, sets) -> Any:
             right = np.array([1 - sum(self.costs.get(head, 0.0) for head in heads) for heads in sets])
@@ -251,7 +250,7 @@ def test_heads_of_a_role_are_tested_beside_heads_without_any(stubbed):
     assert necessary.holds and necessary.controls == {"unnamed": (1.0,) * 6} and not necessary.smallest
     assert needless.role == "b" and not needless.holds and needless.value == 0.95
     layers, scores = (stubbed.controls([(0, 0)], 3, 0, stubbed._heads[2:])[kind] for kind in ("layers", "scores"))
-    stubbed.costs |= {tuple(scores[0])[0]: 0.4, layers[0][0]: 0.3}
+    stubbed.costs |= {scores[0][0]: 0.4, layers[0][0]: 0.3}
     controls = stubbed.verdicts_of_roles(roles, 3, seed=0)[0].controls["unnamed"]
     assert controls[:2] == pytest.approx((0.7, 0.6)), "one of the same layers, then one of similar scores"
     assert stubbed.verdicts_of_roles({"a": [(0, 0)], "b": [(0, 0)], "c": []}, 6, seed=0) == (), "all named heads"
