@@ -5,7 +5,10 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.heads import head_groups
+from align_circuits.heads.head_groups import GroupSearch
 from align_circuits.heads.permutation_tests import p_values
+from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
@@ -94,6 +97,35 @@ def test_roles_that_are_tested_by_renaming_have_one_round(split):
     edit = Ablate([(0, 0)])
     with pytest.raises(ValueError, match="tested by renaming tokens"):
         p_values(model, prompts, ["duplicate"], edits=[edit])
+
+
+@pytest.mark.parametrize(("by_renaming", "rounds"), [(False, [1, 2, 3]), (True, [1])])
+def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
+    """In each another head attends; one that was named alone is a member whether or not it does."""
+
+    class Search(GroupSearch):
+        def __init__(self) -> None:
+            self._tested, self._thresholds = ac.Prompts.from_tokens([[1, 2]]), Thresholds()
+            self.effect, self.low = Thresholds().effect, 1e-6
+
+        def _candidates(self, role, ablated):  # noqa: ARG002 - one interface
+            return [(0, number) for number in range(9) if (0, number) not in ablated][:2]
+
+        def _attending(self, role, candidates, ablated):  # noqa: ARG002
+            return {head for head in candidates if head[1] != 1}
+
+        def _effects(self, candidates, ablated):  # noqa: ARG002
+            return dict.fromkeys(candidates, (self.effect, self.low, 1.0))
+
+    monkeypatch.setattr(head_groups, "redraws_tokens", lambda *_: by_renaming)
+    search = Search()
+    members = search.group("lookup", [(1, 0)])
+    assert [member.round for member in members if not member.single] == rounds
+    assert [(member.head, member.round) for member in members if member.single] == [((1, 0), 1)]
+    assert (0, 1) not in [member.head for member in members]
+    for search.effect, search.low in ((Thresholds().effect - 1e-6, 1e-6), (1.0, 0.0)):
+        assert [member.head for member in search.group("lookup", [(1, 0)])] == [(1, 0)], "others count for too little"
+        assert search.group("lookup", []) == ()
 
 
 def test_nothing_moves(split):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.heads import head_sets, localize_heads
+from align_circuits.heads.head_groups import GroupMember
 from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.papers.validation.localize_ground_truth import of_random
@@ -178,6 +180,132 @@ def test_control_sets_differ_from_each_other():
             assert len(distinct) == len(drawn) == most, kind
             assert all(len(heads) == len(tested) and not heads & set(tested) for heads in distinct), kind
     assert [layer for [(layer, _)] in sets.controls([(1, 0)], 2, seed=0)["layers"]] == [1, 1], "nearest layers first"
+
+
+def test_controls_of_other_layers_and_scores_come_where_there_are_too_few():
+    """The nearest first."""
+    sets: Any = head_sets.HeadSets.__new__(head_sets.HeadSets)
+    sets._heads, sets._scores = [(layer, head) for layer in range(4) for head in range(2)], {"a": np.zeros((4, 2))}
+    drawn = sets.controls([(0, 0)], 20, seed=0)["layers"]
+    assert [layer for [(layer, _)] in drawn] == [0, 1, 1, 2, 2, 3, 3]
+    others = sets._heads[1:]
+    for width, layers in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2})):
+        found = [layer_matched([(0, 0)], others, np.random.default_rng(seed), width) for seed in range(30)]
+        assert {layer for [(layer, _)] in found} == layers
+    assert sets.controls(sets._heads, 20, seed=0) == {"layers": [], "scores": []}, "none is left"
+    sets._heads, sets._scores = [(layer, 0) for layer in range(4)], {"a": np.array([[1.0], [0.9], [0.6], [0.4]])}
+    assert sets.controls([(0, 0)], 20, seed=0)["scores"] == [[(1, 0)], [(2, 0)], [(3, 0)]]
+    assert sets.controls([(0, 0)], 2, seed=0)["scores"] == [[(1, 0)], [(2, 0)]]
+    scores = {"a": np.array([[0.5, 0.0], [0.75, 0.0]])}
+    for seed in range(10):
+        generator = np.random.default_rng(seed)
+        assert score_matched([(0, 0)], [(0, 1), (1, 0)], scores, generator) == [(1, 0)], "as far as a score may lie"
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """Sets of the heads of three layers of four, each of which costs so much accuracy when it is ablated."""
+
+    class Sets(head_sets.HeadSets):
+        def __init__(self) -> None:
+            self._heads = [(layer, head) for layer in range(3) for head in range(4)]
+            self._scores, self._thresholds = {"a": np.zeros((3, 4))}, Thresholds(alpha=0.25)
+            self._tested, self._kind = ac.Prompts.from_tokens([[1, 2, 3]] * 2), "all"
+            self._model = self._provenance = None
+            self.costs: dict[Any, float] = {}
+
+        def _accuracies(self, prompts, sets) -> Any:
+            right = np.array([1 - sum(self.costs.get(head, 0.0) for head in heads) for heads in sets])
+            return TargetMetrics.of(prompts, ("accuracy",)), right[:, None].repeat(len(prompts.targets), 1), "fast"
+
+        def _smallest(self, named) -> Any:
+            return {"necessary": [(0, 0)], "sufficient": named} if len(named) == 2 else {"sufficient": self._heads}
+
+    monkeypatch.setattr(head_sets, "provenance_of", lambda *_: Provenance("localize"))
+    return Sets()
+
+
+def test_which_sets_are_ablated(stubbed):
+    roles, none = {"a": [(0, 1)], "b": []}, {"layers": [], "scores": []}
+
+    def ablated(named: Any, controls: Any) -> list[str]:
+        return stubbed.ablate(named, controls, roles).where(kind="all").frame["ablated"].tolist()
+
+    assert ablated([], none) == ["nothing", "a"]
+    assert ablated([(0, 1)], none) == ["nothing", "a", "named", "rest"]
+    assert ablated(stubbed._heads, none) == ["nothing", "a", "named"], "there is no rest"
+    stubbed.costs = {(0, 1): 0.5}
+    one = {"layers": [[(1, 0)]], "scores": [[(1, 1)], [(1, 2)]]}
+    assert ablated([(0, 1)], one) == [
+        *("nothing", "a", "named", "rest", "random", "matched", "matched"),
+        *("rest of random", "rest of matched", "rest of matched"),
+    ]
+
+
+def test_heads_of_a_role_are_tested_beside_heads_without_any(stubbed):
+    stubbed.costs = {(0, 0): 0.5, (0, 1): 0.05}
+    roles = {"a": [(0, 0)], "b": [(0, 1)], "c": []}
+    necessary, needless = stubbed.verdicts_of_roles(roles, 6, seed=0)
+    assert (necessary.role, necessary.heads, necessary.claim) == ("a", ((0, 0),), "necessary")
+    assert necessary.holds and necessary.controls == {"unnamed": (1.0,) * 6} and not necessary.smallest
+    assert needless.role == "b" and not needless.holds and needless.value == 0.95
+    layers, scores = (stubbed.controls([(0, 0)], 3, 0, stubbed._heads[2:])[kind] for kind in ("layers", "scores"))
+    stubbed.costs |= {scores[0][0]: 0.4, layers[0][0]: 0.3}
+    controls = stubbed.verdicts_of_roles(roles, 3, seed=0)[0].controls["unnamed"]
+    assert controls[:2] == pytest.approx((0.7, 0.6)), "one of the same layers, then one of similar scores"
+    assert stubbed.verdicts_of_roles({"a": [(0, 0)], "b": [(0, 0)], "c": []}, 6, seed=0) == (), "all named heads"
+
+
+def test_a_smallest_set_is_tested_where_it_is_another(stubbed):
+    stubbed.costs = {(0, 0): 0.5, (0, 1): 0.2}
+    (verdict,) = stubbed.verdicts_of_smallest([(0, 0), (0, 1)], 4, seed=0)
+    assert (verdict.claim, verdict.heads, verdict.smallest) == ("necessary", ((0, 0),), True)
+    assert verdict.holds and {name: len(drawn) for name, drawn in verdict.controls.items()} == {
+        "layers": 4,
+        "scores": 4,
+    }
+    assert stubbed.verdicts_of_smallest([(0, 0)], 4, seed=0) == (), "all heads are no small set"
+    assert stubbed.verdicts_of_smallest([], 4, seed=0) == ()
+
+
+@pytest.fixture
+def small() -> ac.Localization:
+    """A result by hand: one head is named, with some evidence."""
+    columns = ["kind", "ablated", "value", "low", "high", "n"]
+    found = [("all", "nothing", 0.25, 0.2, 0.3, 4), ("first", "nothing", 0.75, 0.5, 0.875, 4)]
+    ablations = ac.Table(pd.DataFrame(found, columns=columns), Provenance("localize"))
+    rows = [(1, 2, "lookup", "score", 0.625), (1, 2, "lookup", "q", 0.03), (1, 2, "previous", "score", 0.125)]
+    frame = pd.DataFrame(rows, columns=["layer", "head", "role", "metric", "value"]).assign(low=0.0, high=1.0, n=4)
+    table = ac.Table(frame.assign(level="head"), Provenance("localize"))
+    return ac.Localization(
+        *(table, {"lookup": ((1, 2),), "previous": ()}, table, table, ablations),
+        *(ac.Prompts.from_tokens([[1, 2], [3, 4]]), {}, [], Thresholds(), {}),
+        notes=("A < B.",),
+    )
+
+
+def test_a_result_shows_itself(small):
+    assert repr(small) == "Localization(lookup: L1H2; tested on 2 x tokens)"
+    none = replace(small, heads_by_role={"lookup": ()})
+    assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
+    assert small.summary == "lookup: L1H2. A token is correct in 0.75 [0.50, 0.88] of cases. A < B."
+    assert none.summary == "No head passes every test. A < B."
+    (shown,) = pd.read_html(StringIO(small._repr_html_()))
+    assert shown.iloc[0].dropna().to_dict() == {"role": "lookup", "head": "L1H2", "score": 0.62, "q": 0.03}
+    assert "A &lt; B." in small._repr_html_() and none._repr_html_() == "<p>No head passes every test. A &lt; B.</p>"
+
+
+def test_members_of_a_group_are_told_by_how_they_were_found(small):
+    def member(head: Any, number: int, single: bool) -> GroupMember:
+        return GroupMember(head, number, 0.5, 0.1, 0.9, single)
+
+    members = (member((1, 2), 1, True), member((0, 1), 1, False), member((0, 2), 2, False), member((0, 3), 3, False))
+    grouped = replace(small, groups={"lookup": members, "previous": ()})
+    assert grouped.caveats == (
+        "Also lookup, one for another: L0H1. Backups of lookup, once the others are ablated: L0H2 L0H3. A < B."
+    )
+    assert grouped.group("lookup") == [(1, 2), (0, 1), (0, 2), (0, 3)]
+    assert grouped.group("previous") == [] and small.group("lookup") == [(1, 2)]
 
 
 @pytest.mark.parametrize("intact", [1.0, 0.9])

@@ -351,6 +351,34 @@ def test_a_head_that_leaves_separators_out_does_not_seem_to_look_for_the_rest():
     assert p[2] == pytest.approx(comb(7, 3) / comb(9, 5), abs=0.02)
 
 
+def test_where_the_same_candidate_is_always_right_others_are_drawn_for_all_rows():
+    prompts = ac.Prompts.from_tokens([[1, 2, 3, 4, 5, 6]] * 3)
+    pairs: Any = [(prompt, 4, [0]) for prompt in range(3)]
+    relation = ac.Relation.from_pairs(pairs, prompts=prompts, candidates=[0, 1, 2, 3])
+    test = nulls._Ranks(relation, prompts, 1, 3)
+    pattern = torch.zeros(3, 3, 6)
+    pattern[:, 0, 0] = 1
+    pattern[0, 1, 0] = pattern[1:, 1, 2] = 1  # a third of the time at the first, else at the third
+    pattern[:, 2, 1:4] = 1 / 3
+    test.add(torch.arange(3), 0, pattern)
+    first, mixed, others = test.p_values(np.random.default_rng(0))[0]
+    assert first == pytest.approx(1 / 4, abs=0.02) and mixed == pytest.approx(2 / 4, abs=0.02) and others == 1
+
+
+def test_where_only_separators_are_one_token_back_they_count():
+    prompts = Prompts.from_tokens([[7, 1, 7, 2, 7, 3, 8], [7, 4, 7, 5, 7, 6, 9]])
+    previous = prompts.relations["previous"]
+    previous = previous.select((previous.query == 3) | (previous.query == 5))
+    test = nulls._Distances(previous, prompts, 1, 3)
+    pattern = torch.full((4, 3, 7), 1 / 7)
+    for row, query in enumerate(previous.query.tolist()):
+        for head, back in ((0, 1), (1, 2)):
+            pattern[row, head] = torch.eye(7)[query - back]
+    test.add(torch.arange(4), 0, pattern)
+    assert test.smallest == 1 / 3
+    assert test.p_values(np.random.default_rng(0))[0].tolist() == [1 / 3, 1, 1]
+
+
 def test_fixed_offset(char_tokenizer, prompts):
     monotonic = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=2).sample(3, char_tokenizer)
     assert fixed_offset(monotonic.relations["align_query"]) == 1

@@ -334,3 +334,30 @@ def test_names_of_sites_can_be_read():
     assert [site_of(name_of(site, 12)) for site in REPLAY_SITES] == [(12, site) for site in REPLAY_SITES]
     others = ("blocks.0.hook_z", "blocks.0.mlp.hook_out", "blocks.0.attn.hook_mlp_post", "blocks.0.hook_mlp_post")
     assert [site_of(name) for name in (*others, "hook_embed", "blocks.0.mlp.hook_pre")] == [None] * 6
+
+
+@pytest.mark.parametrize(("missing", "together"), [(0, [3, 1]), (1, [2, 2])])
+def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypatch, missing, together):
+    """Of 27 tokens 32 numbers of z, 4 heads with 9 keys, 48 neurons; what one edit set needs comes at once."""
+    model, prompts, captured = models("llama", torch.float32), prompts_of(PLAIN, 0), []
+    capture = edited_runs.capture
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        captured.append(arguments[2])
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(edited_runs, "capture", counting)
+    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", 27 * (32 + 4 * 9 + 48) - missing)
+    sites: Any = [("z", 0), ("pattern", 0), ("mlp_post", 0), ("z", 1)]
+    edits = [
+        ac.Patch(**({"layers": [layer]} if site == "mlp_post" else {"heads": [(layer, 0)]}), site=site)
+        for site, layer in sites
+    ]
+    names = [name_of(site, layer) for site, layer in sites]
+    logits_of(model, prompts, [[edit] for edit in edits], every_row(prompts), source=prompts, engine="reference")
+    assert captured == [names[: together[0]], names[together[0] :]]
+    captured.clear()
+    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", 0)
+    both = [edits[:2], edits[2:]]
+    logits_of(model, prompts, both, every_row(prompts), source=prompts, engine="reference")
+    assert list(map(set, captured)) == [set(names[:2]), set(names[2:])]

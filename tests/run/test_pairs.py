@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import align_circuits as ac
@@ -45,3 +46,28 @@ def test_pairs_of_vectors_have_no_drawing():
     vectors = replace(prompts, inputs=torch.zeros(2, 5, 4), task={"name": "<made>"})
     assert "<div>Pair(2 x 5 &lt;made&gt;, direction=" in ac.Pair(vectors, vectors)._repr_html_()
     assert vectors._repr_html_().startswith("Prompts(2 x 5 &lt;made&gt;, targets=")
+
+
+def test_a_kind_or_a_metric_that_does_not_fit_is_refused_at_once(char_tokenizer):
+    clean = TASK.sample(4, char_tokenizer, seed=0)
+    corrupted = TASK.corrupt(clean, "query", seed=1)
+    with pytest.raises(ValueError, match="no targets of kind 'later'"):
+        ac.Pair(clean, corrupted, kind="later")
+    with pytest.raises(ValueError, match="metric='logit_diff' compares with a wrong answer"):
+        ac.Pair(clean, corrupted, metric="logit_diff")
+    with pytest.raises(ValueError, match=r"clean= is what task\.corrupt returned"):
+        ac.Pair(corrupted, clean)
+    assert ac.Pair(corrupted, corrupted).clean is corrupted, "a corruption may be corrupted again"
+
+
+@pytest.mark.parametrize("ids", [[[1, 2, 3]], [[1, 2, 3], [4, 5, 6, 7]], [[1, 2], [4, 5, 6]]])
+def test_halves_of_other_shapes_are_refused(ids):
+    prompts = ac.Prompts.from_tokens([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(ValueError, match="do not match token by token"):
+        ac.Pair(prompts, ac.Prompts.from_tokens(ids))
+
+
+def test_activations_between_both_runs():
+    pair = pairs.CachedPair({"a": torch.tensor([[[7.0]]])}, {"a": torch.tensor([[[3.0]]])})
+    assert pair.change("a") == -4
+    assert [float(pair.between("a", share)) for share in (0.0, 0.25, 1.0)] == [3, 4, 7]

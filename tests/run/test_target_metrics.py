@@ -19,7 +19,7 @@ from align_circuits.circuits.faithful import faithfulness
 from align_circuits.hooks.graph import Graph
 from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric, repeat
+from align_circuits.run.target_metrics import Metric, TargetMetrics, means_by_prompt, name_of_metric, repeat
 
 LENGTHS = {"even": (6, 6, 6), "padded": (4, 7, 6)}
 STEP = 1e-4
@@ -264,6 +264,43 @@ def test_metrics_follow_a_selection_of_prompts(model, halves):
     np.testing.assert_allclose(copies, np.repeat(whole[:, None], 3, 1), atol=1e-6)
     again = repeat(clean, 2)
     assert len(again) == 6 and again.positions == {} and again.group is None and again.own_correct is None
+
+
+def test_a_selection_holds_the_targets_of_its_prompts_alone():
+    prompts = Prompts.from_tokens([[7, 1, 7, 2], [7, 3, 7], [7, 4, 5, 6, 7], [7, 8, 9]])
+    targets = TargetMetrics.of(prompts)
+    assert targets.weights.tolist() == [3, 2, 4, 2]
+    for rows, kept in [(slice(0, 2), range(5)), (slice(1, 3), range(3, 9)), (slice(2, 4), range(5, 11))]:
+        part, kept = targets.select(rows), [*kept]
+        assert part.weights.tolist() == targets.weights[rows].tolist()
+        assert part.prompt.tolist() == (targets.prompt[kept] - rows.start).tolist()
+        assert part.token.tolist() == targets.token[kept].tolist() == part.targets["token"].tolist()
+        assert part.query.tolist() == targets.query[kept].tolist()
+
+
+def test_a_metric_beside_accuracy_is_what_it_is_alone(model, halves):
+    for metric in ("log_prob", "prob", "logit", "logit_diff"):
+        alone = TargetMetrics.of(halves[0], (metric,)).measure(model)[0]
+        beside = TargetMetrics.of(halves[0], ("accuracy", metric)).measure(model)[0]
+        np.testing.assert_allclose(beside[1], alone[0], rtol=1e-6)
+
+
+def test_means_of_prompts_without_targets_of_a_group_are_missing():
+    prompts = Prompts.from_tokens([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    prompt, values = np.array([0, 0, 0, 2]), [np.array([1.0, 2.0, 6.0, 5.0]), np.array([3.0, 5.0, 1.0, 4.0])]
+    groups = [np.full(4, True), np.array([False, True, True, False])]
+    means, counts = means_by_prompt(prompts, prompt, values, groups)
+    nan = np.nan
+    np.testing.assert_array_equal(means, [[3, nan, 5], [4, nan, nan], [3, nan, 4], [3, nan, nan]])
+    np.testing.assert_array_equal(counts, [[3, 0, 1], [2, 0, 0], [3, 0, 1], [2, 0, 0]])
+
+
+def test_prompts_several_times_over():
+    prompts = Prompts.from_tokens([[1, 2, 3], [4, 5]])
+    assert repeat(prompts, 1) is prompts
+    again = repeat(prompts, 2)
+    assert again.tokens.tolist() == prompts.tokens.tolist() * 2 and again.mask.tolist() == prompts.mask.tolist() * 2
+    assert again.targets.empty and not prompts.targets.empty
 
 
 def of_wrong_shape(logits: Tensor, targets: pd.DataFrame) -> Tensor:  # noqa: ARG001
