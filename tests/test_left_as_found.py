@@ -301,3 +301,77 @@ def test_the_planted_circuit_is_left_as_it_was():
     ac.score_heads(model, TASK.sample(4, model.tokenizer, seed=0))
     assert not changed(before, found(model))
     assert left_as_found._watched.models == ()
+
+
+@pytest.fixture
+def users_signal():
+    """What a handler of the signal of one's own heard, in order."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_are_heard_while_open_and_else_afterwards(users_signal):
+    signals, handler = left_as_found._Signals(), signal.getsignal(signal.SIGUSR1)
+    signals.hold()
+    signal.raise_signal(signal.SIGUSR1)
+    assert not users_signal, "it waits"
+    signals.open = True
+    for count in (1, 2):
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(users_signal) == count, "a handler that does not raise leaves it open"
+    signals.open = False
+    signals.release()
+    assert len(users_signal) == 3 and signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_after_a_handler_that_raises_signals_wait(users_signal):
+    signals = left_as_found._Signals()
+    signals.hold()
+    signals.open = True
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not signals.open
+    signal.raise_signal(signal.SIGUSR1)
+    assert not users_signal
+    signals.release()
+    assert len(users_signal) == 1
+
+
+def test_the_handler_of_interrupts_is_put_back_last(users_signal, monkeypatch):  # noqa: ARG001
+    signals, put_back, put = left_as_found._Signals(), [], signal.signal
+    signals.hold()
+    monkeypatch.setattr(signal, "signal", lambda number, handler: put_back.append(number) or put(number, handler))
+    signals.release()
+    assert len(put_back) >= 2 and put_back[-1] == signal.SIGINT
+
+
+def test_in_other_threads_no_handler_is_touched(users_signal):  # noqa: ARG001
+    handler = signal.getsignal(signal.SIGUSR1)
+    signals = left_as_found._Signals()
+    thread = threading.Thread(target=signals.hold)
+    thread.start()
+    thread.join()
+    assert not signals._handlers and signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_what_calls_itself_on_the_same_model_puts_it_back_once(monkeypatch):
+    kept: list[Any] = []
+    restored: list[bool] = []
+
+    def remembered(model: Any) -> Any:
+        kept.append(model)
+        return lambda *, generator: restored.append(generator)
+
+    monkeypatch.setattr(left_as_found.compat, "remembered", remembered)
+
+    @left_as_found.leaves_as_found
+    def nested(model: Any, *more: Any) -> int:
+        return 1 + nested(*more) if more else 1 // model
+
+    one, other = 1, 2.5
+    assert nested(one, one, other, one) == 4 and kept == [one, other] and restored == [False, False]
+    with pytest.raises(ZeroDivisionError):
+        nested(model=0)
+    assert restored[2:] == [True], "after an error the generator is put back too"

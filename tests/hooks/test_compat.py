@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+from torch.nn.utils import skip_init
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import AttentionInterface
@@ -125,6 +127,55 @@ def test_indices_stay_where_they_are_beside_what_stayed_before(random_hf_model, 
     model._hf_hook = SimpleNamespace(skip_keys=before)
     compat.leave_indices(model)
     assert model._hf_hook.skip_keys == [*after, "logits_to_keep"]
+
+
+def test_weights_that_are_offloaded_are_brought_while_they_are_read():
+    model = torch.nn.Sequential(skip_init(torch.nn.Linear, 2, 3), torch.nn.LayerNorm(3))
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, number)
+    plain = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert not compat.is_spread(model) and compat.device_of(model) == torch.device("cpu")
+    assert compat.stored(model, "0.weight", model[0].weight) is model[0].weight
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert compat.is_spread(model) and compat.device_of(model) == torch.device("cpu")
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta and torch.equal(compat.stored(model, name, parameter), plain[name])
+    with compat.brought(None, model[1]):
+        bridged: Any = SimpleNamespace(w=torch.empty(3, device="meta"), b=None, original_component=model[1])
+        scale, shift = compat.norm_weights(bridged)
+        assert scale is not None and torch.equal(scale, plain["1.weight"])
+        assert shift is not None and torch.equal(shift, plain["1.bias"])
+        assert model[0].weight.is_meta, "no other is"
+    assert model[1].weight.is_meta
+
+
+def test_where_modules_of_an_offloaded_model_run():
+    module = torch.nn.Sequential(*(skip_init(torch.nn.Linear, 1, 1, device="meta") for _ in range(3)))
+    hooks = [
+        None,
+        SimpleNamespace(offload=False, execution_device="cpu"),
+        SimpleNamespace(offload=True, execution_device="cuda:3"),
+    ]
+    for part, hook in zip(module, hooks, strict=True):
+        part.__dict__["_hf_hook"] = hook
+    assert compat.device_of(module) == torch.device("cuda:3")
+    assert compat.device_of(torch.nn.LayerNorm(1)) == torch.device("cpu")
+
+
+def test_weights_of_norms_as_they_stand():
+    norm = torch.nn.LayerNorm(2)
+    assert compat.norm_weights(SimpleNamespace(w=norm.weight, b=norm.bias)) == (norm.weight, norm.bias)
+    assert compat.norm_weights(SimpleNamespace(w=norm.weight)) == (norm.weight, None)
+    assert compat.norm_weights(SimpleNamespace()) == (None, None)
+
+
+def test_8_bit_codes_stand_for_no_weights():
+    layer = skip_init(torch.nn.Linear, 2, 2)
+    assert not compat.is_quantised(layer) and not compat.is_quantised(torch.nn.ReLU())
+    layer.weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    assert compat.is_quantised(layer)
+    with pytest.raises(ValueError, match="this model computes with 8-bit codes of its activations"):
+        compat.head_weight(SimpleNamespace(q=layer, head_dim=1), "W_Q")
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):

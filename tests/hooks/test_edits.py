@@ -896,6 +896,7 @@ def test_provenance_tells_edits_apart(models):
         (ac.Clamp([(0, 1)], "<lookup>"), "Clamp(L0H1, relation='<lookup>')"),
         (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=2.0), "Steer(L0H1, vector=float32[8], scale=2.0)"),
         (ac.Ablate([(0, head) for head in range(9)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7 ... (9 heads))"),
+        (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=float("1")), "Steer(L0H1, vector=float32[8])"),
         (ac.Ablate(["L0KV1"]), "Ablate(['L0KV1'])"),
         (ac.Ablate([(0, head) for head in range(8)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7)"),
         (
@@ -914,3 +915,33 @@ def test_edits_show_themselves(edit, shown):
     page = edit._repr_html_()
     assert page.startswith(f"<table><tr><th colspan=2>{type(edit).__name__}</th></tr>") and "<lookup>" not in page
     assert page.count("<tr>") == 1 + len(re.findall(r"\w+=|\((?=L|\[)", shown.split("AblationBaseline")[0]))
+
+
+def test_rows_of_a_direction_may_be_rounded():
+    for overlap, fine in ((5e-5, True), (2e-4, False)):
+        rows = torch.tensor([[1.0, 0, 0], [overlap, 1, 0]])
+        if fine:
+            ac.Ablate([(0, 0)], direction=rows)
+        else:
+            with pytest.raises(ValueError, match="its rows are not orthonormal"):
+                ac.Ablate([(0, 0)], direction=rows)
+
+
+def test_hashes_of_sets_of_edits():
+    vector = torch.ones(8)
+    sets = [
+        [ac.Steer([(0, 1)], vector=vector)],
+        [ac.Steer([(0, 1)], vector=vector.clone())],
+        [ac.Steer([(0, 2)], vector=vector)],
+        [ac.Steer([(0, 1)], vector=-vector)],
+        [ac.Patch([(0, 1)])],
+        [ac.Patch([(0, 1)], values={"a": vector})],
+        [ac.Patch([(0, 1)], values={"b": vector})],
+        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(means={"a": vector[None]}))],
+        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(values={"a": vector[None]}))],
+        [],
+    ]
+    first, *others = edits_digests(sets)
+    assert re.fullmatch("[0-9a-f]{16}", first)
+    assert others[0] == first and len({first, *others}) == len(sets) - 1
+    assert edits_digests(sets[::-1]) == [first, *others][::-1], "whatever stands beside them"

@@ -12,6 +12,7 @@ import torch
 import align_circuits as ac
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import completeness, faithfulness, minimality
+from align_circuits.hooks import residual_edges
 from align_circuits.hooks.edits import edits_provenance
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import describe, head_of, heads_of, layers_of
@@ -143,3 +144,87 @@ def test_every_verb_names_the_key_head_that_it_refuses(llama, clean):
     ):
         with pytest.raises(ValueError, match=r"'L1KV0\.k' is the input of a key head"):
             verb()
+
+
+def test_names_of_senders_and_receivers():
+    def of(graph: Graph) -> tuple[str, str]:
+        return " ".join(one.name for one in graph.senders), " ".join(one.name for one in graph.receivers)
+
+    reads = "L0H0.q L0H1.q L0H2.q L0H3.q L0KV0.k L0KV1.k L0KV0.v L0KV1.v M0 logits"
+    assert of(Graph(1, 4, 2)) == ("input L0H0 L0H1 L0H2 L0H3 M0", reads)
+    plain = of(Graph(1, 2, 2, mlps=False))
+    assert plain == ("input L0H0 L0H1", "L0H0.q L0H1.q L0H0.k L0H1.k L0H0.v L0H1.v logits")
+    assert of(Graph(2, 1, 1))[0] == "input L0H0 M0 L1H0 M1"
+
+
+def test_a_graph_is_read_off_a_configuration():
+    sizes = {"n_layers": 2, "n_heads": 6}
+    assert Graph.of(SimpleNamespace(**sizes)) == Graph(2, 6, 6, mlps=True, parallel=False)
+    told = SimpleNamespace(**sizes, n_key_value_heads=3, attn_only=True, parallel_attn_mlp=True)
+    assert Graph.of(told) == Graph(2, 6, 3, mlps=False, parallel=True)
+    assert Graph.of(SimpleNamespace(**sizes, n_key_value_heads=None)).n_key_heads == 6
+
+
+def named(graph: Graph, edges: torch.Tensor) -> set[tuple[str, str]]:
+    return {(graph.senders[j].name, graph.receivers[i].name) for i, j in edges.nonzero().tolist()}
+
+
+def test_every_edge_leads_forward():
+    of_parallel = {("input", read) for read in ("L0H0.q", "L0H0.k", "L0H0.v", "M0", "L1H0.q", "L1H0.k", "L1H0.v", "M1")}
+    of_parallel |= {(sent, read) for sent in ("L0H0", "M0") for read in ("L1H0.q", "L1H0.k", "L1H0.v", "M1")}
+    of_parallel |= {(sent, "logits") for sent in ("input", "L0H0", "M0", "L1H0", "M1")}
+    for parallel, more in [(True, set()), (False, {("L0H0", "M0"), ("L1H0", "M1")})]:
+        graph = Graph(2, 1, 1, parallel=parallel)
+        assert named(graph, graph.edges) == of_parallel | more
+
+
+@pytest.mark.parametrize(("head", "key_head"), [("L0H1", "L0KV0"), ("L0H2", "L0KV1")])
+def test_a_circuit_of_one_head_holds_the_key_head_that_it_shares(head, key_head):
+    graph = Graph(1, 4, 2)
+    of_head = {("input", read) for read in (f"{head}.q", f"{key_head}.k", f"{key_head}.v")}
+    rest = {("input", "M0"), ("input", "logits"), (head, "M0"), (head, "logits"), ("M0", "logits")}
+    assert named(graph, graph.among([head])) == of_head | rest
+
+
+def test_what_is_no_edge():
+    graph = Graph(2, 4, 2)
+    wrong: list[Any] = ["ab", ("L0H1",), ("L0H1", "L1H0.q", "L1H1.q"), ("L0H1", (1, 0))]
+    for edge in wrong:
+        with pytest.raises(ValueError, match="is no edge: give a pair of sender and receiver"):
+            inspect.unwrap(Graph.select)(graph, [edge])
+    with pytest.raises(KeyError, match="; logits reads the residual stream: it is a receiver"):
+        graph.sender("logits")
+    with pytest.raises(KeyError) as unknown:
+        graph.sender("L9H0")
+    assert "reads" not in str(unknown.value)
+
+
+def test_places_of_senders_and_receivers_at_hook_points():
+    graph = Graph(2, 4, 2)
+    assert residual_edges.columns_of(graph) == {
+        "blocks.0.hook_resid_pre": slice(0, 1),
+        "blocks.0.attn.hook_z": slice(1, 5),
+        "blocks.0.hook_mlp_out": slice(5, 6),
+        "blocks.1.attn.hook_z": slice(6, 10),
+        "blocks.1.hook_mlp_out": slice(10, 11),
+    }
+    assert residual_edges.sites_of(graph) == {
+        ("q", 0): slice(0, 4),
+        ("k", 0): slice(4, 6),
+        ("v", 0): slice(6, 8),
+        ("mlp", 0): slice(8, 9),
+        ("q", 1): slice(9, 13),
+        ("k", 1): slice(13, 15),
+        ("v", 1): slice(15, 17),
+        ("mlp", 1): slice(17, 18),
+        ("logits", 2): slice(18, 19),
+    }
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("mlps", [False, True])
+def test_hook_points_of_edges(parallel, mlps):
+    points = {"blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"}
+    points |= {f"blocks.0.attn.hook_{site}" for site in "qkvz"} | ({"blocks.0.hook_mlp_out"} if mlps else set())
+    points |= {"blocks.0.hook_resid_mid"} if mlps and not parallel else set()
+    assert residual_edges.hook_points(Graph(1, 2, 2, mlps, parallel)) == sorted(points)
