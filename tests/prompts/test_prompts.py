@@ -368,6 +368,7 @@ def test_any_relation_is_drawn():
     prompts = with_everything(IDS)
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
     drawn = {name: prompts.drawing(0, relation=name) for name in (None, "mine", "previous")}
+    assert prompts.drawing() == drawn[None] != prompts.drawing(1)
     assert drawn[None] == drawn["mine"] != drawn["previous"], "by default the relation that was added"
     assert with_everything(IDS).drawing(0) not in drawn.values()
     both = prompts.with_relations(last=replace(prompts.relations["previous"], name="last"))
@@ -412,6 +413,11 @@ def test_tokens_are_drawn_with_numbers_shades_and_frames():
     assert drawn.count("<div>") == 2 and drawn.count("outline:2px solid;") == drawn.count("solid #E69F00;") == 1
     assert drawn.count("background:rgb(") == 2 and "rgb(64,149,197);color:#000;" in drawn and drawn.count("double") == 1
     assert f"color:#000;background:{GROUP_COLOURS[0]}" in drawn and "color:#fff;background:#0072B2" in drawn
+    shades = [
+        re.findall(r"color:(#\w+)|<sub[^>]*>(.*?)<", draw_tokens([[Mark("a", weight=weight)]]))
+        for weight in (0.04, 0.94, 0.95)
+    ]
+    assert shades == [[("#000", ""), ("", ".04")], [("#000", ""), ("", ".94")], [("#fff", ""), ("", ".95")]]
     assert f"background:{GROUP_COLOURS[1]}" in draw_tokens([[Mark("a", group=9)]]), "colours come round again"
     assert "font-size:12px" not in draw_tokens([[first]]), "there is no caption"
 

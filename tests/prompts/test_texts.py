@@ -74,6 +74,8 @@ def test_merges_across_the_end_of_a_text(byte_bpe_tokenizer):
     assert prompts.token_text[0][int(prompts.positions["it"][0])] == " cat"
     with pytest.raises(ValueError, match="text 0: the answer 'e' is no token of its own behind 'the cat sat on th'"):
         Prompts.from_texts(["the cat sat on th"], byte_bpe_tokenizer, answer=["e"])
+    with pytest.raises(ValueError, match="no token of its own behind 'dog and the cat sat ';"):
+        Prompts.from_texts(["the dog and the cat sat "], byte_bpe_tokenizer, answer=["on"])
     with pytest.raises(ValueError, match="text 0: the answer '' is no token of its own"):
         Prompts.from_texts(["the cat"], byte_bpe_tokenizer, answer=[""])
 
