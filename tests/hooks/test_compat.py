@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformer_lens.hook_points import HookPoint
@@ -125,6 +126,23 @@ def test_indices_stay_where_they_are_beside_what_stayed_before(random_hf_model, 
     model._hf_hook = SimpleNamespace(skip_keys=before)
     compat.leave_indices(model)
     assert model._hf_hook.skip_keys == [*after, "logits_to_keep"]
+
+
+def test_offloaded_weights_are_brought_and_taken_away():
+    """As accelerate keeps them in memory until their layer runs."""
+    inner = torch.nn.LayerNorm(2)
+    inner.weight.data = torch.tensor([3.0, 4.0])
+    model = torch.nn.Sequential(torch.nn.Identity(), inner)
+    add_hook_to_module(model, AlignDevicesHook(execution_device="meta", offload=False))
+    add_hook_to_module(inner, AlignDevicesHook(execution_device="cpu", offload=True))
+    assert inner.weight.is_meta and compat.is_spread(model)
+    assert compat.device_of(model) == torch.device("cpu"), "where the weights are brought to"
+    with compat.brought(None, model):
+        assert inner.weight.tolist() == [3, 4]
+    assert inner.weight.is_meta
+    assert compat.stored(model, "1.weight", inner.weight).tolist() == [3, 4]
+    value = torch.ones(1)
+    assert compat.stored(model, "0.nothing", value) is value
 
 
 def test_norms_and_mlps_are_hugging_faces(bridge):
