@@ -63,6 +63,7 @@ def test_steering_mixes_two_vectors(model):
             rows = table.where(beta=beta, answer=answer).frame.set_index("metric")["value"]
             assert rows["rank"] == pytest.approx(float(sum(ranks)) / 3)
             assert rows["log_prob"] == pytest.approx(float(sum(log_probs)) / 3, abs=1e-4)
+    assert table.frame["value"].between(table.frame["low"], table.frame["high"]).all()
     defaults = steer(model, PROMPTS, 1, source, target, {"own": answers["own"]})
     assert sorted(defaults.frame["beta"].unique()) == [UNSTEERED, 0, 0.25, 0.5, 0.75, 1]
 

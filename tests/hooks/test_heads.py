@@ -73,6 +73,12 @@ def test_layers_that_the_model_does_not_have(layer):
         layers_of(CFG, "resid_pre", [], [0, layer, 7])
 
 
+def test_a_configuration_that_says_little_is_that_of_a_plain_decoder():
+    assert Graph.of(SimpleNamespace(n_layers=2, n_heads=4)) == Graph(2, 4, 4, mlps=True, parallel=False)
+    says = SimpleNamespace(n_layers=2, n_heads=4, n_key_value_heads=2, attn_only=True, parallel_attn_mlp=True)
+    assert Graph.of(says) == Graph(2, 4, 2, mlps=False, parallel=True)
+
+
 def test_senders_and_receivers_are_told_apart():
     graph = Graph(2, 4, 2)
     assert graph.sender("L1H2") == graph.sender((1, 2))
