@@ -276,6 +276,20 @@ def test_the_generator_is_put_back_after_an_error_alone():
     torch.set_rng_state(state)
 
 
+def test_what_stands_for_a_method_goes():
+    @left_as_found.leaves_as_found
+    def replaces(model: torch.nn.Module) -> None:
+        model.forward = print
+        model.training = False
+
+    model = torch.nn.Sequential(torch.nn.LayerNorm(1))
+    replaces(model)
+    assert "forward" not in vars(model) and model.training is True
+    before = vars(model)["forward"] = model.forward
+    replaces(model)
+    assert vars(model)["forward"] is before
+
+
 def test_a_function_within_another_puts_nothing_back():
     """The outer one does, once."""
     model, seen = torch.nn.LayerNorm(1), []

@@ -178,7 +178,7 @@ class Prompts:
         group: dict[int, Any] = {}
         framed: set[int] = set()
         phrase = dict(enumerate(self.targets["phrase"]))
-        for name, relation in sorted(aligned.items(), reverse=True):
+        for name, relation in aligned.items():
             for row, target in enumerate(relation.target.tolist()):
                 keys = relation.keys_of(row)
                 group |= dict.fromkeys(keys, phrase[target])

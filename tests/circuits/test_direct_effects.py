@@ -12,6 +12,7 @@ import torch
 import align_circuits as ac
 from align_circuits.circuits.direct_effects import direct_logits, function_vectors, head_profile
 from align_circuits.models.planted.model import planted_competitors
+from align_circuits.tables.intervals import mean_interval
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2, automata="task")
 
@@ -84,6 +85,10 @@ def test_function_vectors_equal_a_loop(random_hf_model, char_tokenizer, prompts)
     assert np.abs(expected).max() > 1e-3
     alone = function_vectors(model, pairs[:1], heads=heads)
     np.testing.assert_allclose(alone.frame["value"], expected[:, 0], atol=1e-6)
+    for each in (table, alone):  # whose effects may be below 0
+        assert each.values is not None and each.weights is not None
+        low, high = mean_interval(each.values, each.weights)
+        np.testing.assert_allclose(each.frame[["low", "high"]], np.stack([low, high], 1))
 
 
 def test_the_profile_of_planted_heads(char_tokenizer):

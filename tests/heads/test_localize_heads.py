@@ -482,6 +482,18 @@ def test_what_names_a_candidate(change, named):
     assert found_heads == {"lookup": ((1, 2),) if named else (), "induction": ()}
 
 
+def test_named_heads_come_best_first():
+    rows: list[Any] = []
+    for head, score in ((0, 0.6), (1, 0.9), (2, 0.7)):
+        found = {"score": score, "attention": 0.3, "q": 0.01, "ablation": 0.5, "denoising": 0.0}
+        rows += [("lookup", metric, value, 0.1, 1, head) for metric, value in found.items()]
+    frame = pd.DataFrame(rows, columns=["role", "metric", "value", "low", "layer", "head"]).assign(high=1.0, n=4)
+    candidates = [((1, head), "lookup") for head in range(3)]
+    table, prompts = ac.Table(frame, Provenance("localize")), ac.Prompts.from_tokens([[1, 2, 3]])
+    named = localize_heads._named(table, candidates, ["lookup"], Thresholds(), prompts)
+    assert named == {"lookup": ((1, 1), (1, 2), (1, 0))}
+
+
 def test_one_distance_cannot_tell_an_aligner():
     """With one letter a phrase, a monotonic aligner looks a fixed distance back; a permuted one does not."""
     task = replace(TASK, phrase_len=1, n_examples=8)

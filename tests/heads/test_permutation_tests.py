@@ -275,6 +275,14 @@ class TestMeaning:
         found = p_values(model, some, ["align_query"])["align_query"]
         assert (found >= 1 / 6 - 1e-12).all()
 
+    def test_orders_of_seven_places_are_all_listed(self, char_tokenizer):
+        task = ac.Seq2SeqTask(x_len=7, phrase_len=1, n_examples=2, alignment="permutation")
+        prompts = task.sample(2, char_tokenizer, seed=0)
+        relation = prompts.relations["align_query"]
+        test = nulls._Alignments(relation, prompts, 1, 1)
+        test.add(torch.arange(len(relation)), 0, relation.expand()[0][:, None].float())
+        assert test.p_values(np.random.default_rng(0)).tolist() == [[1 / 5040]] == [[test.smallest]]
+
 
 class TestSmallest:
     """What prompts allow is known before a model runs."""
@@ -312,7 +320,7 @@ class TestSmallest:
 class TestRefusals:
     def test_what_is_asked(self, model, prompts):
         with pytest.raises(KeyError, match=r"no relation 'sink' in these prompts; they have .*lookup"):
-            p_values(model, prompts, ["lookup", "sink"])
+            p_values(model, prompts, ["lookup", "sink", "other"])
         with pytest.raises(ValueError, match="1 prompt: a permutation test takes at least two"):
             p_values(model, prompts[:1], ["lookup"])
 

@@ -332,7 +332,7 @@ def test_bf16_models_are_scored(prompts):
 
 def test_a_metric_that_is_not_known(models, prompts):
     with pytest.raises(KeyError, match=r"no metric 'aligns' for these prompts; they have .*align_query.*entropy"):
-        score_heads(models["llama"], prompts, ["align_query", "aligns"])
+        score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
 
 
 def test_nothing_to_score(models, prompts):

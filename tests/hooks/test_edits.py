@@ -404,8 +404,14 @@ class TestParts:
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (ac.Ablate([(0, 0)], neurons=[1, 8]), "no neuron 8 at 'blocks.0.attn.hook_z': it has 8, counted from 0"),
-            (ac.Ablate([(0, 0)], neurons=[1, -1]), "no neuron -1 at 'blocks.0.attn.hook_z': it has 8, counted from 0"),
+            (
+                ac.Ablate([(0, 0)], neurons=[1, 8, -1]),
+                "no neuron 8 at 'blocks.0.attn.hook_z': it has 8, counted from 0",
+            ),
+            (
+                ac.Ablate([(0, 0)], neurons=[1, -1, 8]),
+                "no neuron -1 at 'blocks.0.attn.hook_z': it has 8, counted from 0",
+            ),
             (
                 ac.Ablate([(0, 0)], direction=torch.ones(9)),
                 "a direction of 9 numbers at 'blocks.0.attn.hook_z': give 8",

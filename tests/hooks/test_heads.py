@@ -63,7 +63,7 @@ def test_what_is_no_head_is_called_what_it_is(given, message):
 def test_heads_that_the_model_does_not_have():
     for head, name in (("L3H0", "L3H0"), ((3, 0), "L3H0"), ("L0H12", "L0H12"), ((-1, 0), "L-1H0"), ((0, -1), "L0H-1")):
         with pytest.raises(ValueError, match=f"no head {name}: this model has layers 0 to 2 with heads 0 to 11"):
-            heads_of(CFG, ["L0H0", head])
+            heads_of(CFG, ["L0H0", head, (5, 5)])
     with pytest.raises(ValueError, match=r"heads='L1H2' is one string: give a list, such as \['L2H0'"):
         heads_of(CFG, "L1H2")
 
@@ -71,7 +71,13 @@ def test_heads_that_the_model_does_not_have():
 @pytest.mark.parametrize("layer", [-1, 3])
 def test_layers_that_the_model_does_not_have(layer):
     with pytest.raises(ValueError, match=f"no layer {layer}: this model has layers 0 to 2"):
-        layers_of(CFG, "resid_pre", [], [0, layer])
+        layers_of(CFG, "resid_pre", [], [0, layer, 7])
+
+
+def test_a_configuration_that_says_little_is_that_of_a_plain_decoder():
+    assert Graph.of(SimpleNamespace(n_layers=2, n_heads=4)) == Graph(2, 4, 4, mlps=True, parallel=False)
+    says = SimpleNamespace(n_layers=2, n_heads=4, n_key_value_heads=2, attn_only=True, parallel_attn_mlp=True)
+    assert Graph.of(says) == Graph(2, 4, 2, mlps=False, parallel=True)
 
 
 def test_senders_and_receivers_are_told_apart():
@@ -85,8 +91,13 @@ def test_senders_and_receivers_are_told_apart():
     for name in ("L1H3", "L1H3.k"):
         with pytest.raises(KeyError, match=rf"no receiver '{name}' .*; L1H3 reads through L1H3\.q, L1KV1\.k, L1KV1\.v"):
             graph.receiver(name)
-    with pytest.raises(KeyError, match=r"no receiver 'L9H0' in this model: it has .*logits"):
+    named = "L0H0.q, L0H1.q, L0H2.q, L0H3.q, L0KV0.k, L0KV1.k, ..., logits"
+    with pytest.raises(KeyError, match=f"no receiver 'L9H0' in this model: it has {named}\"$"):
         graph.receiver("L9H0")
+    with pytest.raises(
+        KeyError, match=r"no sender 'M2' in this model: it has input, L0H0, L0H1, L0H2, L0H3, M0, ..., M1"
+    ):
+        graph.sender("M2")
 
 
 @pytest.fixture(scope="module")

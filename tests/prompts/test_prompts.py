@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import align_circuits as ac
-from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, vocabulary_hash
+from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.prompts.token_html import GROUP_COLOURS, Mark, draw_tokens
 
@@ -163,6 +163,12 @@ def test_a_mask_of_another_shape(shape, entries):
         with_everything(IDS)[torch.ones(shape, dtype=torch.bool)]
 
 
+def test_a_column_may_be_written_to():
+    prompts = with_everything(IDS)
+    prompts.column("token")[:] = 0
+    assert prompts.targets["token"].tolist() == [7, 9, 5, 7, 3, 8, 6, 4, 6]
+
+
 def test_the_same_prompt_twice():
     with pytest.raises(ValueError, match="the same prompt twice"):
         with_everything(IDS)[[0, -3]]
@@ -212,6 +218,8 @@ def test_text_and_fingerprint_come_from_the_tokenizer(char_tokenizer, byte_bpe_t
     assert prompts.text[1] == "".join(prompts.token_text[0][:2])
     assert "".join(prompts.token_text[0]).replace(" ", "") == "AB=cd"
     assert prompts.tokenizer_hash == vocabulary_hash(char_tokenizer) != vocabulary_hash(byte_bpe_tokenizer)
+    spaces = SimpleNamespace(decode=lambda _, *, clean_up_tokenization_spaces=True: " ."[clean_up_tokenization_spaces:])
+    assert text_of(spaces, torch.tensor([5])) == {5: " ."}, "with its space"
     by_id = vocabulary_hash(SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 0}))
     assert by_id == hashlib.sha256(b"0\tb\n1\ta\n").hexdigest()[:16], "which files hold"
     assert Prompts.from_tokens(IDS).text[1] == "<3><3><8>"
@@ -368,6 +376,7 @@ def test_any_relation_is_drawn():
     prompts = with_everything(IDS)
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
     drawn = {name: prompts.drawing(0, relation=name) for name in (None, "mine", "previous")}
+    assert prompts.drawing() == drawn[None] != prompts.drawing(1)
     assert drawn[None] == drawn["mine"] != drawn["previous"], "by default the relation that was added"
     assert with_everything(IDS).drawing(0) not in drawn.values()
     both = prompts.with_relations(last=replace(prompts.relations["previous"], name="last"))
@@ -412,6 +421,11 @@ def test_tokens_are_drawn_with_numbers_shades_and_frames():
     assert drawn.count("<div>") == 2 and drawn.count("outline:2px solid;") == drawn.count("solid #E69F00;") == 1
     assert drawn.count("background:rgb(") == 2 and "rgb(64,149,197);color:#000;" in drawn and drawn.count("double") == 1
     assert f"color:#000;background:{GROUP_COLOURS[0]}" in drawn and "color:#fff;background:#0072B2" in drawn
+    shades = [
+        re.findall(r"color:(#\w+)|<sub[^>]*>(.*?)<", draw_tokens([[Mark("a", weight=weight)]]))
+        for weight in (0.04, 0.94, 0.95)
+    ]
+    assert shades == [[("#000", ""), ("", ".04")], [("#000", ""), ("", ".94")], [("#fff", ""), ("", ".95")]]
     assert f"background:{GROUP_COLOURS[1]}" in draw_tokens([[Mark("a", group=9)]]), "colours come round again"
     assert "font-size:12px" not in draw_tokens([[first]]), "there is no caption"
 

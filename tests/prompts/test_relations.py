@@ -245,7 +245,7 @@ def test_relations_of_named_positions(char_tokenizer):
         ([(0, 2, [3])], None, "key 3 lies behind its query 2"),
         ([(1, 3, [0])], None, "prompt 1: no token at column 0"),
         ([(0, 4, [0])], None, "no token at column 4"),
-        ([(0, 3, [0])], [1, 2], "key 0 is not among the candidates"),
+        ([(0, 3, [3, 0])], [1, 2], "key 0 is not among the candidates"),
         ([(0, 3, [0])], [], "0 sets of candidates for 1 rows"),
         ([(0, 3, [0])], [[0], [1]], "2 sets of candidates for 1 rows"),
         ([(0, 3, [0]), (1, 3, [1])], [[0], None], "candidates for some rows only"),

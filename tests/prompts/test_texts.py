@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.prompts.relations import IGNORE
-from align_circuits.prompts.texts import check_aligned, tokenize
+from align_circuits.prompts.texts import TokenizedText, check_aligned, tokenize
 from align_circuits.run.pairs import check_pair
 
 TOKENIZER = bundled()
@@ -74,6 +74,8 @@ def test_merges_across_the_end_of_a_text(byte_bpe_tokenizer):
     assert prompts.token_text[0][int(prompts.positions["it"][0])] == " cat"
     with pytest.raises(ValueError, match="text 0: the answer 'e' is no token of its own behind 'the cat sat on th'"):
         Prompts.from_texts(["the cat sat on th"], byte_bpe_tokenizer, answer=["e"])
+    with pytest.raises(ValueError, match="no token of its own behind 'dog and the cat sat ';"):
+        Prompts.from_texts(["the dog and the cat sat "], byte_bpe_tokenizer, answer=["on"])
     with pytest.raises(ValueError, match="text 0: the answer '' is no token of its own"):
         Prompts.from_texts(["the cat"], byte_bpe_tokenizer, answer=[""])
 
@@ -123,6 +125,8 @@ class Other:
         self.changed = changed
 
     def __getattr__(self, name: str) -> Any:
+        if self.changed.get(name) is AttributeError:
+            raise AttributeError(name)
         return self.changed.get(name, getattr(TOKENIZER, name))
 
     def __call__(self, text: str, **more: Any) -> Any:
@@ -130,8 +134,9 @@ class Other:
 
 
 def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
-    with pytest.raises(ValueError, match="this tokenizer does not say where its tokens lie; give token indices"):
-        Prompts.from_texts(["ab"], Other(is_fast=False), positions={"b": "b"})
+    for is_fast in (False, AttributeError):
+        with pytest.raises(ValueError, match="this tokenizer does not say where its tokens lie; give token indices"):
+            Prompts.from_texts(["ab"], Other(is_fast=is_fast), positions={"b": "b"})
     trimmed = {"input_ids": [1, 2], "offset_mapping": [(0, 1), (2, 3)]}
     with pytest.raises(ValueError, match=r"positions\['gap'\]: no token of text 0 holds the end of 'a '"):
         Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": "a "})
@@ -228,5 +233,11 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
         Prompts.from_pairs(
             ["the cat sat"] * 2, ["the dog sat", "the ferret sat"], byte_bpe_tokenizer, answer=[" on", " on"]
         )
+    drawn = torch.randint(20, (240,), generator=torch.Generator().manual_seed(0)).tolist()
+    long = TokenizedText("", drawn, 240, [], {})
+    with pytest.raises(
+        ValueError, match=r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
+    ):
+        check_aligned(3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
     check_aligned(0, text, text.ids, byte_bpe_tokenizer)

@@ -142,6 +142,30 @@ def test_out_of_memory_halves_the_batch(which, random_hf_model, prompts):
         run(model, prompts, engine=which, batch_size=3)
 
 
+@pytest.mark.parametrize(
+    ("fits", "halve_to", "sizes"),
+    [(7, 1, [7]), (3, 1, [7, 3, 3, 1]), (1, 4, [7, 3, *[1] * 7]), (1, 8, None), (0, 1, None), (0, None, None)],
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("x: can't allocate memory: y")])
+def test_batches_are_halved_down_to_a_limit(fits, halve_to, sizes, error):
+    """Of prompts of four tokens: 30 tokens hold seven, 15 three, 7 and 3 one."""
+    tried, ran = [], []
+
+    def run_batch(batch, _tokens):
+        tried.append(len(batch))
+        if len(batch) > fits:
+            raise error
+        ran.extend(batch.tolist())
+
+    if sizes is None:
+        with pytest.raises(RuntimeError, match=str(error)):
+            batching.in_batches(run_batch, torch.arange(7), 4, 30, halve_to=halve_to)
+        assert tried == ([7, 3] if halve_to == 8 else [7] if halve_to is None else [7, 3, 1, 1, 1])
+    else:
+        batching.in_batches(run_batch, torch.arange(7), 4, 30, halve_to=halve_to)
+        assert tried == sizes and ran == [*range(7)]
+
+
 def test_other_errors_are_not_taken_for_out_of_memory(random_hf_model, prompts):
     model = ac.load(random_hf_model("llama"))
 

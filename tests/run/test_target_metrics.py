@@ -348,6 +348,7 @@ def test_a_function_that_is_no_metric_is_refused_by_its_name(model, halves, metr
         ([], r"metrics=\[\]: give a list of at least one"),
         ("kl", r"metrics is the text 'kl', not a list .*; give a list, \['kl'\]"),
         (["kl", "kl"], "two metrics are called 'kl'"),
+        (["prob", "kl", "accuracy", "kl", "accuracy"], "two metrics are called 'kl'"),
         ([lambda logits, _: logits, lambda _, targets: targets], "two metrics are called '<lambda>'"),
     ],
 )
