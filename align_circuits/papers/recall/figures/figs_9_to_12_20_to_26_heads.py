@@ -50,6 +50,9 @@ RAISED = {
 ATTENDED = ("subject", "query_subject", "relation", "same_type", "grammar")
 """The relations of the last position by which heads are scored."""
 
+VALUES = ", among values"
+"""What a cosine among the logits of values alone is called."""
+
 KEYS = ["positions", "seed", "stage", "sequences", "metric", "head", "what", "query", "key"]
 
 
@@ -89,7 +92,8 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
 
     The cosine with f_subj is dominated by a part that all subjects share, -1 at all values, so that another subject's
     is nearly as high. `f_subj, centred` leaves it out: the mean over subjects is taken from the construction, and that
-    over prompts from the output. Each cosine stands beside that with another subject's, or another type's.
+    over prompts from the output. Each cosine stands beside that with another subject's, or another type's. Those that
+    end in `VALUES` leave out logits that no construction touches: of subjects, relations, grammar and separators.
     """
     directions, rows = Directions(world, 1), []
     rows += [{"metric": name, "value": float(x.mean())} for name, x in probe(model, prompts, world).items()]
@@ -115,8 +119,9 @@ def measure(model: AttentionOnly, world: RecallWorld, prompts: Prompts, sequence
     }
     for name, direction in theory.items():
         compared = outputs - outputs.mean(0) if "centred" in name else outputs
-        cosines = nn.functional.cosine_similarity(compared, direction[:, None], dim=-1).mean(0)
-        rows += [{"metric": "cosine", "head": h, "what": name, "value": v} for h, v in enumerate(cosines.tolist())]
+        for what, logits in ((name, slice(None)), (name + VALUES, directions.value > 0)):
+            cosines = nn.functional.cosine_similarity(compared[..., logits], direction[:, None, logits], dim=-1).mean(0)
+            rows += [{"metric": "cosine", "head": h, "what": what, "value": v} for h, v in enumerate(cosines.tolist())]
     return [{"sequences": sequences, **row} for row in rows]
 
 
@@ -273,6 +278,16 @@ _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
 ]
 """Claims about the head of a role: the role, the metric, of what, and the stage."""
 
+_OUTPUTS: list[tuple[str, Role, str]] = [
+    ("the subject head's output is f_subj (cosine, centred)", "subject", "f_subj, centred"),
+    ("the relation head's output is f_rel (cosine)", "relation", "f_rel"),
+]
+_AMONG_VALUES: list[tuple[str, Role, str, str, str]] = [
+    (f"{stage}, among the logits of values alone: {claim}", role, "cosine", what + VALUES, stage)
+    for stage in ("pretrained", "finetuned")
+    for claim, role, what in _OUTPUTS
+]
+
 _STAGES = {
     "pretrained": ("pretraining", "untrained", "before training"),
     "finetuned": ("in context", "pretrained", "before finetuning"),
@@ -292,15 +307,15 @@ def _checks(table: Table, name: str) -> Iterator[Check]:
     if not len(table):
         return
     measured = set(zip(table.frame["metric"], table.frame["what"], strict=True))
-    for claim, role, metric, what, stage in _OF_HEADS:
+    for claim, role, metric, what, stage in (*_OF_HEADS, *_AMONG_VALUES):
         if (metric, what) not in measured:
             continue  # in a result that was kept before this was measured
         sequences, before, control_is = _STAGES[stage]
         keys = {"stage": stage, "metric": metric, "sequences": None if metric == "raised" else sequences, "what": what}
         control = {"stage": before}
-        if "centred" in what or (what, stage) == ("f_rel", "pretrained"):
+        if "centred" in what or (what.removesuffix(VALUES), stage) == ("f_rel", "pretrained"):
             other = "f_subj, centred, of another" if "centred" in what else "f_rel of another"
-            control, control_is = {"what": other}, "another's"
+            control, control_is = {"what": other + VALUES if what.endswith(VALUES) else other}, "another's"
         value, of_control = (_of(table, role, **where) for where in (keys, keys | control))
         yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
     for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
@@ -327,7 +342,8 @@ def _draw_cosines(table: Table) -> go.Figure:
     bars: list[tuple[str, str, Role]] = [
         (stage, sequences, role) for stage, (sequences, *_) in _STAGES.items() for role in ROLES
     ]
-    for place, what in enumerate(table.where(metric="cosine").frame["what"].unique()):
+    drawn = [what for what in table.where(metric="cosine").frame["what"].unique() if not what.endswith(VALUES)]
+    for place, what in enumerate(drawn):
         cosines = [
             _of(table, role, stage=stage, sequences=sequences, metric="cosine", what=what)
             for stage, sequences, role in bars
