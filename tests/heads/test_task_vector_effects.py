@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import align_circuits as ac
 from align_circuits.heads import task_vector_effects
 from align_circuits.heads.task_vector_effects import UNSTEERED, replaced, representations, steer, task_vectors
+from align_circuits.tables.intervals import mean_interval
 
 PROMPTS = ac.Prompts.from_tokens([[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11]])
+ZERO = torch.zeros(3, 4, 8)
 NAME = "blocks.1.attn.hook_z"
 
 
@@ -60,10 +63,12 @@ def test_steering_mixes_two_vectors(model):
                 logits = alone(model, prompt, put)
                 ranks.append(sum(other > logits[token] for other in logits))
                 log_probs.append(logits.log_softmax(0)[token])
-            rows = table.where(beta=beta, answer=answer).frame.set_index("metric")["value"]
+            rows: Any = table.where(beta=beta, answer=answer).frame.set_index("metric")["value"]
             assert rows["rank"] == pytest.approx(float(sum(ranks)) / 3)
             assert rows["log_prob"] == pytest.approx(float(sum(log_probs)) / 3, abs=1e-4)
-    assert table.frame["value"].between(table.frame["low"], table.frame["high"]).all()
+    assert table.values is not None and table.weights is not None
+    ends = np.stack(mean_interval(table.values, table.weights), 1)
+    np.testing.assert_allclose(table.frame[["low", "high"]], ends)
     defaults = steer(model, PROMPTS, 1, source, target, {"own": answers["own"]})
     assert sorted(defaults.frame["beta"].unique()) == [UNSTEERED, 0, 0.25, 0.5, 0.75, 1]
 
@@ -71,8 +76,7 @@ def test_steering_mixes_two_vectors(model):
 def test_ties_count_one_half(model, monkeypatch):
     logits = torch.tensor([[2.0, 2.0, 1.0, 0.0], [2.0, 2.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]])
     monkeypatch.setattr(task_vector_effects, "_last_logits", lambda *_: (logits, "fast"))
-    table = steer(model, PROMPTS, 1, *torch.zeros(2, 3, 4, 8), {"a": torch.tensor([1, 1, 1])}, ())
-    assert table.values is not None
+    table = steer(model, PROMPTS, 1, ZERO, ZERO, {"a": torch.tensor([1, 1, 1])}, ())
     assert table.where(metric="rank").frame["value"].tolist() == [(0.5 + 2 + 2) / 3]
 
 
@@ -85,9 +89,8 @@ def test_the_edit_replaces_all_heads_at_the_last_token():
 
 
 def test_refusals(model):
-    vectors = torch.zeros(2, 3, 4, 8)
     for prompts, answers in ((PROMPTS[:0], {"a": torch.zeros(0, dtype=torch.long)}), (PROMPTS, {})):
         with pytest.raises(ValueError, match=rf"{len(prompts)} prompts, {len(answers)} answers: give at least one"):
-            steer(model, prompts, 1, *vectors[:, : len(prompts)], answers)
+            steer(model, prompts, 1, ZERO[: len(prompts)], ZERO[: len(prompts)], answers)
     with pytest.raises(ValueError, match="a beta of -1, which in the table marks the model as it is"):
-        steer(model, PROMPTS, 1, *vectors, {"a": torch.tensor([1, 1, 1])}, (0.5, -1.0))
+        steer(model, PROMPTS, 1, ZERO, ZERO, {"a": torch.tensor([1, 1, 1])}, (0.5, -1.0))

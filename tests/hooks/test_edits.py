@@ -913,7 +913,7 @@ def test_provenance_tells_edits_apart(models):
             ac.Patch([(0, 1)], values=dict.fromkeys("abcdefghi", torch.zeros(1))),
             "Patch(L0H1, values={a, b, c, d, e, f, g, h, ...})",
         ),
-        (ac.Steer([(0, 1)], scale=float("1"), site="".join("z")), "Steer(L0H1)"),
+        (ac.Steer([(0, 1)], scale=float("1")), "Steer(L0H1)"),
     ],
 )
 def test_edits_show_themselves(edit, shown):
