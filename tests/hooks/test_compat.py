@@ -135,7 +135,8 @@ def test_weights_that_are_offloaded_are_brought_while_they_are_read():
         torch.nn.init.constant_(parameter, number)
     plain = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert not compat.is_spread(model) and compat.device_of(model) == torch.device("cpu")
-    assert compat.stored(model, "0.weight", model[0].weight) is model[0].weight
+    weight = model.get_parameter("0.weight")
+    assert compat.stored(model, "0.weight", weight) is weight
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert compat.is_spread(model) and compat.device_of(model) == torch.device("cpu")
     for name, parameter in model.named_parameters():

@@ -350,7 +350,7 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
     monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", 27 * (32 + 4 * 9 + 48) - missing)
     sites: Any = [("z", 0), ("pattern", 0), ("mlp_post", 0), ("z", 1)]
     edits = [
-        ac.Patch(**({"layers": [layer]} if site == "mlp_post" else {"heads": [(layer, 0)]}), site=site)
+        ac.Patch(layers=[layer], site=site) if site == "mlp_post" else ac.Patch([(layer, 0)], site=site)
         for site, layer in sites
     ]
     names = [name_of(site, layer) for site, layer in sites]
