@@ -576,6 +576,7 @@ def main():
     parser.add_argument("--until", type=float, default=float("inf"), help="Unix time: later no mutant starts")
     arguments = parser.parse_intermixed_args()
     OUT.mkdir(parents=True, exist_ok=True)
+    arguments.scratch = arguments.scratch.resolve()  # pytest changes the working folder
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     {"map": draw_map, "run": run, "show": show}[arguments.what](arguments)
 

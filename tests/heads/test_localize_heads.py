@@ -515,6 +515,7 @@ def test_induction_heads_are_named_on_repeated_tokens():
     best = scores.top("induction_attention", 1).frame.iloc[0]
     assert (best["layer"], best["head"]) in result.heads("induction")
     assert "same positions" not in result.summary
+    assert not any(verdict.smallest for verdict in result.verdicts), "the smallest sets are looked for on request"
 
 
 def test_diffuse_aligners_are_told():
