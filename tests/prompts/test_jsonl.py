@@ -86,6 +86,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(group=...), "line 2: 'group' stands in some lines only"),
         (changed(wrong=..., group=...), "line 2: 'group' stands in some lines only"),
         (changed(positions={"one": 1}), "line 2: positions has other names than the first line"),
+        (changed(positions={"none": 1}), "line 2: positions has other names than the first line"),
         (changed(relations={}), "line 2: relations has other names than the first line"),
         (changed(relations={"mover": ["END"]}), "line 2: relation 'mover' needs 'query' and 'keys'"),
         (changed(relations={"mover": {"query": "END"}}), "line 2: relation 'mover' needs 'query' and 'keys'"),

@@ -209,6 +209,16 @@ def every_row(prompts: Prompts) -> list[Tensor]:
     return [prompts.column("prompt"), prompts.column("query_pos")]
 
 
+def test_patterns_are_edited_in_the_rows_of_their_runs(models):
+    model, prompts = models(PLAIN.kind, PLAIN.dtype), prompts_of(PLAIN, 0)
+    edits = [[ac.Ablate([(layer, head)], site="pattern")] for layer, head in ((0, 0), (0, 1), (1, 0))]
+    found, ran = logits_of(model, prompts, edits, every_row(prompts))
+    assert ran == "replay"
+    expected, _ = logits_of(model, prompts, edits, every_row(prompts), engine="reference")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert not torch.allclose(found[0], found[1])
+
+
 def test_a_few_queries_equal_the_reference_engine(models):
     model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
     edit_sets = [[], [ac.Ablate([(0, 1)])]]  # none after the last attention, which thus computes these queries alone
