@@ -199,6 +199,7 @@ def test_refusals(llama, pair):
     scores = attribute_edges(llama, ac.Pair(**pair, direction="noise"), method="eap")
     for options, message in (
         ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
+        ({"fractions": (0.5, 1.5)}, r"fractions=\(0\.5, 1\.5\): give shares"),
         ({"by": "size"}, "by='size': choose 'signed' or 'absolute'"),
         ({"scores": replace(scores, frame=scores.frame[:5])}, "5 scores, but the model has 82 edges"),
         ({"heads": {"wrong": [(7, 0)]}}, "no head L7H0"),

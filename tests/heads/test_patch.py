@@ -281,6 +281,7 @@ def test_refusals(models, clean, corrupted, char_tokenizer):
             inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
     for positions, message in [
         ({"some": clean.mask[:, :5]}, r"positions\['some'\] is torch.bool of \(4, 5\): give a boolean mask"),
+        ({"some": clean.mask.repeat(2, 1)}, r"positions\['some'\] is torch.bool of \(8, "),
         ({}, "positions={}: give masks by name, 'groups', or nothing"),
     ]:
         with pytest.raises(ValueError, match=message):
