@@ -60,6 +60,7 @@ TESTS = [
 ]
 OF_ALL_MODULES = [  # these look at signatures and decorators, and execute no line
     "tests/test_doors.py::test_a_kind_of_edit_says_what_it_changes",
+    "tests/test_doors.py::test_as_many_controls_are_drawn_as_a_verdict_asks_for",
     "tests/test_doors.py::test_dataclasses_are_frozen",
     "tests/test_doors.py::test_edits_of_every_kind_show_themselves_alike",
     "tests/test_doors.py::test_every_argument_may_be_given_by_name",

@@ -130,6 +130,12 @@ def test_thresholds_are_shares_or_small_losses():
     assert all(0 < threshold < 1 for threshold in vars(Thresholds()).values())
 
 
+def test_as_many_controls_are_drawn_as_a_verdict_asks_for():
+    """Of n control sets the smallest p-value is 1 / (n + 1); it lies below the threshold."""
+    draws = signature(ac.localize).parameters["draws"].default
+    assert 1 / (draws + 1) < Thresholds().alpha
+
+
 CASES = [
     (
         lambda w: ac.score_heads(w.network, w.clean),
