@@ -141,8 +141,8 @@ def check_memory(place: Path, needed: int, stored: int) -> None:
     memory = memory_of_machine()
     if needed > min(memory, MOST_PACKED * stored + UNSTORED):
         raise ValueError(
-            f"a model of the sizes in {str(place)!r} takes {in_bytes(needed)} of memory, but its weights' files have "
-            f"{in_bytes(stored)} and this machine has {in_bytes(memory)} of memory: correct config.json, give a "
+            f"a model of the sizes in {str(place)!r} takes {readable_size(needed)} of memory, but its weights' files have "
+            f"{readable_size(stored)} and this machine has {readable_size(memory)} of memory: correct config.json, give a "
             "smaller dtype, or take a larger machine"
         )
 
@@ -188,6 +188,6 @@ def check_adapter(folder: Path, settings: Mapping[str, Any], names: Iterable[str
         )
 
 
-def in_bytes(count: int) -> str:
+def readable_size(count: int) -> str:
     """A number of bytes, as a person says it."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -12,7 +12,7 @@ from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from align_circuits.hooks.compat import is_hooked
-from align_circuits.models.folder_checks import in_bytes, memory_of_machine
+from align_circuits.models.folder_checks import memory_of_machine, readable_size
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def check_fits(cfg: HandBuiltConfig) -> None:
     if needed > memory_of_machine():
         raise ValueError(
             f"a model of {cfg.n_layers:,} layers of {cfg.n_heads:,} heads, {cfg.d_model:,} wide, for prompts of "
-            f"{cfg.n_ctx:,} tokens takes {in_bytes(needed)} of memory, but this machine has "
-            f"{in_bytes(memory_of_machine())}: give fewer layers or heads, or a smaller width or n_ctx"
+            f"{cfg.n_ctx:,} tokens takes {readable_size(needed)} of memory, but this machine has "
+            f"{readable_size(memory_of_machine())}: give fewer layers or heads, or a smaller width or n_ctx"
         )
 
 
