@@ -22,7 +22,6 @@ PAPERS = {
 DURATIONS = files("align_circuits.papers") / "durations.csv"
 """What `benchmarks/experiments.py` measured."""
 
-
 KEPT = files("align_circuits.papers") / "kept_results.csv"
 """What `benchmarks/preregistered.py` read from the results that the repository keeps, and from its history."""
 
@@ -60,11 +59,9 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
     for paper, in_order in groupby(ordered, key=_paper):
         group = list(in_order)
         lines.append(f"\n{PAPERS.get(paper, 'Validation of this package')}:")
-        names = {"claims": [each.name for each in group]}
-        if paper:
-            own = [each.name for each in group if each.of_its_paper]
-            names = {"claims of the paper": own, "claims beyond it": sorted({*names["claims"]} - {*own})}
-        for whose, of in names.items():
+        own = [each.name for each in group if each.of_its_paper or not paper]
+        others = [each.name for each in group if each.name not in own]
+        for whose, of in (("claims of the paper" if paper else "claims", own), ("claims beyond it", others)):
             lines += [f"  {whose}, {counts}" for counts in _counted(kept, of)]
         for each in group:
             times = [(at, taken.get((each.study.name, at))) for at in ("smoke", "cpu")]

@@ -138,19 +138,14 @@ class AttentionOnlyModels:
     first_seed: int = 0
     """The others follow it."""
 
-    @property
-    def all_seeds(self) -> range:
-        """The seeds of each cell."""
-        return range(self.first_seed, self.first_seed + self.seeds)
-
     def jobs(self, function: Callable[..., Any], *, pretraining: bool = False, **arguments: Any) -> list[Measurement]:
         """Returns a job of a function of `setup` and other arguments for each cell and seed.
 
         With `pretraining` the function only pretrains, so that cells with the same pretraining share its job.
         """
-        jobs = []
+        seeds, jobs = range(self.first_seed, self.first_seed + self.seeds), []
         for change in self.changes:
             setup = replace(self.setup, **change)
             config = {"setup": asdict(setup.without_finetuning() if pretraining else setup), **arguments}
-            jobs += [Measurement(function, config, seed, change) for seed in self.all_seeds]
+            jobs += [Measurement(function, config, seed, change) for seed in seeds]
         return jobs
