@@ -142,8 +142,8 @@ def check_memory(place: Path, needed: int, stored: int) -> None:
     if needed > min(memory, MOST_PACKED * stored + UNSTORED):
         raise ValueError(
             f"a model of the sizes in {str(place)!r} takes {readable_size(needed)} of memory, but its weights' files "
-            f"have {readable_size(stored)} and this machine has {readable_size(memory)} of memory: correct config.json, "
-            "give a smaller dtype, or take a larger machine"
+            f"have {readable_size(stored)} and this machine has {readable_size(memory)} of memory: correct "
+            "config.json, give a smaller dtype, or take a larger machine"
         )
 
 
