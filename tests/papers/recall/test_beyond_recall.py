@@ -5,16 +5,24 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER, last_demonstrations, measure, token_groups
 from align_circuits.papers.recall.beyond.mixed_training import MIXING
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE, SITES, parts_of, swapped
+from align_circuits.papers.recall.figures.common import (
+    drawn_if_facts_are_learned,
+    of_common_seeds,
+    only_if_facts_are_learned,
+    per_seed,
+)
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
 from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
@@ -35,9 +43,14 @@ HEAD = {name: place for place, name in enumerate(HEADS)}
 CHAINS = RecallWorld.small()
 ICL = DemonstrationsTask(CHAINS, 5)
 
+KNOWING = {"facts": 1.0, "facts_before": 0.0}
+
 
 def table(rows: Any) -> Table:
-    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=10), Provenance("test"))
+    """A table of models that know their facts, where the rows do not say otherwise."""
+    return Table(
+        pd.DataFrame([KNOWING | row for row in rows]).assign(low=np.nan, high=np.nan, n=10), Provenance("test")
+    )
 
 
 def test_swapping_heads_of_the_constructions_does_what_the_theorem_says():
@@ -129,7 +142,7 @@ def test_attention_that_carries_the_type_is_distinguished_from_attention_that_on
         for row in rows[-8:]:
             row.update(seed=seed, kind="icl", metric="accuracy")
     checks = CARRIER.check(table(rows))
-    assert [check.met for check in checks] == [carries] * 4
+    assert [check.met for check in checks] == [True] + [carries] * 4
     assert all(check.control_fails for check in checks)
 
 
@@ -184,7 +197,8 @@ def test_one_stage_is_held_against_two(mixed, expected):
     assert [check.met for check in MIXING.check(table(rows))] == expected
 
 
-def test_exchanges_are_credited_to_the_head_that_matters():
+def swaps(ignorant: int | None = None) -> Table:
+    """Heads that carry all that finetuning brings; one seed may not know its facts, and then has no such heads."""
     rows = []
     for seed in range(3):
         for model, key, other in (("GPT-2", "layer 2", "layer 1"), ("attention-only", "relation head", "other head")):
@@ -192,13 +206,49 @@ def test_exchanges_are_credited_to_the_head_that_matters():
                 has = float(receiver == "ft")
                 common = {"model": model, "receiver": receiver, "probe": "icl", "seed": seed}
                 rows.append({**common, "site": "none", "part": "none", "value": has})
-                rows.append({**common, "site": "z", "part": key, "value": 1 - has})
+                rows.append({**common, "probe": "pt", "site": "none", "part": "none", "value": float(seed != ignorant)})
+                carried = has if seed == ignorant else 1 - has
+                rows.append({**common, "site": "z", "part": key, "value": carried})
                 rows.append({**common, "site": "z", "part": other, "value": has})
                 rows.append({**common, "site": "pattern", "part": key, "value": 0.0})
                 rows.append({**common, "site": "v", "part": key, "value": has})
-    checks = EXCHANGE.check(table(rows))
+    return table(rows)
+
+
+def test_exchanges_are_credited_to_the_head_that_matters():
+    checks = EXCHANGE.check(swaps())
     assert all(check.met and check.control_fails for check in checks)
-    assert len(checks) == 5
+    assert len(checks) == 7
+
+
+def test_exchanges_count_in_models_that_know_their_facts():
+    checks = EXCHANGE.check(swaps(ignorant=1))
+    assert [check.measured.value for check in checks] == pytest.approx([2 / 3, 1, 1, 2 / 3, 1, 1, 1])
+
+
+def test_claims_are_judged_in_models_that_know_their_facts():
+    known = {"facts": 0.95, "facts_before": 0.0}
+    unknown = {"facts": 0.94, "facts_before": 0.0}
+    rows = [{**known, "div": 0.5, "seed": 0, "value": 1.0}, {**unknown, "div": 0.5, "seed": 1, "value": 0.0}]
+    rows.append({**unknown, "div": 0.2, "seed": 0, "value": 0.0})
+
+    def check(found: Table) -> list[Check]:
+        return [Claim("value").at_least(0.5, per_seed(found), np.zeros(1), "nothing")]
+
+    share, value = only_if_facts_are_learned(check)(table(rows))
+    assert share.measured.value == pytest.approx(1 / 3)
+    assert (share.control.value, value.measured.value) == (0.0, 1.0)
+    assert [each.claim for each in only_if_facts_are_learned(check, said=False)(table(rows))] == ["value"]
+    assert len(only_if_facts_are_learned(check)(table(rows[1:]))) == 1  # no model knows its facts: nothing is judged
+    draw = drawn_if_facts_are_learned(lambda found: {str(len(found)): go.Figure()})
+    assert list(draw(table(rows))) == ["1"]
+    assert list(draw(table(rows[1:]))) == ["2"]
+
+
+def test_differences_are_of_common_seeds():
+    one, other = (table([{"seed": seed, "value": seed} for seed in seeds]) for seeds in ((1, 2, 3), (2, 3, 4)))
+    for part in of_common_seeds(one, other):
+        assert per_seed(part).tolist() == [2, 3]
 
 
 def test_a_mixture_draws_from_both_tasks():
@@ -274,7 +324,7 @@ def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
         return table(exact + looks)
 
     assert all(check.met and check.control_fails for check in BRIDGE.check(rows(0.8)))
-    assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, False, False, False]
+    assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, True, False, False, False]
 
 
 def test_finding_3_is_judged_in_seeds_that_know_their_facts():

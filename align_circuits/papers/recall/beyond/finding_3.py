@@ -198,7 +198,7 @@ FINDING_3 = Experiment(
     f"Beyond {SOURCE}: its finding 3",
     study(
         "recall/finding3",
-        *(Obstacles(setup) for setup in (gpt2.SMOKE, gpt2.CPU_FRESH, gpt2.PAPER)),
+        *(Obstacles(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),
         jobs=_jobs,
         train=gpt2.pretrainings,
     ),

@@ -15,7 +15,14 @@ from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
+from align_circuits.papers.recall.figures.common import (
+    SOURCE,
+    drawn_if_facts_are_learned,
+    measured_after_facts,
+    only_if_facts_are_learned,
+    per_seed,
+    study,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
@@ -162,12 +169,13 @@ CARRIER = Experiment(
     study(
         "recall/carrier",
         gpt2.FinetunedModels(gpt2.SMOKE),
-        gpt2.FinetunedModels(gpt2.CPU, ("icl",)),
+        gpt2.FinetunedModels(gpt2.CPU_TWELVE, ("icl",)),
         gpt2.FinetunedModels(gpt2.PAPER),
         jobs=_jobs,
         train=gpt2.pretrainings,
+        summarize=measured_after_facts,
     ),
-    _draw,
-    _check,
+    drawn_if_facts_are_learned(_draw),
+    only_if_facts_are_learned(_check),
     "§3.4 steers with this output; whether the model itself uses it so is not tested there.",
 )

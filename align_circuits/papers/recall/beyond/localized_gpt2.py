@@ -12,7 +12,13 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.heads import heads_of
 from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import SOURCE, study
+from align_circuits.papers.recall.figures.common import (
+    SOURCE,
+    drawn_if_facts_are_learned,
+    measured_after_facts,
+    only_if_facts_are_learned,
+    study,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -97,11 +103,12 @@ LOCALIZED = Experiment(
     f"Beyond {SOURCE}",
     study(
         "recall/localized",
-        *(Localized(gpt2.SMOKE, n=16), Localized(gpt2.CPU), Localized(gpt2.PAPER)),
+        *(Localized(gpt2.SMOKE, n=16), Localized(gpt2.CPU_TWELVE), Localized(gpt2.PAPER)),
         jobs=_jobs,
         train=gpt2.pretrainings,
+        summarize=measured_after_facts,
     ),
-    _draw,
-    _check,
+    drawn_if_facts_are_learned(_draw),
+    only_if_facts_are_learned(_check),
     "The paper describes heads of attention-only models alone.",
 )

@@ -14,7 +14,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, heads_of
 from align_circuits.hooks.names import Site, name_of
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.attention_only_models import (
     PAPER,
@@ -24,8 +24,8 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     finetuned,
     pretrained,
 )
-from align_circuits.papers.recall.figures.common import SOURCE, per_seed, study
-from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import CPU
+from align_circuits.papers.recall.figures.common import FACTS_LEARNED, SOURCE, know_their_facts, per_seed, study
+from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import CPU, FIRST_SEED
 from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
@@ -114,34 +114,53 @@ def parts_of(model: Any, facts: Prompts) -> dict[Head, str]:
     return {head: names.get(head, "other head") for head in heads_of(model.cfg)}
 
 
+_FACTS: dict[str, Any] = {"receiver": "pt", "site": "none"}
+"""The pretrained model as it is."""
+
+
 def _check(table: Table) -> list[Check]:
-    def change(model: str, receiver: str, site: str, part: str) -> Float[ndarray, " seed"]:
+    checks = []
+    for model, key, other in (("GPT-2", "layer 2", "layer 1"), ("attention-only", "relation head", "other head")):
+        of_model = table.where(model=model)
+        on_facts, on_icl = (per_seed(of_model, probe=probe, **_FACTS) >= FACTS_LEARNED for probe in ("pt", "icl"))
+        claim = f"{model}: facts are learned, as this presupposes (share of models with an exact match on PT of "
+        checks.append(Claim(f"{claim}{FACTS_LEARNED:g})").at_least(0.5, share_of(on_facts), share_of(on_icl), "on ICL"))
+        known = know_their_facts(of_model, probe="pt", **_FACTS)
+        if len(known):
+            checks += _checks(known, model, key, other)
+    return checks
+
+
+def _checks(table: Table, model: str, key: str, other: str) -> list[Check]:
+    """The claims about one kind of model, of which `key` and `other` are heads."""
+
+    def change(receiver: str, site: str, part: str) -> Float[ndarray, " seed"]:
         """The gain of the pretrained model, the loss of the finetuned one."""
-        rows = table.where(model=model, receiver=receiver, probe="icl")
+        rows = table.where(receiver=receiver, probe="icl")
         gain = per_seed(rows, site=site, part=part) - per_seed(rows, site="none")
         return gain if receiver == "pt" else -gain
 
     checks = []
-    for model, key, other in (("GPT-2", "layer 2", "layer 1"), ("attention-only", "relation head", "other head")):
-        for receiver, claim, measure in (
-            (
-                "ft",
-                f"the finetuned model needs its {key}: with the pretrained one's it no longer recalls in context",
-                "loss",
-            ),
-            ("pt", f"the finetuned {key} is enough: with it the pretrained model recalls in context", "gain"),
-        ):
-            of_key, of_other = (change(model, receiver, "z", part) for part in (key, other))
-            claim = f"{model}: {claim} ({measure} of exact match, held-out)"
-            checks.append(Claim(claim).at_least(0.5, of_key, of_other, f"the {other}"))
-    attention, values = (change("attention-only", "ft", site, "relation head") for site in ("pattern", "v"))
-    checks.append(
-        Claim(
-            "attention-only: finetuning changes where the relation head looks (loss of exact match with the "
-            "pretrained one's pattern)",
-            "W_KQ of both heads, and W_OV of this one",
-        ).at_least(0.5, attention, values, "with its values")
-    )
+    for receiver, claim, measure in (
+        (
+            "ft",
+            f"the finetuned model needs its {key}: with the pretrained one's it no longer recalls in context",
+            "loss",
+        ),
+        ("pt", f"the finetuned {key} is enough: with it the pretrained model recalls in context", "gain"),
+    ):
+        of_key, of_other = (change(receiver, "z", part) for part in (key, other))
+        claim = f"{model}: {claim} ({measure} of exact match, held-out)"
+        checks.append(Claim(claim).at_least(0.5, of_key, of_other, f"the {other}"))
+    if model == "attention-only":
+        attention, values = (change("ft", site, key) for site in ("pattern", "v"))
+        checks.append(
+            Claim(
+                "attention-only: finetuning changes where the relation head looks (loss of exact match with the "
+                "pretrained one's pattern)",
+                "W_KQ of both heads, and W_OV of this one",
+            ).at_least(0.5, attention, values, "with its values")
+        )
     return checks
 
 
@@ -163,7 +182,7 @@ EXCHANGE = Experiment(
     study(
         "recall/exchange",
         Swaps(gpt2.SMOKE, "icl", AttentionOnlyModels(SMALLEST, 1)),
-        Swaps(gpt2.CPU, "icl", AttentionOnlyModels(CPU, 3)),
+        Swaps(gpt2.CPU_TWELVE, "icl", AttentionOnlyModels(CPU, 12, first_seed=FIRST_SEED)),
         Swaps(gpt2.PAPER, "icl", AttentionOnlyModels(PAPER, 3)),
         jobs=_jobs,
         train=gpt2.pretrainings,

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
 from align_circuits.papers.study import Experiment, Rows, Study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -26,6 +26,18 @@ def measured(_: Any, rows: Rows) -> pd.DataFrame:
     """Returns the rows of all jobs but `pretrain`, without intervals: the `summarize` of a study."""
     frames = [frame for function, frame in rows.items() if function != "pretrain"]
     return pd.concat(frames, ignore_index=True).assign(low=np.nan, high=np.nan)
+
+
+def measured_after_facts(_: Any, rows: Rows) -> pd.DataFrame:
+    """Returns `measured`, whose rows have the exact match on PT of the pretrained model behind them.
+
+    It stands in the columns `facts` and, of the model before training, `facts_before`.
+    """
+    frame, log = measured(_, rows), rows["pretrain"]
+    log = log[(log["probe"] == "pt") & (log["match"] == "exact")].sort_values("step")
+    model = [name for name in ("seed", "div") if name in log]
+    exact = log.groupby(model)["value"].agg(["first", "last"]).reset_index()
+    return frame.merge(exact.rename(columns={"first": "facts_before", "last": "facts"}), on=model)
 
 
 def study(name: str, smoke: Any, cpu: Any, paper: Any, **parts: Any) -> Study:
@@ -63,6 +75,50 @@ def know_their_facts(table: Table, **pretrained: Any) -> Table:
     facts: Any = table.where(**pretrained).frame
     known: Any = table.frame[table.frame["seed"].isin(facts.loc[facts["value"] >= FACTS_LEARNED, "seed"])]
     return Table(known, table.provenance)
+
+
+def facts_learned(table: Table) -> tuple[Check, Table]:
+    """Returns the check that pretrained models know their facts, and the rows of those that do.
+
+    Args:
+        table: Of `measured_after_facts`.
+    """
+    frame: Any = table.frame
+    models = frame.drop_duplicates([name for name in ("seed", "div") if name in frame])
+    after, before = (models[name].to_numpy(float) >= FACTS_LEARNED for name in ("facts", "facts_before"))
+    claim = f"Facts are learned, as this presupposes (share of models with an exact match on PT of {FACTS_LEARNED:g})"
+    check = Claim(claim).at_least(0.5, share_of(after), share_of(before), "before training")
+    return check, Table(frame[frame["facts"] >= FACTS_LEARNED], table.provenance)
+
+
+def only_if_facts_are_learned(check: Verify, *, said: bool = True) -> Verify:
+    """Returns the checks of a table of `measured_after_facts` in the models that know their facts, if there are any.
+
+    First comes how many do; not so where another figure of the same table has `said` it.
+    """
+
+    def of_those(table: Table) -> list[Check]:
+        learned, known = facts_learned(table)
+        return [learned][:said] + (check(known) if len(known) else [])
+
+    return of_those
+
+
+def drawn_if_facts_are_learned(draw: Draw) -> Draw:
+    """Returns the figures of models that know their facts, or of all where none does."""
+
+    def of_those(table: Table) -> Mapping[str, go.Figure]:
+        _, known = facts_learned(table)
+        return draw(known if len(known) else table)
+
+    return of_those
+
+
+def of_common_seeds(one: Table, other: Table) -> tuple[Table, Table]:
+    """Returns the rows of both tables that are of seeds which both have, so that values by seed can be compared."""
+    seeds: Any = np.intersect1d(one.frame["seed"], other.frame["seed"])
+    parts: list[Any] = [table.frame[table.frame["seed"].isin(seeds)] for table in (one, other)]
+    return Table(parts[0], one.provenance), Table(parts[1], other.provenance)
 
 
 def by_seed(table: Table, **where: Any) -> pd.DataFrame:

@@ -226,7 +226,7 @@ def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, 
 
 
 FINETUNING_STUDY = curves_study(
-    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU_FRESH, gpt2.PAPER))
+    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
 )
 
 FIG2 = figure(
@@ -268,7 +268,7 @@ FIG5 = figure(
     curves_study(
         "recall/fig5",
         Trainings(gpt2.SMOKE, ("icl", *READINGS), grid(n_seen=(4, 12))),
-        Trainings(gpt2.CPU_FRESH, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
+        Trainings(gpt2.CPU, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
         Trainings(gpt2.PAPER, ("icl", *READINGS), grid(n_seen=(16, 32, 64, 128, 192))),
     ),
     _draw_seen,
@@ -282,7 +282,7 @@ FIG6 = figure(
     curves_study(
         "recall/fig6",
         Trainings(gpt2.SMOKE, ("pt", *READINGS), _lengths((0.2, 0.5), (3, 5), {})),
-        Trainings(gpt2.CPU_FRESH, ("pt", FROM_ZERO), _lengths((0.2, 0.5), (6, 20), {})),
+        Trainings(gpt2.CPU, ("pt", FROM_ZERO), _lengths((0.2, 0.5), (6, 20), {})),
         Trainings(gpt2.PAPER, ("pt", *READINGS), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
     ),
     lambda table: _draw_grid(table, "grammar_len", "S"),
@@ -296,7 +296,7 @@ FIG7 = figure(
     curves_study(
         "recall/fig7",
         Trainings(gpt2.SMOKE, ("pt", *READINGS), grid(div=(0.2, 0.5), n_subjects=(8, 16))),
-        Trainings(gpt2.CPU_FRESH, ("pt", FROM_ZERO), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
+        Trainings(gpt2.CPU, ("pt", FROM_ZERO), grid(div=(0.2, 0.5), n_subjects=(24, 96))),
         Trainings(gpt2.PAPER, ("pt", *READINGS), grid(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
     ),
     lambda table: _draw_grid(table, "n_subjects", "M"),

@@ -13,7 +13,17 @@ from numpy import ndarray
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
 from align_circuits.papers.claims import Check, Claim
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import draw_curves, figure, key_values, per_seed, study
+from align_circuits.papers.recall.figures.common import (
+    draw_curves,
+    drawn_if_facts_are_learned,
+    figure,
+    key_values,
+    measured_after_facts,
+    of_common_seeds,
+    only_if_facts_are_learned,
+    per_seed,
+    study,
+)
 from align_circuits.papers.recall.metrics import group_cosines, silhouette
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.study import Inputs, Measurement
@@ -46,7 +56,11 @@ class TaskVectors:
 
 
 def _pretrainings(config: TaskVectors, inputs: Inputs) -> list[Measurement]:
-    return [job for div in config.divs for job in gpt2.each_seed(gpt2.pretrain, config.setup.changed(div=div), inputs)]
+    return [
+        job
+        for div in config.divs
+        for job in gpt2.each_seed(gpt2.pretrain, config.setup.changed(div=div), inputs, {"div": div})
+    ]
 
 
 def _jobs(config: TaskVectors, inputs: Inputs) -> list[Measurement]:
@@ -180,14 +194,16 @@ def _draw_main(table: Table) -> dict[str, go.Figure]:
 def _check_main(table: Table) -> list[Check]:
     divs, demos = key_values(table, "div"), key_values(table, "demos", metric="exact")
     few, many, high, low = min(t for t in demos if t), demos[-1], divs[-1], divs[0]
-    at_high, at_low = table.where(div=high), table.where(div=low)
+    at_high = table.where(div=high)
+    paired = of_common_seeds(at_high, table.where(div=low))
     silhouettes = {"metric": "silhouette", **LAYER_2_ATTENTION}
 
     def gain(**where: Any) -> Float[ndarray, " seed"]:
         return per_seed(at_high, demos=many, **where) - per_seed(at_high, demos=few, **where)
 
     def difference(**where: Any) -> Float[ndarray, " seed"]:
-        return per_seed(at_high, demos=many, **where) - per_seed(at_low, demos=many, **where)
+        of_high, of_low = (per_seed(of_div, demos=many, **where) for of_div in paired)
+        return of_high - of_low
 
     def lead(beta: float) -> Float[ndarray, " seed"]:
         where = {"metric": "rank", "queries": "held-out", "beta": beta}
@@ -289,17 +305,19 @@ def _check_steering(table: Table) -> list[Check]:
     divs = key_values(table, "div")
     high, low = divs[-1], divs[0]
 
-    def rank(beta: float, div: float, queries: str) -> Float[ndarray, " seed"]:
-        return per_seed(table, metric="rank", answer="target", beta=beta, div=div, queries=queries)
+    def rank(of_div: Table, beta: float, queries: str) -> Float[ndarray, " seed"]:
+        return per_seed(of_div, metric="rank", answer="target", beta=beta, queries=queries)
 
+    at_high = table.where(div=high)
     checks = []
     for queries in ("seen", "held-out"):
-        unsteered, mean, steered = (rank(beta, high, queries) for beta in (UNSTEERED, 0.0, 1.0))
+        unsteered, mean, steered = (rank(at_high, beta, queries) for beta in (UNSTEERED, 0.0, 1.0))
         claim = f"Steering moves the target's attribute up, {queries} (its rank at β = 0 minus at β = 1, Div {high:g})"
         checks.append(Claim(claim).at_least(1.0, mean - steered, unsteered - mean, "unsteered minus β = 0"))
     if low < high:
         beta = sorted(beta for beta in key_values(table, "beta") if 0 < beta < 1)[1]
-        steered, unsteered = (rank(at, low, "held-out") - rank(at, high, "held-out") for at in (beta, UNSTEERED))
+        of_high, of_low = of_common_seeds(at_high, table.where(div=low))
+        steered, unsteered = (rank(of_low, at, "held-out") - rank(of_high, at, "held-out") for at in (beta, UNSTEERED))
         claim = f"A larger Div needs a smaller β (target's rank at β = {beta:g}, Div {low:g} minus {high:g})"
         checks.append(Claim(claim).at_least(0.5, steered, unsteered, "unsteered"))
     return checks
@@ -308,41 +326,42 @@ def _check_steering(table: Table) -> list[Check]:
 STUDY = study(
     "recall/task-vectors",
     TaskVectors(gpt2.SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), cosines_at=(0, 3)),
-    TaskVectors(gpt2.CPU, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
+    TaskVectors(gpt2.CPU_TWELVE, (0.2, 0.5), (0, 1, 2, 4, 6, 8), kind="icl", cosines_at=(0, 2, 8)),
     TaskVectors(gpt2.PAPER, (0.2, 0.5), tuple(range(16)), cosines_at=(0, 2, 10, 15)),
     jobs=_jobs,
     train=_pretrainings,
+    summarize=measured_after_facts,
 )
 
 FIG8 = figure(
     8,
     "Clusters and steering",
     STUDY,
-    _draw_main,
-    _check_main,
+    drawn_if_facts_are_learned(_draw_main),
+    only_if_facts_are_learned(_check_main),
     "Accuracy and clusters grow with demonstrations; steering works, at smaller β where Div is larger.",
 )
 FIG16 = figure(
     16,
     "Clusters by layer",
     STUDY,
-    _draw_layers,
-    _check_layers,
+    drawn_if_facts_are_learned(_draw_layers),
+    only_if_facts_are_learned(_check_layers, said=False),
     "Layer-2 attention clusters most strongly; layer 1 not at all.",
 )
 FIG17 = figure(
     17,
     "Cosines of types",
     STUDY,
-    _draw_cosines,
-    _check_cosines,
+    drawn_if_facts_are_learned(_draw_cosines),
+    only_if_facts_are_learned(_check_cosines, said=False),
     "Contexts of one type come to lie together with more demonstrations.",
 )
 FIG18 = figure(
     18,
     "Steering with seen and held-out subjects",
     STUDY,
-    _draw_steering,
-    _check_steering,
+    drawn_if_facts_are_learned(_draw_steering),
+    only_if_facts_are_learned(_check_steering, said=False),
     "Larger Div gives stronger task vectors, which steer at smaller β.",
 )

@@ -134,14 +134,16 @@ CPU = GPT2Setup(
     ),
     finetuning=TrainConfig(300, lr=1e-3, weight_decay=1e-3, warmup=20, log_every=25, checkpoint_every=25),
     batch_size=24,
-    seeds=3,
+    seeds=6,
+    first_seed=10,
     n_prompts=256,
 )
 """A few minutes a seed on one core. Facts are learned several times sooner with Muon, which the paper does not use;
-finetuned with AdamW, as in the paper, the model recalls far more about held-out subjects."""
+finetuned with AdamW, as in the paper, the model recalls far more about held-out subjects. It was developed on seeds 0
+to 2."""
 
-CPU_FRESH = replace(CPU, seeds=6, first_seed=10)
-"""Seeds on which nothing was developed: those of `CPU` were seen when finding 3 was diagnosed."""
+CPU_TWELVE = replace(CPU, seeds=12)
+"""For what presupposes that facts are learned, as they are in half of the seeds."""
 
 
 def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
