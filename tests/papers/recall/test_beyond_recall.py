@@ -48,9 +48,9 @@ KNOWING = {"facts": 1.0, "facts_before": 0.0}
 
 def table(rows: Any) -> Table:
     """A table of models that know their facts, where the rows do not say otherwise."""
-    return Table(
-        pd.DataFrame([KNOWING | row for row in rows]).assign(low=np.nan, high=np.nan, n=10), Provenance("test")
-    )
+    frame = pd.DataFrame(rows)
+    told = {name: value for name, value in KNOWING.items() if name not in frame}
+    return Table(frame.assign(**told, low=np.nan, high=np.nan, n=10), Provenance("test"))
 
 
 def test_swapping_heads_of_the_constructions_does_what_the_theorem_says():
