@@ -241,7 +241,7 @@ UNMASK = Experiment(
         "icatune/unmask",
         {
             "smoke": Unmasking((SMOKE_ICA,), n=8, clamped=4),
-            "cpu": Unmasking((replace(ICA, seeds=(0, 1, 2)),)),
+            "cpu": Unmasking((ICA,)),
             "paper": Unmasking((PAPER_ICA,)),
             "smollm2": Unmasking((replace(SMOLLM2_ICA, seeds=(1,)),), n=32, clamped=16),
         },

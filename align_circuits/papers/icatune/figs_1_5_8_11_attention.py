@@ -27,6 +27,7 @@ from align_circuits.papers.icatune.figs_4_6_7_10_tuning import (
     best_arm,
 )
 from align_circuits.papers.icatune.tuned_models import (
+    FRESH_SEEDS,
     Arm,
     Tunings,
     as_rows,
@@ -305,7 +306,7 @@ class Circuit:
 
     n: int = 100
     task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 5, "phrase_len": 2, "n_examples": 8})
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    seeds: tuple[int, ...] = FRESH_SEEDS
     """Each plants the heads elsewhere."""
 
 
