@@ -4,7 +4,7 @@ Drawn values of known mean, shaped as our metrics are: targets of one prompt tha
 with an intraclass correlation), attention near 0 or 1, ratios of sums, effects in nats. And `--heads` with the heads of
 the bundled Llama and of a planted circuit: the truth is the mean over a pool of prompts, from which experiments draw.
 
-    python benchmarks/coverage.py [--experiments 2000] [--heads] [--pool 1000]
+    python benchmarks/coverage.py [--experiments 2000] [--heads] [--every 3] [--pool 1000]
 
 It prints coverage, and median length over that of the percentile bootstrap, for 8, 16, 32 and 64 prompts.
 """
@@ -51,13 +51,15 @@ def drawn(experiments: int, n: int, rng: np.random.Generator) -> Iterator[Case]:
         yield f"share {share}, one target", True, (rng.random(size) < share) * 1.0, ones, share
 
 
-def of_heads(experiments: int, n: int, rng: np.random.Generator, tables: dict[str, ac.Table]) -> Iterator[Case]:
-    """Draws experiments from a pool of prompts, for every third head of each metric that is neither 0 nor 1."""
+def of_heads(
+    experiments: int, n: int, rng: np.random.Generator, tables: dict[str, ac.Table], every: int
+) -> Iterator[Case]:
+    """Draws experiments from a pool of prompts, for one in `every` heads of each metric that is neither 0 nor 1."""
     for model, table in tables.items():
         assert table.values is not None and table.weights is not None
         for metric in METRICS:
             rows: Any = table.frame.index[(table.frame["metric"] == metric) & (table.frame["level"] == "head")]
-            for row in rows[::3]:
+            for row in rows[::every]:
                 values, weights = table.values[row], table.weights[row]
                 truth = float(stats.weighted_mean(values[None], weights[None])[0])
                 if 0.005 < truth < 0.995:
@@ -99,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", type=int, default=2000)
     parser.add_argument("--heads", action="store_true")
+    parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--pool", type=int, default=1000)
     args = parser.parse_args()
     tables: dict[str, ac.Table] = {}
@@ -109,7 +112,9 @@ def main() -> None:
     rows = []
     for n in PROMPTS:
         rng = np.random.default_rng(n)
-        cases = of_heads(args.experiments, n, rng, tables) if args.heads else drawn(args.experiments, n, rng)
+        cases = drawn(args.experiments, n, rng)
+        if args.heads:
+            cases = of_heads(args.experiments, n, rng, tables, args.every)
         rows += measured(cases, n)
     frame = pd.DataFrame(rows)
     columns = ["bootstrap", "ours", "length"]

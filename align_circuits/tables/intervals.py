@@ -68,6 +68,7 @@ def proportion(
 ) -> tuple[Float[ndarray, " row"], Float[ndarray, " row"]]:
     """Returns `mean_interval`'s interval for means in [0, 1], made on the scale of log odds, so that it stays inside.
 
+    Near 0 and 1 the end that is farther from there leaves room for rare values, which few prompts mostly miss.
     Where every prompt is all right or all wrong there is no spread. There the bound is the exact binomial one (Clopper
     and Pearson, 1934) with a prompt as one trial: the other end is (α/2)^(1/n), α = 1 - `COVERAGE`. In prompts that all
     have the same share between 0 and 1 the interval has length zero. NaN for a row with weight in fewer than two
@@ -201,22 +202,31 @@ def _skewed_t(
     (what it moves the mean by, in se) times (its share of the weight), T gains K T² to first order; K = 0 where all
     weigh the same. So Hall's cubic g(T) = T + (A - 3K) T²/3 + (A - 3K)² T³/27 + A/6 (K = 0 in his paper) is not skewed,
     and grows with T, so its inverse turns quantiles of Student's t into those of T. Few prompts tell little of K, so
-    each end is the outer one of those with K and without. On the scale of log odds the skew that a binomial has by
-    itself, (1 - 2p)/√(p (1 - p) n), is gone, and only what exceeds it is corrected.
+    each end is the outer one of those with K and without.
+
+    On the scale of log odds the skew that a binomial has by itself, (1 - 2p)/√(p (1 - p) n), is gone, and only what
+    exceeds it is corrected. But few prompts seldom show the skew of values near 0 or 1 that are rarely far from it, and
+    that of n values is bounded whatever the truth (Kirby, 1974). So each end is also the outer one of those with the
+    binomial's skew taken off and with it left in, to the extent that nothing like a yes or no was seen. With ρ the
+    values' variance over p (1 - p), as if each were a yes or no with the chance ρ and p otherwise, that is (1 - ρ)^n,
+    the chance that none of n is: near 0 for shares of right answers, near 1 for attention that is small everywhere.
+    This rule has no source but simulation (`benchmarks/coverage.py --heads`).
     """
     error = np.linalg.norm(errors, axis=1)
     relative = np.divide(errors, error[:, None], out=np.zeros(errors.shape), where=error[:, None] > 0)
     skew, pull = (relative**3).sum(1), (relative * shares).sum(1)
-    scale, within = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9)
+    scale, within, skews = np.ones(len(mean)), np.clip(mean, 1e-9, 1 - 1e-9), skew[None]
     if odds:
         scale = 1 / (within * (1 - within))
-        skew = skew - (1 - 2 * within) * scale * error
-    bends = np.stack([skew, skew - 3 * pull])
+        binomial = (1 - 2 * within) * scale * error
+        unseen = (1 - np.clip(prompts * scale * error**2, 0, 1)) ** prompts
+        skews = np.stack([skew - binomial, skew - binomial * (1 - unseen)])
+    bends = np.stack([skews, skews - 3 * pull])
     bends = np.where(np.abs(bends) < 1e-6, 1e-6, bends)  # the cubic is a line at 0, where its inverse is 0/0
     quantile = t.ppf(TAILS[1], np.maximum(prompts - 1, 1))
     ends = []
     for x, outer in ((quantile, np.max), (-quantile, np.min)):
-        moved = -error * scale * outer(3 / bends * (np.cbrt(1 + bends * (x - skew / 6)) - 1), axis=0)
+        moved = -error * scale * outer(3 / bends * (np.cbrt(1 + bends * (x - skews / 6)) - 1), axis=(0, 1))
         ends.append(expit(logit(within) + moved) if odds else mean + moved)
     low, high = np.fmin(ends[0], mean), np.fmax(ends[1], mean)  # rounding where there is no spread
     alone = ~(prompts > 1 + 1e-9)  # one prompt has no spread
