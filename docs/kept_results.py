@@ -17,6 +17,9 @@ from align_circuits.tables.tables import Table
 CAUSES = Path("results/causes.toml")
 """Why claims fail."""
 
+FRESH = Path("results/fresh_seeds.toml")
+"""Which claims about emergence were confirmed on fresh seeds."""
+
 PAPERS = ("icatune", "recall", "abrupt")
 VERDICTS = [*get_args(Verdict)]
 
@@ -120,6 +123,32 @@ def why(paper: str) -> pd.DataFrame:
         }
         for place, own in sorted(claims.items())
     )
+
+
+def seeds_of(table: Table) -> list[int]:
+    """Returns the seeds of a table, or of the arms that it is the mean of."""
+    if "seed" in table.frame and table.frame["seed"].notna().any():
+        return sorted({int(seed) for seed in table.frame["seed"].dropna()})
+    return sorted({seed for arm in table.provenance.settings["config"]["arms"] for seed in arm["seeds"]})
+
+
+def fresh_seeds() -> pd.DataFrame:
+    """Returns the claims about emergence with the seeds that they were developed and confirmed on, and the verdicts."""
+    rows = []
+    for entry in tomllib.loads(FRESH.read_text(encoding="utf-8"))["confirmed"]:
+        name, table = entry["experiment"], kept_table(entry["experiment"], entry["scale"])
+        found = [check.verdict for check in EXPERIMENTS[name].check(table)]
+        seeds, developed = ([str(seed) for seed in of] for of in (seeds_of(table), entry["developed_on"]))
+        rows.append(
+            {
+                "what emerges": entry["what"],
+                "experiment": name,
+                "developed on": ", ".join(developed),
+                "confirmed on": ", ".join(seeds),
+                **{verdict: found.count(verdict) for verdict in VERDICTS},
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def summary(paper: str) -> pd.DataFrame:

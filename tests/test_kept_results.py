@@ -9,6 +9,7 @@ import pytest
 
 from align_circuits.cli.experiments_list import kept_verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.tables.tables import Provenance, Table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -39,6 +40,23 @@ def test_the_list_of_experiments_tells_the_verdicts_of_the_kept_tables(kept_resu
     told = kept_verdicts()
     assert {tuple(row) for row in told[columns].to_numpy()} == counted
     assert told["claims"].to_list() == told[kept_results.VERDICTS].sum(axis=1).to_list()
+
+
+def test_claims_about_emergence_are_confirmed_on_seeds_that_nothing_was_developed_on(kept_results, monkeypatch):
+    monkeypatch.chdir(DOCS)
+    registry = kept_results.fresh_seeds()
+    assert {name.partition("/")[0] for name in registry["experiment"]} == set(kept_results.PAPERS)
+    for row in registry.to_dict("records"):
+        developed, confirmed = (set(row[part].split(", ")) for part in ("developed on", "confirmed on"))
+        assert not developed & confirmed, row
+        assert len(confirmed) >= 5, row
+
+
+def test_seeds_of_a_table_of_means_are_those_of_its_arms(kept_results):
+    frame = pd.DataFrame({"step": [1], "value": [0.5], "low": [0.4], "high": [0.6], "n": [2]})
+    of_arms = Provenance("measure", {"config": {"arms": [{"seeds": [4, 2]}, {"seeds": [2, 7]}]}})
+    assert kept_results.seeds_of(Table(frame, of_arms)) == [2, 4, 7]
+    assert kept_results.seeds_of(Table(frame.assign(seed=3), of_arms)) == [3]
 
 
 def test_a_claim_without_a_cause_is_refused(kept_results, monkeypatch):
