@@ -60,17 +60,18 @@ def trained_networks(*, ensemble: Mapping[str, Any], trained: str) -> list[dict[
 def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> list[dict[str, Any]]:
     """Returns both layers' attention on one sequence of novel classes; of the second, the target's."""
     transition = size.steps if np.isnan(transition) else transition
-    worlds = Worlds([task], [0], torch.get_default_device())
+    seed = size.first_seed
+    worlds = Worlds([task], [seed], torch.get_default_device())
     rows = []
     for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
-        net: Any = network(size, task, "network", [0])  # the first seed alone is the first member of the ensemble
+        net: Any = network(size, task, "network", [seed])  # alone it is the first member of the ensemble
         if stop:
             train = replace(size.train, steps=stop, log_every=stop)
             train_on_exemplars(net, worlds, train, batch_size=size.batch_size, probe=size.probe, progress=False)
         _, cache = net.run_with_cache(worlds.batch(0, 1, "icl").inputs)
         for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):
             pattern: Tensor = cache[name_of("pattern", layer)][0, 0]
-            about = {"measure": f"attention_{layer + 1}", "step": stop, "seed": 0, "n": 1}
+            about = {"measure": f"attention_{layer + 1}", "step": stop, "seed": seed, "n": 1}
             rows += [
                 {"query": query, "key": key, "value": round(pattern[query, key].item(), 6), **about}
                 for query in queries
@@ -85,8 +86,8 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
     Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
     """
     rows = []
-    for seed in range(size.seeds):
-        member, batch = net.member(seed), worlds.member(seed).batch(0, size.probe, "icl")
+    for place, seed in enumerate(net.seeds):
+        member, batch = net.member(place), worlds.member(place).batch(0, size.probe, "icl")
         changes: list[tuple[str, str, str, Any]] = [(UNCHANGED, UNCHANGED, UNCHANGED, ())]
         changes += [
             (operation, how, at, replace_activation(member, batch.inputs, site, tokens, how).fwd_hooks(member))
