@@ -1,6 +1,7 @@
 """The statistics and figures of abrupt learning, on tables whose answer is planted."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,18 @@ import pytest
 
 from align_circuits.papers.abrupt.curves import has_formed
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
-from align_circuits.papers.abrupt.figs_3_4_5_transition import CHANGED, FIG4, FIG5, check_alignment
+from align_circuits.papers.abrupt.figs_3_4_5_transition import (
+    CHANGED,
+    FIG4,
+    FIG5,
+    UNCHANGED,
+    check_alignment,
+    trained_networks,
+)
 from align_circuits.papers.abrupt.figs_6_a2_a5_reduced_model import FIGA5
 from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
 from align_circuits.papers.abrupt.figures import ABRUPT
-from align_circuits.papers.abrupt.grid import SMOKE, Grid, network
+from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ensemble
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
 from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
 from align_circuits.papers.abrupt.progress_measures import MEASURES
@@ -46,6 +54,27 @@ def curves(middles: dict[str, float], **condition: Any) -> pd.DataFrame:
 
 def table(*frames: pd.DataFrame) -> Table:
     return Table(pd.concat(frames, ignore_index=True), Provenance("test"))
+
+
+def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path):
+    (ensemble,) = Grid(replace(SMOKE, first_seed=7), ({},)).ensembles()
+    rows: Any = pd.DataFrame(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
+    assert set(rows.loc[rows["measure"] == CHANGED, "seed"]) == {7, 8}
+    assert set(rows.loc[rows["measure"] == "attention_1", "seed"]) == {7}
+    # with nothing changed a member answers as it did in training, on sequences of its own world
+    net, worlds, _ = trained_ensemble(ensemble, str(tmp_path))
+    unchanged = rows[(rows["measure"] == CHANGED) & (rows["operation"] == UNCHANGED)].set_index("seed")["value"]
+    for place, seed in enumerate(net.seeds):
+        batch = worlds.member(place).batch(0, SMOKE.probe, "icl")
+        right = net.member(place)(batch.inputs).argmax(-1) == batch.label
+        assert unchanged[seed] == pytest.approx(float(right.float().mean()))
+    # smoke networks make no transition, so that their attention is kept until the last step
+    of_first = rows[rows["measure"] == "attention_1"]
+    last: Any = of_first[of_first["step"] == SMOKE.steps]
+    _, cache = net.member(0).run_with_cache(worlds.member(0).batch(0, 1, "icl").inputs)
+    places = last[["query", "key"]].to_numpy(int)
+    expected = cache["blocks.0.attn.hook_pattern"][0, 0].numpy()[places[:, 0], places[:, 1]]
+    np.testing.assert_allclose(last["value"], expected, atol=1e-4)
 
 
 def test_the_order_of_the_measures_is_seen_and_its_absence_too():
