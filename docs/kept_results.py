@@ -18,7 +18,7 @@ CAUSES = Path("results/causes.toml")
 """Why claims fail."""
 
 FRESH = Path("results/fresh_seeds.toml")
-"""Which claims about emergence were confirmed on fresh seeds."""
+"""Which claims about emergence were tested on fresh seeds."""
 
 PAPERS = ("icatune", "recall", "abrupt")
 VERDICTS = [*get_args(Verdict)]
@@ -133,9 +133,9 @@ def seeds_of(table: Table) -> list[int]:
 
 
 def fresh_seeds() -> pd.DataFrame:
-    """Returns the claims about emergence with the seeds that they were developed and confirmed on, and the verdicts."""
+    """Returns the claims about emergence with the seeds that they were developed and tested on, and the verdicts."""
     rows = []
-    for entry in tomllib.loads(FRESH.read_text(encoding="utf-8"))["confirmed"]:
+    for entry in tomllib.loads(FRESH.read_text(encoding="utf-8"))["claim"]:
         name, table = entry["experiment"], kept_table(entry["experiment"], entry["scale"])
         found = [check.verdict for check in EXPERIMENTS[name].check(table)]
         seeds, developed = ([str(seed) for seed in of] for of in (seeds_of(table), entry["developed_on"]))
@@ -144,7 +144,7 @@ def fresh_seeds() -> pd.DataFrame:
                 "what emerges": entry["what"],
                 "experiment": name,
                 "developed on": ", ".join(developed),
-                "confirmed on": ", ".join(seeds),
+                "tested on": ", ".join(seeds),
                 **{verdict: found.count(verdict) for verdict in VERDICTS},
             }
         )
