@@ -77,29 +77,31 @@ def know_their_facts(table: Table, **pretrained: Any) -> Table:
     return Table(known, table.provenance)
 
 
-def facts_learned(table: Table) -> tuple[Check, Table]:
-    """Returns the check that pretrained models know their facts, and the rows of those that do.
-
-    Args:
-        table: Of `measured_after_facts`.
-    """
+def facts_learned(table: Table) -> Check:
+    """Returns the check that pretrained models know their facts; `table` is of `measured_after_facts`."""
     frame: Any = table.frame
     models = frame.drop_duplicates([name for name in ("seed", "div") if name in frame])
     after, before = (models[name].to_numpy(float) >= FACTS_LEARNED for name in ("facts", "facts_before"))
     claim = f"Facts are learned, as this presupposes (share of models with an exact match on PT of {FACTS_LEARNED:g})"
-    check = Claim(claim).at_least(0.5, share_of(after), share_of(before), "before training")
-    return check, Table(frame[frame["facts"] >= FACTS_LEARNED], table.provenance)
+    return Claim(claim).at_least(0.5, share_of(after), share_of(before), "before training")
+
+
+def _with_facts(table: Table) -> Table:
+    """The rows of models that know their facts."""
+    frame: Any = table.frame
+    return Table(frame[frame["facts"] >= FACTS_LEARNED], table.provenance)
 
 
 def only_if_facts_are_learned(check: Verify, *, said: bool = True) -> Verify:
     """Returns the checks of a table of `measured_after_facts` in the models that know their facts, if there are any.
 
-    First comes how many do; not so where another figure of the same table has `said` it.
+    First comes how many do, if it is to be `said` here: one figure of a table says it.
     """
 
     def of_those(table: Table) -> list[Check]:
-        learned, known = facts_learned(table)
-        return [learned][:said] + (check(known) if len(known) else [])
+        known = _with_facts(table)
+        checks = check(known) if len(known) else []
+        return [facts_learned(table), *checks] if said else checks
 
     return of_those
 
@@ -108,7 +110,7 @@ def drawn_if_facts_are_learned(draw: Draw) -> Draw:
     """Returns the figures of models that know their facts, or of all where none does."""
 
     def of_those(table: Table) -> Mapping[str, go.Figure]:
-        _, known = facts_learned(table)
+        known = _with_facts(table)
         return draw(known if len(known) else table)
 
     return of_those
