@@ -89,7 +89,7 @@ def main() -> None:
     for name, (members, batch, n) in models.items():
         turn, once, ratio = compare(members, [batch(seed, n) for seed in seeds], arguments.rounds)
         print(f"{name:15} {n:9} {turn:12.3f} {once:12.3f} {ratio:15.2f}")
-        for fewer in (max(1, n // 4), 1):
+        for fewer in (n, max(1, n // 4), 1):
             own_tokens, own_labels = batch(0, fewer)
             model = members[0]
 
