@@ -315,7 +315,7 @@ ORDER = Experiment(
         "icatune/order",
         {
             "smoke": Orders(Arm(PLAIN, SMOKE_TASK, SMOKE, (0, 1))),
-            "cpu": Orders(Arm(PLAIN, TASK, {**TOY, "steps": 60, "probe_every": 2}, (20, 21, 22, 23, 24))),
+            "cpu": Orders(Arm(PLAIN, TASK, {**TOY, "steps": 60, "probe_every": 2}, tuple(range(30, 36)))),
             "paper": Orders(replace(PAPER_ICA, name=PLAIN)),
         },
         _jobs,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.papers.claims import Check, Claim, Measured, mean_rows, over_seeds
+from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, training_folder
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -261,7 +262,7 @@ class Needs:
     learning: Learning = Learning()
     prompts: int = 200
     """Of each length."""
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = FRESH_SEEDS
 
 
 def _train(config: Needs, inputs: Inputs) -> list[Measurement]:
