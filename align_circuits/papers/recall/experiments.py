@@ -5,6 +5,7 @@ from align_circuits.papers.recall.beyond.forced_attention import BRIDGE
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER
 from align_circuits.papers.recall.beyond.localized_gpt2 import LOCALIZED
 from align_circuits.papers.recall.beyond.mixed_training import MIXING
+from align_circuits.papers.recall.beyond.share_of_icl import SHARE
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE
 from align_circuits.papers.recall.figures.fig_1_grammar import FIG1
@@ -17,6 +18,6 @@ from align_circuits.papers.recall.figures.theorems_1_and_2 import LEMMAS, THEORE
 
 RECALL = (
     *(FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, HEADS, FIG13, FIG14, FIG15, FIG16, FIG17, FIG18, FIG19),
-    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, FINDING_3, BRIDGE, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
+    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, FINDING_3, SHARE, BRIDGE, CARRIER, EXCHANGE, LOCALIZED, STRATEGIES, MIXING),
 )
 """In the order of the paper; then those of no single figure, then those beyond the paper."""

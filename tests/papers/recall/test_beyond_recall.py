@@ -15,6 +15,7 @@ from align_circuits.papers.recall.beyond.finding_3 import ATTENTION, FINDING_3, 
 from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.papers.recall.beyond.layer_2_attention import CARRIER, last_demonstrations, measure, token_groups
 from align_circuits.papers.recall.beyond.mixed_training import MIXING
+from align_circuits.papers.recall.beyond.share_of_icl import SHARE
 from align_circuits.papers.recall.beyond.suppress_or_boost import STRATEGIES
 from align_circuits.papers.recall.beyond.swapped_heads import EXCHANGE, SITES, parts_of, swapped
 from align_circuits.papers.recall.figures.common import (
@@ -195,6 +196,24 @@ def test_one_stage_is_held_against_two(mixed, expected):
         for step in (0, 10)
     ]
     assert [check.met for check in MIXING.check(table(rows))] == expected
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_the_format_that_is_learned_first_is_that_of_the_share(decides):
+    # the step at which each format comes, by its share; at .05 one model never learns ICL
+    grm, icl = {0.05: 10, 0.5: 30 if decides else 10}, {0.05: 30, 0.5: 10 if decides else 30}
+    rows = [
+        {"share": share, "seed": seed, "step": step, "probe": probe, "match": "exact", "value": float(learned)}
+        for share in (0.05, 0.5)
+        for seed in range(40)
+        for step in range(0, 50, 10)
+        for probe, at in (("grm_held_out", grm[share]), ("icl_held_out", icl[share]))
+        for learned in [step >= at and not (share == 0.05 and probe == "icl_held_out" and seed == 0)]
+    ]
+    facts, rare, often, more = SHARE.check(table(rows))
+    assert facts.met and rare.met
+    assert rare.control_fails == often.met == decides
+    assert more.measured.value == pytest.approx(1 / 40)
 
 
 def swaps(ignorant: int | None = None) -> Table:

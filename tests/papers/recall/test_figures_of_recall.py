@@ -211,6 +211,7 @@ def test_values_seen_and_subjects_are_credited_only_where_they_matter():
         pd.concat(
             [
                 curves(lambda _probe, _match, m=m: 50 if m == 8 else 1e9, ("held_out",), n_subjects=m),
+                curves(lambda _probe, _match: 50, ("pt",), n_subjects=m),
                 pd.DataFrame(
                     [
                         {
@@ -230,7 +231,10 @@ def test_values_seen_and_subjects_are_credited_only_where_they_matter():
         )
         for m in (8, 64)
     ]
-    assert holds(FIG14.check(table(*many))) == [True] * 3
+    assert holds(FIG14.check(table(*many))) == [True] * 5
+    ignorant = curves(lambda _probe, _match: 1e9, ("pt",), n_subjects=64)
+    unknown = pd.concat([many[1][many[1]["probe"] != "pt"], ignorant])
+    assert holds(FIG14.check(table(many[0], unknown))) == [True, False]  # nothing is compared
 
 
 def test_figures_share_the_pretraining_and_finish_it_once(tmp_path):

@@ -1,6 +1,7 @@
 """The world of contextual recall and what is told of it, against a reader that goes token by token."""
 
 import inspect
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -339,6 +340,7 @@ def test_prompts_survive_a_file(tmp_path):
         (lambda: FactsTask(RELATIONS), "a world with relation tokens has none"),
         (lambda: DemonstrationsTask(PLAIN, -1), "n_demos is -1"),
         (lambda: DemonstrationsTask(PLAIN, grammar_lens=(3, 1)), "grammar_lens is"),
+        (lambda: DemonstrationsTask(PLAIN, icl_share=1.5), "icl_share is 1.5"),
         (lambda: DemonstrationsTask(PLAIN, subjects=()), "subjects is"),
         (lambda: DemonstrationsTask(PLAIN, query_subjects=(16,)), "give subjects from 0 to 15"),
         (lambda: DemonstrationsTask(PLAIN).sample(0), "n is 0: give at least 1 prompt"),
@@ -347,6 +349,14 @@ def test_prompts_survive_a_file(tmp_path):
 def test_impossible_tasks_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_share_of_demonstrations_has_no_grammar():
+    task = DemonstrationsTask(PLAIN, 3, grammar_lens=(1, 4))
+    lens = replace(task, icl_share=0.25).sample(2000).latent["grammar_len"]
+    assert 0.2 < (lens == 0).double().mean() < 0.3
+    assert lens[lens > 0].equal(task.sample(2000).latent["grammar_len"][lens > 0])
+    assert (replace(task, icl_share=1.0).sample(10).latent["grammar_len"] == 0).all()
 
 
 def test_the_posterior_of_the_type_is_bayes_rule():

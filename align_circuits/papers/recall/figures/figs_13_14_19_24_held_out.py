@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -20,13 +20,16 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     pretrained,
 )
 from align_circuits.papers.recall.figures.common import (
+    FACTS_LEARNED,
     at_end,
     at_start,
     draw_curves,
     figure,
     grid,
     key_values,
+    know_their_facts,
     learned,
+    of_common_seeds,
     study,
 )
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure
@@ -36,20 +39,20 @@ from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, S
 from align_circuits.tables.tables import Table
 
 
-def pretrain_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int) -> list[dict[str, Any]]:
+def pretrain_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int) -> pd.DataFrame:
     """Pretrains one model; the function of a job.
 
     Returns:
-        Rows with `probe` `"cosine"`: the largest cosine over heads of their outputs on PT with those of the
-        constructions, `match` being `f_subj`, `f_rel` or those of another subject or type.
+        The log, with `probe` `"pt"`; and rows with `probe` `"cosine"`: the largest cosine over heads of their outputs
+        on PT with those of the constructions, `match` being `f_subj`, `f_rel` or those of another subject or type.
     """
     on_one_thread()
     made = AttentionOnlySetup(**setup)
-    model: Any = pretrained(made, seed, trained).model
-    world = made.world(seed)
-    rows: Any = pd.DataFrame(measure(model, world, made.facts(world).sample(made.n, seed=seed + 1), "pretraining"))
+    run, world = pretrained(made, seed, trained), made.world(seed)
+    rows: Any = pd.DataFrame(measure(run.model, world, made.facts(world).sample(made.n, seed=seed + 1), "pretraining"))
     cosines = rows[rows["metric"] == "cosine"].groupby("what")["value"].max()
-    return [{"step": 0, "probe": "cosine", "match": what, "value": value} for what, value in cosines.items()]
+    of_heads = pd.DataFrame({"step": 0, "probe": "cosine", "match": cosines.index, "value": cosines.to_numpy()})
+    return pd.concat([log_rows(run), of_heads], ignore_index=True)
 
 
 def finetune_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int) -> pd.DataFrame:
@@ -74,6 +77,7 @@ def _study(name: str, smoke: AttentionOnlyModels, cpu: AttentionOnlyModels, pape
     return study(name, smoke, cpu, paper, jobs=_finetunings, train=_pretrainings, summarize=_summarize)
 
 
+_PT = {"probe": "pt", "match": "exact"}
 _SEEN, _HELD_OUT = ({"probe": probe, "match": "exact"} for probe in ("seen", "held_out"))
 
 
@@ -109,7 +113,7 @@ def _groups(table: Table) -> list[dict[str, Any]]:
 
 
 def _draw_values(table: Table) -> dict[str, go.Figure]:
-    last = table.where(step=table.frame["step"].max())
+    last = table.where(step=max(key_values(table, "step", **_HELD_OUT)))
     curves = {f"M = {keys['n_subjects']}, M_ft = {keys['n_seen']}": {**keys, **_HELD_OUT} for keys in _groups(table)}
     label = "unique values seen"
     return {"": draw_curves(last, {"": curves}, "values", label=label, value="exact match, held-out")}
@@ -147,8 +151,15 @@ def _draw_subjects(table: Table) -> dict[str, go.Figure]:
 
 def _check_subjects(table: Table) -> list[Check]:
     few, many = key_values(table, "n_subjects")
-    small, large = table.where(n_subjects=few), table.where(n_subjects=many)
     checks = []
+    for m in (few, many):
+        known, new = (value(table, n_subjects=m, **_PT) >= FACTS_LEARNED for value in (at_end, at_start))
+        claim = f"Facts are learned, as this presupposes (exact match on PT {FACTS_LEARNED:g} or more, share, M = {m})"
+        checks.append(Claim(claim).at_least(0.5, share_of(known), share_of(new), "before training"))
+    trained = _PT | {"step": max(key_values(table, "step", probe="pt"))}
+    small, large = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
+    if not len(small):
+        return checks
     for what in ("f_subj", "f_rel"):
         own, of_another = (
             at_end(small, probe="cosine", match=match) - at_end(large, probe="cosine", match=match)

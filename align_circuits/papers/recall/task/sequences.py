@@ -228,10 +228,14 @@ class DemonstrationsTask(_FactSequences):
     """The subjects of demonstrations; all by default."""
     query_subjects: tuple[int, ...] | None = None
     """The subjects of the last subsequence; `subjects` by default."""
+    icl_share: float = 0.0
+    """The probability that a sequence is ICL, whatever `grammar_lens`."""
 
     def __post_init__(self):
         if self.n_demos < 0:
             raise ValueError(f"n_demos is {self.n_demos}: give at least 0")
+        if not 0 <= self.icl_share <= 1:
+            raise ValueError(f"icl_share is {self.icl_share}: give a share from 0 to 1")
         least, most = self.grammar_lens
         if not 0 <= least <= most:
             raise ValueError(f"grammar_lens is {self.grammar_lens}: give (least, most) with 0 <= least <= most")
@@ -254,6 +258,8 @@ class DemonstrationsTask(_FactSequences):
         type_ = np.repeat(_below(rng, "type", (n, 1), world.n_types), parts, 1)
         least, most = self.grammar_lens
         lens = least + _below(rng, "length", (n,), most - least + 1)
+        if self.icl_share:
+            lens = np.where(rng.uniform("icl", n).numpy() < self.icl_share, 0, lens)
         text = _grammar(world, rng, type_, most, lens)
         return _Drawn(subject, type_, np.full((n, parts), True), lens, text)
 

@@ -1,0 +1,123 @@
+"""Beyond the paper: how often ICL must be among the sequences of finetuning, and which format is then learned first."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Bool
+from numpy import ndarray
+
+from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.common import (
+    SOURCE,
+    at_end,
+    draw_curves,
+    drawn_if_facts_are_learned,
+    key_values,
+    measured_after_facts,
+    only_if_facts_are_learned,
+    reached,
+    study,
+)
+from align_circuits.papers.recall.models.training import Stage, train_stage
+from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread, training_folder
+from align_circuits.tables.tables import Table
+
+_CPU = replace(gpt2.CPU, seeds=10, first_seed=30, finetuning=replace(gpt2.CPU.finetuning, steps=600))
+"""Twice as many steps of finetuning, after which a model of seed 0 had learned both formats."""
+
+FORMATS = {"grm_held_out": "ICL+Grm (S_ft = 1)", "icl_held_out": "ICL"}
+"""The prompts about held-out subjects, each with a caption."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The finetunings that are compared: on ICL+Grm with S_ft from 1 on, a share of whose sequences is ICL instead."""
+
+    setup: gpt2.GPT2Setup
+    shares: tuple[float, ...]
+    """From the rarest to the most frequent."""
+
+
+def _jobs(config: Shares, inputs: Inputs) -> list[Measurement]:
+    return [
+        job
+        for share in config.shares
+        for job in gpt2.each_seed(
+            finetune_on_both, config.setup, inputs, {"share": share, "n": config.setup.n_prompts}, icl_share=share
+        )
+    ]
+
+
+def finetune_on_both(*, setup: Mapping[str, Any], icl_share: float, trained: str, seed: int) -> pd.DataFrame:
+    """Finetunes a pretrained model and returns the log; the function of a job."""
+    on_one_thread()
+    made = gpt2.GPT2Setup.from_config(setup)
+    run = train_stage(
+        gpt2.pretrained(made, seed, trained).model,
+        Stage(made.demonstrations(seed, "icl+grm", icl_share=icl_share), made.finetuning, made.batch_size),
+        probes=made.probes(seed),
+        seed=seed,
+        out=training_folder(trained, "recall-icl-share", asdict(made), icl_share, seed),
+        progress=False,
+    )
+    return gpt2.log_rows(run)
+
+
+def _check(table: Table) -> list[Check]:
+    rare, *_, often = key_values(table, "share")
+    first = {share: _first(table, share) for share in (rare, often)}
+    half = "share of models in which it reaches a half, held-out, at an earlier step"
+    icl, grm = (
+        at_end(table, share=often, probe=probe, match="exact") - at_end(table, share=rare, probe=probe, match="exact")
+        for probe in ("icl_held_out", "grm_held_out")
+    )
+    return [
+        Claim(f"Where {rare:.0%} of sequences are ICL, ICL+Grm is learned first, as in Fig. 15 ({half})").at_least(
+            0.9, first[rare][0], first[often][0], f"where {often:.0%} are"
+        ),
+        Claim(f"Where {often:.0%} are, ICL is learned first ({half})").at_least(
+            0.9, first[often][1], first[rare][1], f"where {rare:.0%} are"
+        ),
+        Claim(
+            f"More ICL in finetuning raises ICL about held-out subjects ({often:.0%} minus {rare:.0%}, exact match)"
+        ).at_least(0.2, icl, grm, "ICL+Grm"),
+    ]
+
+
+def _first(table: Table, share: float) -> tuple[Bool[ndarray, " seed"], Bool[ndarray, " seed"]]:
+    """In which models ICL+Grm, and in which ICL, comes to a half sooner; one that never does so comes later."""
+    grm, icl = (reached(table, 0.5, share=share, probe=f"{name}_held_out", match="exact") for name in ("grm", "icl"))
+    return grm < icl, icl < grm
+
+
+def _draw(table: Table) -> dict[str, go.Figure]:
+    panels = {
+        f"{share:.0%} ICL": {
+            caption: {"share": share, "probe": probe, "match": "exact"} for probe, caption in FORMATS.items()
+        }
+        for share in key_values(table, "share")
+    }
+    return {"": draw_curves(table, panels, label="steps of finetuning", value="exact match, held-out")}
+
+
+SHARE = Experiment(
+    "recall/share",
+    "How often must ICL be among the sequences of finetuning, and which format is learned first?",
+    f"Beyond {SOURCE}, Fig. 15",
+    study(
+        "recall/share",
+        Shares(gpt2.SMOKE, (0.05, 0.5)),
+        Shares(_CPU, (0.05, 0.2, 0.5)),
+        Shares(gpt2.PAPER, (0.05, 0.2, 0.5)),
+        jobs=_jobs,
+        summarize=measured_after_facts,
+        train=gpt2.pretrainings,
+    ),
+    drawn_if_facts_are_learned(_draw),
+    only_if_facts_are_learned(_check),
+    "Fig. 15: performance improves first on ICL+Grm, later on ICL.",
+)
