@@ -47,7 +47,9 @@ def show(paper: str) -> None:
         if checks := experiment.check(table):
             display(Markdown(f"{verdicts(checks)} {preregistered(experiment.name, folder.name)}"))
             display(HTML(checks_html(checks)))
-        for figure in experiment.draw(table).values():
+        for name, figure in experiment.draw(table).items():
+            if name:
+                display(Markdown(f"*{name}*"))
             display(figure)
 
 

@@ -261,7 +261,7 @@ def test_claims_are_judged_in_models_that_know_their_facts():
     assert len(only_if_facts_are_learned(check)(table(rows[1:]))) == 1  # no model knows its facts: nothing is judged
     draw = drawn_if_facts_are_learned(lambda found: {str(len(found)): go.Figure()})
     assert list(draw(table(rows))) == ["1"]
-    assert list(draw(table(rows[1:]))) == ["2"]
+    assert list(draw(table(rows[1:]))) == ["2, no model knows its facts"]
 
 
 def test_differences_are_of_common_seeds():

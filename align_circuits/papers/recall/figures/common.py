@@ -69,6 +69,10 @@ def per_seed(table: Table, **where: Any) -> Float[ndarray, " seed"]:
 FACTS_LEARNED = 0.95
 """Exact match on PT from which a pretrained model knows its facts, which claims about recall and heads presuppose."""
 
+FACTS_ARE_LEARNED = (
+    f"Facts are learned, as this presupposes (share of models with an exact match on PT of {FACTS_LEARNED:g})"
+)
+
 
 def know_their_facts(table: Table, **pretrained: Any) -> Table:
     """Returns the rows of seeds whose pretrained model knows its facts; `pretrained` selects its exact match on PT."""
@@ -82,8 +86,7 @@ def facts_learned(table: Table) -> Check:
     frame: Any = table.frame
     models = frame.drop_duplicates([name for name in ("seed", "div") if name in frame])
     after, before = (models[name].to_numpy(float) >= FACTS_LEARNED for name in ("facts", "facts_before"))
-    claim = f"Facts are learned, as this presupposes (share of models with an exact match on PT of {FACTS_LEARNED:g})"
-    return Claim(claim).at_least(0.5, share_of(after), share_of(before), "before training")
+    return Claim(FACTS_ARE_LEARNED).at_least(0.5, share_of(after), share_of(before), "before training")
 
 
 def _with_facts(table: Table) -> Table:
@@ -107,11 +110,13 @@ def only_if_facts_are_learned(check: Verify, *, said: bool = True) -> Verify:
 
 
 def drawn_if_facts_are_learned(draw: Draw) -> Draw:
-    """Returns the figures of models that know their facts, or of all where none does."""
+    """Returns the figures of models that know their facts; of all, with captions that say so, where none does."""
 
     def of_those(table: Table) -> Mapping[str, go.Figure]:
         known = _with_facts(table)
-        return draw(known if len(known) else table)
+        if len(known):
+            return draw(known)
+        return {f"{name}{', ' * bool(name)}no model knows its facts": drawn for name, drawn in draw(table).items()}
 
     return of_those
 

@@ -20,6 +20,7 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     pretrained,
 )
 from align_circuits.papers.recall.figures.common import (
+    FACTS_ARE_LEARNED,
     FACTS_LEARNED,
     at_end,
     at_start,
@@ -154,8 +155,8 @@ def _check_subjects(table: Table) -> list[Check]:
     checks = []
     for m in (few, many):
         known, new = (value(table, n_subjects=m, **_PT) >= FACTS_LEARNED for value in (at_end, at_start))
-        claim = f"Facts are learned, as this presupposes (exact match on PT {FACTS_LEARNED:g} or more, share, M = {m})"
-        checks.append(Claim(claim).at_least(0.5, share_of(known), share_of(new), "before training"))
+        claim = Claim(f"{FACTS_ARE_LEARNED}, M = {m}")
+        checks.append(claim.at_least(0.5, share_of(known), share_of(new), "before training"))
     trained = _PT | {"step": max(key_values(table, "step", probe="pt"))}
     small, large = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
     if not len(small):
