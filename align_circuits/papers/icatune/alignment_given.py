@@ -14,8 +14,17 @@ from align_circuits.hooks.edits import Clamp, edits_provenance
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.jobs import code_version
 from align_circuits.papers.claims import Check, Claim, Measured, both, over_seeds, seed_rows
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import PAPER_ICA
-from align_circuits.papers.icatune.tuned_models import SMOKE, SMOKE_TASK, TASK, TOY, Arm, as_rows, loaded, of_tuned
+from align_circuits.papers.icatune.tuned_models import (
+    PAPER_ICA,
+    SMOKE,
+    SMOKE_TASK,
+    TASK,
+    TOY,
+    Arm,
+    as_rows,
+    loaded,
+    of_tuned,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation

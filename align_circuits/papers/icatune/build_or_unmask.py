@@ -13,8 +13,19 @@ from align_circuits.heads.localize_heads import Localization, localize
 from align_circuits.hooks.edits import Clamp
 from align_circuits.hooks.heads import describe, heads_of
 from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of, share_of
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import ICA, PAPER_ICA, SMOKE_ICA, SMOLLM2_ICA
-from align_circuits.papers.icatune.tuned_models import FRESH, Tunings, as_rows, course, loaded, of_tuned, tuned
+from align_circuits.papers.icatune.tuned_models import (
+    FRESH,
+    ICA,
+    PAPER_ICA,
+    SMOKE_ICA,
+    SMOLLM2_ICA,
+    Tunings,
+    as_rows,
+    course,
+    loaded,
+    of_tuned,
+    tuned,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics, by_kind

@@ -20,8 +20,17 @@ from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.names import name_of
 from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, over_seeds, share_of
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import ICA, PAPER_ICA, SMOKE_ICA
-from align_circuits.papers.icatune.tuned_models import Arm, Tunings, before_and_after, best_head, of_tuned, tuned_study
+from align_circuits.papers.icatune.tuned_models import (
+    ICA,
+    PAPER_ICA,
+    SMOKE_ICA,
+    Arm,
+    Tunings,
+    before_and_after,
+    best_head,
+    of_tuned,
+    tuned_study,
+)
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots

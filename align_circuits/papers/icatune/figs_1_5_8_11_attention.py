@@ -17,17 +17,13 @@ from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of, mean_rows
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import (
-    FIG10,
+from align_circuits.papers.icatune.fig_10_single_layers import FIG10, Layers, best_arm
+from align_circuits.papers.icatune.tuned_models import (
+    FRESH_SEEDS,
     ICA,
     PAPER_ICA,
     SMOKE_ICA,
     SMOLLM2_ICA,
-    Layers,
-    best_arm,
-)
-from align_circuits.papers.icatune.tuned_models import (
-    FRESH_SEEDS,
     Arm,
     Tunings,
     as_rows,

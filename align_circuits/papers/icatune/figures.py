@@ -6,9 +6,12 @@ from align_circuits.papers.icatune.build_or_unmask import UNMASK
 from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
 from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
+from align_circuits.papers.icatune.fig_4_emergence import FIG4
+from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6
+from align_circuits.papers.icatune.fig_7_monotonic_alignments import FIG7
+from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FIG8, FIG11
 from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG7, FIG10
 from align_circuits.papers.icatune.known_lexicons import LEXICON
 from align_circuits.papers.icatune.needs import NEEDS
 from align_circuits.papers.icatune.other_lengths import LENGTHS

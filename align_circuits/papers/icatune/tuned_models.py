@@ -104,6 +104,20 @@ class Arm:
     seeds: tuple[int, ...] = FRESH_SEEDS
 
 
+ICA = Arm("ICA-Tune")
+"""The tuning of the bundled model that most figures are about."""
+
+PAPER_ICA = Arm("ICA-Tune", {"x_len": 5, "phrase_len": 2, "n_examples": 15}, {**PAPER, "steps": 200}, (0, 1, 2, 3))
+SMOKE_ICA = Arm("ICA-Tune", SMOKE_TASK, SMOKE, (0, 1))
+
+SMOLLM2_ICA = Arm("larger steps", SMOLLM2_TASK, SMOLLM2, (1, 2, 3))
+"""The tuning of SmolLM2 that most figures are about. The recipe was tried on seed 0, which is not among these."""
+
+SMOLLM2_ONE_LETTER = Arm("phrases of one letter", ONE_LETTER_TASK, ONE_LETTER, (0, 1, 2))
+
+SMOLLM2_ARMS = (SMOLLM2_ICA, SMOLLM2_ONE_LETTER, Arm("paper's recipe", SMOLLM2_TASK, SMOLLM2_PAPER, (1, 2, 3)))
+
+
 @dataclass(frozen=True)
 class Tunings:
     """What most figures of tuned models rest on."""

@@ -17,8 +17,11 @@ from align_circuits.papers.icatune import causal_heads, conjecture
 from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
-from align_circuits.papers.icatune.figs_4_6_7_10_tuning import FIG4, FIG6, FIG10, _methods, before_in, layers_apart
+from align_circuits.papers.icatune.fig_4_emergence import FIG4
+from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, _methods
+from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
+from align_circuits.papers.icatune.tuning_courses import before_in, layers_apart
 from align_circuits.papers.study import Inputs
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em

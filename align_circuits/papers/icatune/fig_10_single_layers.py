@@ -1,0 +1,126 @@
+"""Fig. 10 of The Missing Alignment Link (Agarwal and Sarawagi, 2025): tuning a single layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
+from align_circuits.papers.icatune.tuned_models import (
+    ICA,
+    PAPER,
+    PAPER_ICA,
+    SMOKE,
+    SMOKE_ICA,
+    SMOLLM2,
+    SMOLLM2_ICA,
+    TOY,
+    Arm,
+    as_rows,
+    courses,
+    emerged,
+    ended,
+    ends,
+    tuned_study,
+)
+from align_circuits.papers.icatune.tuning_courses import (
+    by_condition,
+    draw_course,
+    draw_layers,
+    first_token,
+    order_checks,
+)
+from align_circuits.papers.study import Experiment, Inputs, Rows
+from align_circuits.tables.tables import Provenance, Table
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Queries and keys of a single layer are tuned."""
+
+    arm: Arm = field(default_factory=lambda: replace(ICA, config={**TOY, "projections": ("q", "k")}))
+    layers: tuple[int, ...] | None = None
+    """Which, one at a time; all by default."""
+    n: int = 64
+
+    def arms(self, inputs: Inputs) -> list[Arm]:
+        """One for each layer."""
+        ((_, model),) = inputs.models.items()
+        return [
+            replace(self.arm, name=f"layer {layer}", config={**self.arm.config, "layers": layer})
+            for layer in self.layers or range(model["n_layers"])
+        ]
+
+
+def best_arm(frame: pd.DataFrame) -> str:
+    """Returns the arm whose first tokens are best after tuning, of the rows of `ends`, on average over seeds."""
+    after: Any = first_token(Table(ended(frame), Provenance("ended")), "after").frame
+    return str(after.groupby("arm")["value"].mean().idxmax())
+
+
+def _summarize_layers(_: Layers, rows: Rows) -> pd.DataFrame:
+    """The courses of first tokens, and of heads in the best layer; steps of emergence; what holds before and after."""
+    course: Any = courses(rows["course"], 2)
+    shown = ((course["of"] == "model") & (course["kind"] == "first")) | (course["arm"] == best_arm(rows["ends"]))
+    return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])])
+
+
+def _check_layers(table: Table) -> list[Check]:
+    after = first_token(table, "after")
+    means: Any = after.frame.groupby("arm", sort=False)["value"].mean()
+    best, names = str(means.idxmax()), [str(name) for name in means.index]
+    third = max(1, len(names) // 3)
+
+    def gain(arms: list[str], over: list[str]) -> Measured:
+        return difference_of(after.where(arm=arms), after.where(arm=over))
+
+    even_and_odd = gain(names[::2], names[1::2] or names), "even minus odd layers"
+    return [
+        Claim("Tuning queries and keys of one layer suffices (first token, the best layer)").at_least(
+            0.95, mean_of(after.where(arm=best)), mean_of(after.where(arm=names[-1])), "the highest layer"
+        ),
+        Claim(
+            "The best layer is a middle one (its gain over the mean of the first and the last)", "layer 13 of 32"
+        ).at_least(0.1, gain([best], [names[0], names[-1]]), *even_and_odd),
+        Claim("Early layers help more than high ones (first third minus last third)").at_least(
+            0.05, gain(names[:third], names[-third:]), *even_and_odd
+        ),
+        *order_checks(table.where(arm=best)),
+    ]
+
+
+def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
+    course = table.where(part="course")
+    layers = course.where(of="best head")
+    best = layers.frame["arm"].iloc[0]
+    return {
+        "accuracy": draw_course(by_condition(course.where(metric="accuracy", kind="first", of="model").frame), "arm"),
+        "layers": draw_layers(layers, {f"{best} tuned, {metric}": metric for metric in ("align_query", "lookup")}),
+    }
+
+
+FIG10 = Experiment(
+    "icatune/fig10",
+    "Tuning a single layer",
+    "Agarwal and Sarawagi (2025), Fig. 10 and App. E.2",
+    tuned_study(
+        "icatune/fig10",
+        _summarize_layers,
+        smoke=Layers(replace(SMOKE_ICA, config={**SMOKE, "projections": ("q", "k")}, seeds=(0,)), n=4),
+        cpu=Layers(),
+        paper=Layers(
+            replace(PAPER_ICA, config={**PAPER, "steps": 1000}, seeds=(0,)), (1, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31)
+        ),
+        smollm2=Layers(
+            replace(SMOLLM2_ICA, config={**SMOLLM2, "projections": ("q", "k")}, seeds=(0,)), (4, 8, 12, 16, 20), n=32
+        ),
+        measured=[ends],
+        arms=Layers.arms,
+    ),
+    _draw_layers,
+    _check_layers,
+    "Llama 3 8B: layer 13 is best; layers below 5 help more than high ones; alignment emerges near step 430, "
+    "lookup near 470.",
+)
