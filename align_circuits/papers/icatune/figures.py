@@ -7,7 +7,7 @@ from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
 from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
-from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6
+from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD
 from align_circuits.papers.icatune.fig_7_monotonic_alignments import FIG7
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FIG8, FIG11
@@ -33,6 +33,7 @@ ICATUNE = (
     FIG11,
     PRIOR,
     APPF,
+    STANDARD,
     CAUSAL,
     UNMASK,
     ORDER,
