@@ -126,14 +126,14 @@ FIG6 = Experiment(
 
 
 def _of_lengths(
-    task: Mapping[str, Any], config: Mapping[str, Any], seeds: tuple[int, ...], x_lens: Sequence[int]
+    task: Mapping[str, Any], config: Mapping[str, Any], seeds: tuple[int, ...], x_lens: Sequence[int], n: int = 800
 ) -> tuple[Arm, ...]:
-    """Standard fine-tuning on 800 examples of each length, 16 in a step, and ICA-Tune on 50."""
-    arms = []
-    for m in x_lens:
-        ica, _, _, standard = _methods({**task, "x_len": m}, config, 16, seeds, (50, 800))
-        arms += [replace(arm, name=f"{arm.name}, m = {m}") for arm in (ica, standard)]
-    return tuple(arms)
+    """Both methods on `n` examples of each length, 16 in a step of standard fine-tuning."""
+    return tuple(
+        replace(arm, name=f"{arm.name}, m = {m}")
+        for m in x_lens
+        for arm in _methods({**task, "x_len": m}, config, 16, seeds, (n,))
+    )
 
 
 def _check_lengths(table: Table) -> list[Check]:
@@ -141,21 +141,15 @@ def _check_lengths(table: Table) -> list[Check]:
     arms = {arm: int(arm.rpartition(" ")[2]) for arm in end.frame["arm"].unique()}
     shorter, longest = sorted(set(arms.values()))[-2:]
 
-    def arm(method: str, m: int) -> Table:
-        return end.where(arm=[name for name, length in arms.items() if name.startswith(method) and length == m])
-
-    def standard(m: int) -> Measured:
-        return mean_of(arm("standard", m))
-
-    def lead(m: int) -> Measured:
-        return difference_of(arm("ICA-Tune", m), arm("standard", m))
+    def right(method: str, m: int) -> Measured:
+        return mean_of(end.where(arm=next(arm for arm in arms if arm.startswith(method) and arms[arm] == m)))
 
     return [
-        Claim(f"m = {longest}: standard fine-tuning does not get there from N = 800 (all tokens)", "below 1.0").at_most(
-            0.95, *both(standard, longest, shorter), f"m = {shorter}"
+        Claim(f"m = {longest}: standard fine-tuning does not get there (all tokens)", "below 1.0").at_most(
+            0.95, *both(lambda m: right("standard", m), longest, shorter), f"m = {shorter}"
         ),
-        Claim(f"m = {longest}: ICA-Tune on 50 examples is better (difference)").at_least(
-            0.0, *both(lead, longest, shorter), f"m = {shorter}"
+        Claim(f"m = {longest}: ICA-Tune does, from as many examples (all tokens)", "almost 1.0").at_least(
+            0.95, *both(lambda method: right(method, longest), "ICA-Tune", "standard"), "standard fine-tuning"
         ),
     ]
 
@@ -172,7 +166,7 @@ STANDARD = Experiment(
     tuned_study(
         "icatune/standard",
         summarize_courses,
-        smoke=Tunings(_of_lengths(SMOKE_TASK, SMOKE, (0,), (2, 3)), every=1),
+        smoke=Tunings(_of_lengths(SMOKE_TASK, SMOKE, (0,), (2, 3), 5), every=1),
         cpu=Tunings(_of_lengths(TASK, {**TOY, "probe_every": 50, "probe_prompts": 32}, FRESH_SEEDS, (5, 8)), every=1),
         paper=Tunings(_of_lengths(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, (0, 1, 2), (5, 8)), every=5),
     ),
