@@ -50,7 +50,8 @@ def pretrain_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int
     on_one_thread()
     made = AttentionOnlySetup(**setup)
     run, world = pretrained(made, seed, trained), made.world(seed)
-    rows: Any = pd.DataFrame(measure(run.model, world, made.facts(world).sample(made.n, seed=seed + 1), "pretraining"))
+    model: Any = run.model
+    rows: Any = pd.DataFrame(measure(model, world, made.facts(world).sample(made.n, seed=seed + 1), "pretraining"))
     cosines = rows[rows["metric"] == "cosine"].groupby("what")["value"].max()
     of_heads = pd.DataFrame({"step": 0, "probe": "cosine", "match": cosines.index, "value": cosines.to_numpy()})
     return pd.concat([log_rows(run), of_heads], ignore_index=True)
