@@ -18,7 +18,7 @@ from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_f
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
-from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, _methods
+from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
 from align_circuits.papers.icatune.tuning_courses import before_in, layers_apart
@@ -220,7 +220,22 @@ def test_standard_tuning_reads_no_more_examples_than_there_are():
     assert {TuneConfig(**arm.config).dataset_size for arm in arms} == {20, 800}
 
 
-@pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10])
+@pytest.mark.parametrize(("at_8", "expected"), [(0.9, [True, True]), (1.0, [False, True])])
+def test_longer_inputs_are_blamed_only_where_standard_tuning_falls_short_of_them(at_8, expected):
+    ends = {"ICA-Tune, N = 800, m = 5": 1.0, "standard, N = 800, m = 5": 1.0}
+    ends |= {"ICA-Tune, N = 800, m = 8": 1.0, "standard, N = 800, m = 8": at_8}
+    about = {"part": "course", "condition": "in distribution", "metric": "accuracy", "kind": "all", "n": 6}
+    rows = [
+        {**about, "arm": arm, "step": step, "value": value, "low": value - 0.01, "high": value + 0.01}
+        for arm, end in ends.items()
+        for step, value in ((0, 0.3), (200, end))
+    ]
+    checks = STANDARD.check(Table(pd.DataFrame(rows), Provenance("test")))
+    assert [check.met for check in checks] == expected
+    assert checks[1].control_fails == (at_8 < 1)
+
+
+@pytest.mark.parametrize("experiment", [FIG4, FIG6, FIG10, STANDARD])
 def test_scales_for_the_paper_are_valid(experiment):
     config: Any = experiment.scales["paper"]
     inputs = Inputs({"llama": {"n_layers": 32}}, "")
