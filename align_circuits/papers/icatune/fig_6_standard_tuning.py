@@ -43,11 +43,12 @@ def _methods(
 
 
 def _by_method(table: Table) -> Table:
-    """The courses by `method` and `N`, in this order."""
+    """The courses by `method`, `N` and, where arms differ in the length of inputs, `m`, in this order."""
     course: Any = table.where(part="course").frame
-    parts = course["arm"].str.split(", N = ")
-    course = course.assign(method=parts.str[0], N=parts.str[1].astype(int))
-    return Table(course.sort_values(["method", "N"], kind="stable"), table.provenance)
+    parts = course["arm"].str.extract(r"(?P<method>.+), N = (?P<N>\d+)(?:, m = (?P<m>\d+))?").dropna(axis=1)
+    parts = parts.astype(dict.fromkeys(parts.columns.drop("method"), int))
+    course = course.join(parts).sort_values([*parts.columns], kind="stable")
+    return Table(course, table.provenance)
 
 
 def _check_methods(table: Table) -> list[Check]:
@@ -103,6 +104,9 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
 
 _SIZES = (20, 50, 100, 800)
 
+_TOY: Mapping[str, Any] = {**TOY, "probe_every": 50, "probe_prompts": 32}
+_PAPER: Mapping[str, Any] = {**PAPER_ICA.config, "steps": 1000}
+
 FIG6 = Experiment(
     "icatune/fig6",
     "ICA-Tune beside standard fine-tuning, from equally many examples",
@@ -111,8 +115,8 @@ FIG6 = Experiment(
         "icatune/fig6",
         summarize_courses,
         smoke=Tunings(_methods(SMOKE_TASK, SMOKE, 4, (0,), (5,)), every=1),
-        cpu=Tunings(_methods(TASK, {**TOY, "probe_every": 50, "probe_prompts": 32}, 16, FRESH_SEEDS, _SIZES), every=1),
-        paper=Tunings(_methods(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, 16, (0, 1, 2), _SIZES), every=5),
+        cpu=Tunings(_methods(TASK, _TOY, 16, FRESH_SEEDS, _SIZES), every=1),
+        paper=Tunings(_methods(PAPER_ICA.task, _PAPER, 16, (0, 1, 2), _SIZES), every=5),
         smollm2=Tunings(_methods(ONE_LETTER_TASK, {**ONE_LETTER, "probe_every": 40}, 16, (0,), (50, 800)), every=1),
     ),
     _draw_methods,
@@ -137,12 +141,11 @@ def _of_lengths(
 
 
 def _check_lengths(table: Table) -> list[Check]:
-    end = at_the_end(table.where(part="course", metric="accuracy", kind="all", condition="in distribution"))
-    arms = {arm: int(arm.rpartition(" ")[2]) for arm in end.frame["arm"].unique()}
-    shorter, longest = sorted(set(arms.values()))[-2:]
+    end = at_the_end(_by_method(table)).where(metric="accuracy", kind="all", condition="in distribution")
+    shorter, longest = sorted(end.frame["m"].unique().tolist())[-2:]
 
     def right(method: str, m: int) -> Measured:
-        return mean_of(end.where(arm=next(arm for arm in arms if arm.startswith(method) and arms[arm] == m)))
+        return mean_of(end.where(method=method, m=m))
 
     return [
         Claim(f"m = {longest}: standard fine-tuning does not get there (all tokens)", "below 1.0").at_most(
@@ -167,8 +170,8 @@ STANDARD = Experiment(
         "icatune/standard",
         summarize_courses,
         smoke=Tunings(_of_lengths(SMOKE_TASK, SMOKE, (0,), (2, 3), 5), every=1),
-        cpu=Tunings(_of_lengths(TASK, {**TOY, "probe_every": 50, "probe_prompts": 32}, FRESH_SEEDS, (5, 8)), every=1),
-        paper=Tunings(_of_lengths(PAPER_ICA.task, {**PAPER_ICA.config, "steps": 1000}, (0, 1, 2), (5, 8)), every=5),
+        cpu=Tunings(_of_lengths(TASK, _TOY, FRESH_SEEDS, (5, 8)), every=1),
+        paper=Tunings(_of_lengths(PAPER_ICA.task, _PAPER, (0, 1, 2), (5, 8)), every=5),
     ),
     _draw_lengths,
     _check_lengths,
