@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.claims import Check, Claim, share_of
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     SOURCE,
@@ -24,10 +24,11 @@ from align_circuits.papers.recall.figures.common import (
 )
 from align_circuits.papers.recall.models.training import Stage, train_stage
 from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread, training_folder
+from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 _CPU = replace(gpt2.CPU, seeds=10, first_seed=30, finetuning=replace(gpt2.CPU.finetuning, steps=600))
-"""Twice as many steps of finetuning, after which a model of seed 0 had learned both formats."""
+"""Twice as many steps of finetuning, in which a model of seed 0 had learned both formats where 20% are ICL."""
 
 FORMATS = {"grm_held_out": "ICL+Grm (S_ft = 1)", "icl_held_out": "ICL"}
 """The prompts about held-out subjects, each with a caption."""
@@ -101,7 +102,17 @@ def _draw(table: Table) -> dict[str, go.Figure]:
         }
         for share in key_values(table, "share")
     }
-    return {"": draw_curves(table, panels, label="steps of finetuning", value="exact match, held-out")}
+    first = [
+        {"share": share, "first": caption, **vars(share_of(models))}
+        for share in key_values(table, "share")
+        for caption, models in zip(FORMATS.values(), _first(table, share), strict=True)
+    ]
+    return {
+        "": draw_curves(table, panels, label="steps of finetuning", value="exact match, held-out"),
+        "what comes to a half first": plots.curves(
+            {"": pd.DataFrame(first)}, x="share", by="first", label="share of ICL", value="share of models"
+        ),
+    }
 
 
 SHARE = Experiment(
