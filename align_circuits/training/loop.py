@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
 from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
+from align_circuits.training.muon import Muon
 
 Precision = Literal["fp32", "bf16"]
 
@@ -42,8 +43,9 @@ class TrainConfig:
     final: float = 0.0
     """Where the decay ends, as a fraction of `lr`, in [0, 1]."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024) for the matrices inside the network, which on
-    small transformers brings induction heads several times sooner, with AdamW for embeddings and vectors."""
+    """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024; `training/muon.py`) for the matrices inside the
+    network, which on small transformers brings induction heads several times sooner, with AdamW for embeddings and
+    vectors."""
     rest_lr: float | None = None
     """With Muon, the highest learning rate of what AdamW trains; it follows the same schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -240,8 +242,6 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
     """The optimiser of each parameter, by its name."""
     inner, rest = {}, dict(trained)
     if config.optimizer == "muon":
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(f"PyTorch {torch.__version__} has no Muon: take 2.9 or later, or optimizer='adamw'")
         outer = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         outer |= {weight for name, weight in trained.items() if name.startswith("lm_head.")}
         inner = {name: weight for name, weight in trained.items() if weight.ndim == 2 and weight not in outer}
@@ -254,8 +254,7 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
     ]
     optimizers: dict[str, Optimizer] = {}
     if inner:
-        muon = torch.optim.Muon(list(inner.values()), lr=config.lr, weight_decay=config.weight_decay)
-        optimizers |= dict.fromkeys(inner, muon)
+        optimizers |= dict.fromkeys(inner, Muon(inner.values(), config.lr, config.weight_decay))
     if rest and config.optimizer == "sgd":
         optimizers |= dict.fromkeys(rest, SGD(groups, lr=config.lr, momentum=config.momentum, fused=True))
     elif rest:
