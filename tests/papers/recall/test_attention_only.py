@@ -9,6 +9,7 @@ import torch
 
 import align_circuits as ac
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
+from align_circuits.papers.recall.models.training import logits_at
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, HEADS, finetuned, pretrained
 from align_circuits.run.forward_pass import capture
@@ -56,6 +57,39 @@ def test_attention_and_logits_are_those_of_plain_loops(positions):
 
 
 @pytest.mark.parametrize("positions", ["relative", "absolute"])
+def test_products_of_weights_first_give_the_same_logits_and_gradients(positions):
+    model = AttentionOnly(AttentionOnlyConfig(9, 7, d_head=4, positions=positions, init=0.8), seed=1).double()
+    tokens = torch.tensor([[3, 8, 0, 3, 5, 3], [1, 1, 2, 7, 4, 0]])
+    weights = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = []
+    for logits in (model(tokens), model.logits(tokens)):
+        model.zero_grad()
+        (logits.square() * weights).sum().backward()
+        gradients.append([cast(torch.Tensor, parameter.grad) for parameter in model.parameters()])
+    assert torch.allclose(model.logits(tokens), model(tokens))
+    assert all(gradient.any() for gradient in gradients[0])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_training_takes_the_cheapest_form(monkeypatch):
+    model = AttentionOnly(AttentionOnlyConfig(9, 7, d_head=4, init=0.8), seed=1)
+    few = torch.tensor([[3, 8, 0, 3, 5, 3], [1, 1, 2, 7, 4, 0]])
+    last, two = torch.zeros_like(few, dtype=torch.bool), torch.zeros_like(few, dtype=torch.bool)
+    last[:, -1] = two[:, -1] = two[:, 2] = True
+    cases = [("forward", few, None), ("logits", few.repeat(3, 1), None), ("last", few, last), ("forward", few, two)]
+    for name, tokens, positions in cases:
+        expected = model(tokens) if positions is None else model(tokens)[positions]
+        called = []
+        with monkeypatch.context() as patched:
+            for form in ("forward", "logits", "last"):
+                own = getattr(model, form)
+                patched.setattr(model, form, lambda *args, form=form, own=own: called.append(form) or own(*args))
+            assert torch.allclose(logits_at(model, tokens, positions), expected, atol=1e-6)
+        assert called == [name]
+
+
+@pytest.mark.parametrize("positions", ["relative", "absolute"])
 def test_padding_changes_nothing(positions):
     model = AttentionOnly(AttentionOnlyConfig(9, 7, d_head=4, positions=positions, init=0.8), seed=1)
     tokens = torch.tensor([[3, 8, 0, 5]])
@@ -94,8 +128,10 @@ def test_what_does_not_fit_is_refused():
         config.__post_init__()
     with pytest.raises(ValueError, match="d_head is 0"):
         AttentionOnlyConfig(9, 7, d_head=0)
-    with pytest.raises(ValueError, match="the model's context is 4"):
-        AttentionOnly(AttentionOnlyConfig(9, 4, d_head=4))(torch.zeros(1, 5, dtype=torch.long))
+    short = AttentionOnly(AttentionOnlyConfig(9, 4, d_head=4))
+    for logits in (short, short.logits, short.last):
+        with pytest.raises(ValueError, match="the model's context is 4"):
+            logits(torch.zeros(1, 5, dtype=torch.long))
     with pytest.raises(ValueError, match="no relation tokens"):
         pretrained(RecallWorld.small(), 20, 3)
     with pytest.raises(ValueError, match="unknown corrections"):

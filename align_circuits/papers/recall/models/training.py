@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.papers.recall.metrics import recall_matches
+from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
@@ -128,10 +129,19 @@ def logits_at(
     """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` where `positions` is true."""
     body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
     if body is None or head is None:  # not Hugging Face's GPT-2
-        logits = model(tokens)
+        if positions is not None and isinstance(model, AttentionOnly) and _last_alone(positions):
+            return model.last(tokens)
+        # Products of weights are the cheaper ones from some four times as many tokens as the vocabulary on.
+        products = isinstance(model, AttentionOnly) and tokens.numel() >= 4 * model.cfg.d_vocab
+        logits = model.logits(tokens) if products else model(tokens)
         return logits if positions is None else logits[positions]
     hidden = body(tokens, use_cache=False).last_hidden_state
     return head(hidden if positions is None else hidden[positions])
+
+
+def _last_alone(positions: Bool[Tensor, "prompt pos"]) -> bool:
+    """Whether the last position of every prompt is true and no other."""
+    return bool(positions[:, -1].all()) and not positions[:, :-1].any()
 
 
 @torch.no_grad()
