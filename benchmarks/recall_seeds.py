@@ -1,38 +1,187 @@
-"""Would recall's small models train faster as an ensemble? Six at once (`torch.func.vmap`) beside six in turn.
+"""Six seeds of contextual recall's models at the cpu scale, as `reproduce` trains them, beside six plain PyTorch loops.
 
-Both take the gradients of the same six models of the cpu scale on the same batches, on one thread, without an
-optimizer. Ensembles pay where a step is mostly overhead, as for exemplars (`ensembles.py`): so the time of a step by
-the number of its sequences is told, too. What pays on two cores is told last: six trainings in two processes of one
-thread each (`--jobs 2`) beside six in turn on two threads.
+A plain loop is what one writes by hand: minGPT's model (`recall.py`), or an attention-only model over one-hot vectors
+with `nn.Linear`; all logits; PyTorch's AdamW and Muon; no checkpoint, no log. Six of them run one after another on all
+threads. Ours is `train_stage` with its checkpoints: six after another on as many threads, and in processes of one
+thread each, as with `--jobs`. Both sides draw new sequences in each step, start with the same weights, and have the
+same number of updates; a worker process is started before its time is taken. Times are of the clock, since processes
+are compared; a round runs all in turn; ratios are medians over rounds.
 
-    python benchmarks/recall_ensembles.py [--members 6] [--rounds 7]
+Last, why there is no class for many models at once, as there is for exemplars (`ensembles.py`): gradients of six models
+at once (`torch.func.vmap`) beside six in turn, on one thread, and of fewer sequences.
+
+    python benchmarks/recall_seeds.py [--members 6] [--steps 40] [--rounds 5] [--threads 2]
 """
 
 import argparse
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from patching import processor
+from recall import PlainGPT
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from align_circuits.papers.recall.figures import figs_13_14_19_24_held_out as attention_only
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.models.training import logits_at
+from align_circuits.papers.recall.figures.figs_2_to_7_15_training import WITH_ADAMW
+from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import CPU
+from align_circuits.papers.recall.models.attention_only import AttentionOnly
+from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, logits_at, train_stage
+from align_circuits.papers.recall.task.sequences import IGNORED
+from align_circuits.training.loop import TrainConfig
 
 Batch = tuple[Tensor, Tensor]
 
-STEPS = 50
-"""Of each training on two cores."""
+
+class PlainAttention(nn.Module):
+    """An attention-only model with relative positions, written by hand, with the weights of ours."""
+
+    def __init__(self, ours: AttentionOnly):
+        super().__init__()
+        cfg = ours.cfg
+        self.n_heads, self.d_vocab = cfg.n_heads, cfg.d_vocab
+        self.query, self.key, self.value = (
+            linear(weight[:, : cfg.d_vocab].transpose(0, 1).flatten(1)) for weight in (ours.W_Q, ours.W_K, ours.W_V)
+        )
+        self.out = linear(ours.W_O.flatten(0, 1))
+        self.positions = nn.Parameter(ours.W_K[:, cfg.d_vocab :].detach().clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of every position."""
+        x = nn.functional.one_hot(tokens, self.d_vocab).float()
+        n, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(n, length, self.n_heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        pos = torch.arange(length)
+        distance = pos[:, None] - pos
+        of_positions = q @ self.positions[:, :length].mT
+        scores = q @ k.mT + of_positions.gather(-1, distance.clamp(min=0).expand_as(of_positions))
+        z = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+        return self.out(z.transpose(1, 2).reshape(n, length, -1))
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Returns a layer that multiplies by a matrix from the right."""
+    layer = nn.Linear(*weight.shape, bias=bias is not None)
+    layer.weight.data = weight.detach().T.clone()
+    if bias is not None:
+        layer.bias.data = bias.detach().clone()
+    return layer
+
+
+def plain_gpt2(ours: Any) -> PlainGPT:
+    """Returns minGPT's model with the weights of ours."""
+    body = ours.transformer
+    plain = PlainGPT(*body.wte.weight.shape[:1], *body.wpe.weight.shape)
+    plain.tokens, plain.positions, plain.ln_f = body.wte, body.wpe, body.ln_f
+    for block, theirs in zip(plain.blocks, body.h, strict=True):
+        block.ln_1, block.ln_2 = theirs.ln_1, theirs.ln_2
+        layers = {
+            "qkv": theirs.attn.c_attn,
+            "out": theirs.attn.c_proj,
+            "up": theirs.mlp.c_fc,
+            "down": theirs.mlp.c_proj,
+        }
+        for name, layer in layers.items():
+            setattr(block, name, linear(layer.weight, layer.bias))
+    return plain
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of a figure."""
+
+    model: Callable[[int], Any]
+    """Ours, of a seed."""
+    plain: Callable[[Any], nn.Module]
+    """The same model, written by hand."""
+    stage: Callable[[int], Stage]
+    """Of a seed."""
+
+
+def gpt2_case(setup: gpt2.GPT2Setup, finetuned: gpt2.Finetuned | None = None) -> Case:
+    """Returns pretraining of a setup, or finetuning."""
+
+    def stage(seed: int) -> Stage:
+        task = setup.demonstrations(seed, finetuned) if finetuned else setup.facts(seed)
+        return Stage(task, setup.finetuning if finetuned else setup.pretraining, setup.batch_size)
+
+    return Case(lambda seed: gpt2.initial_gpt2(setup, seed), plain_gpt2, stage)
+
+
+def pretraining(seed: int) -> Stage:
+    """Returns the pretraining of attention-only models."""
+    return Stage(CPU.facts(CPU.world(seed)), CPU.schedule(PRETRAINING, CPU.pretraining), CPU.batch_size)
+
+
+def finetuning(seed: int) -> Stage:
+    """Returns their finetuning."""
+    return Stage(CPU.demonstrations(seed)[0], CPU.schedule(FINETUNING, CPU.finetuning), CPU.batch_size, "last")
+
+
+CASES: dict[str, Case] = {
+    "GPT-2, pretraining, Muon": gpt2_case(gpt2.CPU),
+    "GPT-2, ICL+Grm, AdamW": gpt2_case(gpt2.CPU, "icl+grm"),
+    "GPT-2, pretraining, AdamW (Fig. 2)": gpt2_case(WITH_ADAMW),
+    "attention-only, pretraining": Case(CPU.model, PlainAttention, pretraining),
+    "attention-only, ICL": Case(CPU.model, PlainAttention, finetuning),
+}
+
+WHOLE: dict[str, dict[str, int]] = {
+    "GPT-2, both stages": {
+        "GPT-2, pretraining, Muon": gpt2.CPU.pretraining.steps,
+        "GPT-2, ICL+Grm, AdamW": gpt2.CPU.finetuning.steps,
+    },
+    "attention-only, both stages": {
+        "attention-only, pretraining": CPU.pretraining,
+        "attention-only, ICL": CPU.finetuning,
+    },
+}
+"""The steps of each stage of a model."""
+
+
+def plain_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Returns PyTorch's optimizers with their own defaults."""
+    parameters, given = dict(model.named_parameters()), {"weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW(parameters.values(), lr=config.lr, **given)]
+    inside = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
+    rest = [each for name, each in parameters.items() if name not in inside]
+    return [
+        torch.optim.Muon(inside.values(), lr=config.lr, **given),
+        torch.optim.AdamW(rest, lr=config.rest_lr or config.lr, **given),
+    ]
+
+
+def plain_loop(name: str, seed: int, steps: int) -> None:
+    """Trains a model written by hand."""
+    case = CASES[name]
+    stage, model = case.stage(seed), case.plain(case.model(seed))
+    optimizers = plain_optimizers(model, stage.train)
+    for step in range(steps):
+        tokens, labels = stage.task.batch(step, stage.batch_size, stage.predict)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def our_loop(name: str, seed: int, steps: int) -> None:
+    """Trains a model with `train_stage`."""
+    case = CASES[name]
+    stage = case.stage(seed)
+    config = replace(stage.train, steps=steps, warmup=0, log_every=steps, checkpoint_every=50)
+    with tempfile.TemporaryDirectory() as folder:
+        train_stage(case.model(seed), replace(stage, train=config), seed=seed, out=folder, progress=False)
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -42,107 +191,121 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def compare(models: Sequence[nn.Module], batches: Sequence[Batch], rounds: int) -> tuple[float, float, float]:
-    """Returns the median seconds of the models in turn and at once, and the median ratio from round to round."""
-    parameters, buffers = stack_module_state(list(models))
+def compare_trainings(
+    name: str, seeds: Sequence[int], steps: int, rounds: int, pool: ProcessPoolExecutor
+) -> list[list[float]]:
+    """Returns how long a step of one model takes, in milliseconds: of each contestant in each round."""
+    case = CASES[name]
+    ours = case.model(0)
+    tokens = case.stage(0).task.batch(0, 2)[0]
+    torch.testing.assert_close(case.plain(ours)(tokens), logits_at(ours, tokens))  # or the comparison means nothing
+
+    def in_processes() -> None:
+        for training in [pool.submit(our_loop, name, seed, steps) for seed in seeds]:
+            training.result()
+
+    contestants: list[Callable[[], object]] = [
+        lambda: [plain_loop(name, seed, steps) for seed in seeds],
+        lambda: [our_loop(name, seed, steps) for seed in seeds],
+        in_processes,
+    ]
+    for contestant in contestants:
+        contestant()
+    each = 1000 / (steps * len(seeds))
+    return [[each * seconds(contestant) for contestant in contestants] for _ in range(rounds)]
+
+
+def show(name: str, times: Sequence[Sequence[float]]) -> None:
+    """Prints the medians of the contestants' times, and of the ratio of the first to the last, with its range."""
+    medians = "".join(f"{statistics.median(column):13.1f}" for column in zip(*times, strict=True))
+    ratios = sorted(first / last for first, *_, last in times)
+    print(f"{name:42}{medians}{statistics.median(ratios):10.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Trained(nn.Module):
+    """A model whose forward pass is that of training."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of every position."""
+        return logits_at(self.model, tokens)
+
+
+def compare_gradients(name: str, seeds: Sequence[int], rounds: int) -> None:
+    """Prints the times of gradients at once and in turn, and of one model by the number of its sequences."""
+    case = CASES[name]
+    models = [Trained(case.model(seed)) for seed in seeds]
+    batches = [case.stage(seed).task.batch(seed, case.stage(seed).batch_size) for seed in seeds]
+    for each in models:
+        if not isinstance(each.model, AttentionOnly):
+            each.model.config._attn_implementation = "eager"  # the fused attention does not go through vmap
+    parameters, buffers = stack_module_state(models)
     tokens, labels = (torch.stack(part) for part in zip(*batches, strict=True))
 
     def in_turn() -> None:
         for model, (own_tokens, own_labels) in zip(models, batches, strict=True):
-            loss_of(logits_at(model, own_tokens), own_labels).backward()
+            loss_of(model(own_tokens), own_labels).backward()
             model.zero_grad()
 
     def loss(own: Any, fixed: Any, own_tokens: Tensor, own_labels: Tensor) -> Tensor:
-        out: Any = functional_call(models[0], (own, fixed), (own_tokens,))
-        return loss_of(getattr(out, "logits", out), own_labels)
+        return loss_of(functional_call(models[0], (own, fixed), (own_tokens,)), own_labels)
 
-    step = vmap(grad(loss))
-
-    def at_once() -> None:
-        step(parameters, buffers, tokens, labels)
-
+    at_once = vmap(grad(loss))
     in_turn()
-    at_once()
-    times = [(seconds(in_turn), seconds(at_once)) for _ in range(rounds)]
-    turn, once = zip(*times, strict=True)
-    return statistics.median(turn), statistics.median(once), statistics.median(a / b for a, b in times)
+    at_once(parameters, buffers, tokens, labels)
+    times = [(seconds(in_turn), seconds(lambda: at_once(parameters, buffers, tokens, labels))) for _ in range(rounds)]
+    ratio = statistics.median(one / other for one, other in times)
+    model, (own_tokens, own_labels) = models[0], batches[0]
+    few = []
+    for n in (len(own_tokens), len(own_tokens) // 4, 1):
 
+        def lone(n: int = n) -> None:
+            loss_of(model(own_tokens[:n]), own_labels[:n]).backward()
 
-def gpt2_case(seed: int) -> tuple[Any, Batch]:
-    """Returns a model and a batch of its world."""
-    return gpt2.initial_gpt2(gpt2.CPU, seed), gpt2.CPU.facts(seed).batch(seed, gpt2.CPU.batch_size)
-
-
-def attention_only_case(seed: int) -> tuple[Any, Batch]:
-    """Returns a model and a batch of its world."""
-    setup = attention_only.CPU
-    return setup.model(seed), setup.facts(setup.world(seed)).batch(seed, setup.batch_size)
-
-
-CASES: dict[str, Callable[[int], tuple[Any, Batch]]] = {"GPT-2": gpt2_case, "attention-only": attention_only_case}
-
-
-def train(name: str, seed: int, steps: int) -> None:
-    """Takes steps of AdamW."""
-    model, (tokens, labels) = CASES[name](seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for _ in range(steps):
-        loss_of(logits_at(model, tokens), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def on_two_cores(name: str, seeds: Sequence[int], steps: int, rounds: int) -> tuple[float, float, float]:
-    """Returns the median seconds of trainings in turn on two threads and in two processes, and the median ratio."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, context, torch.set_num_threads, (1,)) as pool:
-
-        def at_once() -> None:
-            for training in [pool.submit(train, name, seed, steps) for seed in seeds]:
-                training.result()
-
-        def in_turn() -> None:
-            for seed in seeds:
-                train(name, seed, steps)
-
-        torch.set_num_threads(2)
-        in_turn()
-        at_once()
-        times = [(seconds(in_turn), seconds(at_once)) for _ in range(rounds)]
-        torch.set_num_threads(1)
-    turn, once = zip(*times, strict=True)
-    return statistics.median(turn), statistics.median(once), statistics.median(a / b for a, b in times)
+        lone()
+        few.append(f"{1000 * statistics.median(seconds(lone) for _ in range(rounds)):.1f} ms for {n}")
+    print(f"{name:28} at once {ratio:.2f} times as fast as in turn; one model takes " + ", ".join(few))
 
 
 def main() -> None:
     """Prints the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="and as many processes")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     seeds = range(arguments.members)
-    print("models          sequences   in turn, s   at once, s   times as fast")
-    for name, case in CASES.items():
-        models, batches = zip(*map(case, seeds), strict=True)
-        model, (tokens, labels) = models[0], batches[0]
-        if name == "GPT-2":
-            for each in models:
-                each.config._attn_implementation = "eager"  # the fused attention does not go through vmap
-        turn, once, ratio = compare(models, batches, arguments.rounds)
-        print(f"{name:15} {len(tokens):9} {turn:12.3f} {once:12.3f} {ratio:15.2f}")
-        for n in (len(tokens), len(tokens) // 4, 1):
-
-            def lone(model: Any = model, tokens: Tensor = tokens[:n], labels: Tensor = labels[:n]) -> None:
-                loss_of(logits_at(model, tokens), labels).backward()
-
-            lone()
-            once = statistics.median(seconds(lone) for _ in range(arguments.rounds))
-            print(f"{'  one of them':15} {n:9} {once:12.3f}")
-    print("models          steps each   two threads, s   two processes, s   times as fast")
-    for name in CASES:
-        turn, once, ratio = on_two_cores(name, seeds, STEPS, max(3, arguments.rounds // 2))
-        print(f"{name:15} {STEPS:10} {turn:16.2f} {once:18.2f} {ratio:15.2f}")
+    torch.set_num_threads(arguments.threads)
+    print(f"{processor()}, torch {torch.__version__}, {arguments.threads} threads or as many processes of one thread")
+    print(f"{arguments.members} seeds of {arguments.steps} steps, {arguments.rounds} rounds; ms a step of one model")
+    print(f"{'':42}{'plain loops':>13}{'ours in turn':>13}{'processes':>13}  plain / processes")
+    context, measured = multiprocessing.get_context("spawn"), {}
+    with ProcessPoolExecutor(arguments.threads, context, torch.set_num_threads, (1,)) as pool:
+        for name in CASES:
+            measured[name] = compare_trainings(name, seeds, arguments.steps, arguments.rounds, pool)
+            show(name, measured[name])
+    for name, stages in WHOLE.items():
+        total = sum(stages.values())
+        rounds = zip(*(measured[stage] for stage in stages), strict=True)
+        steps = [count / total for count in stages.values()]
+        means = [
+            [sum(share * time for share, time in zip(steps, column, strict=True)) for column in zip(*each, strict=True)]
+            for each in rounds
+        ]
+        show(f"{name} ({' + '.join(f'{count:,}' for count in stages.values())} steps)", means)
+    torch.set_num_threads(1)
+    print("\nGradients of six models by vmap, on one thread")
+    for name in ("GPT-2, pretraining, AdamW (Fig. 2)", "attention-only, pretraining"):
+        compare_gradients(name, seeds, arguments.rounds)
 
 
 if __name__ == "__main__":
