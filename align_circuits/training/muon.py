@@ -65,7 +65,7 @@ class Muon(Optimizer):
 def orthogonalized(matrices: Float[Tensor, "matrix row column"]) -> Float[Tensor, "matrix row column"]:
     """Returns matrices with the same singular vectors, whose singular values are near 1 (.7 to 1.2 but for tiny ones).
 
-    From X of norm 1, five iterations X <- a X + b (X X^T) X + c (X X^T)² X with the coefficients of Jordan et al. (2024).
+    From X of norm 1 on, five iterations X <- a X + b (X X^T) X + c (X X^T)² X (Jordan et al., 2024).
     """
     n_rows, n_columns = matrices.shape[-2:]
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
