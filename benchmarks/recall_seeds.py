@@ -7,7 +7,8 @@ thread each, as with `--jobs`. Both sides draw new sequences in each step, start
 same number of updates; a worker process is started before its time is taken. Times are of the clock, since processes
 are compared; a round runs all in turn; ratios are medians over rounds.
 
-Last, why there is no class for many models at once, as there is for exemplars (`ensembles.py`): gradients of six models
+Then attention-only models by `logits`, products of weights, beside `forward`, by the number of their subjects, on one
+thread. Last, why there is no class for many models at once, as there is for exemplars (`ensembles.py`): gradients of six models
 at once (`torch.func.vmap`) beside six in turn, on one thread, and of fewer sequences.
 
     python benchmarks/recall_seeds.py [--members 6] [--steps 40] [--rounds 5] [--threads 2]
@@ -227,6 +228,27 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def compare_forms(n_subjects: int, rounds: int) -> None:
+    """Prints the times of gradients by `forward` and by `logits`."""
+    setup = replace(CPU, n_subjects=n_subjects)
+    model = setup.model(0)
+    tokens, labels = setup.facts(setup.world(0)).batch(0, setup.batch_size)
+
+    def gradients(form: Callable[[Tensor], Tensor]) -> None:
+        model.zero_grad()
+        loss_of(form(tokens), labels).backward()
+
+    gradients(model)
+    gradients(model.logits)
+    times = [[seconds(lambda form=form: gradients(form)) for form in (model, model.logits)] for _ in range(10 * rounds)]
+    one, other = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+    ratio = statistics.median(first / second for first, second in times)
+    share = f"{tokens.numel() / model.cfg.d_vocab:.1f} times as many tokens as the vocabulary of {model.cfg.d_vocab}"
+    print(
+        f"{share}: {one:.1f} ms by `forward`, {other:.1f} by `logits`, which is {ratio:.2f} times as fast", flush=True
+    )
+
+
 class Trained(nn.Module):
     """A model whose forward pass is that of training."""
 
@@ -303,6 +325,9 @@ def main() -> None:
         ]
         show(f"{name} ({' + '.join(f'{count:,}' for count in stages.values())} steps)", means)
     torch.set_num_threads(1)
+    print("\nGradients of one attention-only model, on one thread")
+    for n_subjects in (64, 128, 256, 512):
+        compare_forms(n_subjects, arguments.rounds)
     print("\nGradients of six models by vmap, on one thread")
     for name in ("GPT-2, pretraining, AdamW (Fig. 2)", "attention-only, pretraining"):
         compare_gradients(name, seeds, arguments.rounds)

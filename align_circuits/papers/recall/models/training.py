@@ -127,13 +127,15 @@ def logits_at(
     model: nn.Module, tokens: Int[Tensor, "prompt pos"], positions: Tensor | None = None
 ) -> Float[Tensor, "... d_vocab"]:
     """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` where `positions` is true."""
-    body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
-    if body is None or head is None:  # not Hugging Face's GPT-2
-        if positions is not None and isinstance(model, AttentionOnly) and _last_alone(positions):
+    if isinstance(model, AttentionOnly):
+        if positions is not None and _last_alone(positions):
             return model.last(tokens)
         # Products of weights are the cheaper ones from some four times as many tokens as the vocabulary on.
-        products = isinstance(model, AttentionOnly) and tokens.numel() >= 4 * model.cfg.d_vocab
-        logits = model.logits(tokens) if products else model(tokens)
+        logits = model.logits(tokens) if tokens.numel() >= 4 * model.cfg.d_vocab else model(tokens)
+        return logits if positions is None else logits[positions]
+    body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
+    if body is None or head is None:  # not Hugging Face's GPT-2
+        logits = model(tokens)
         return logits if positions is None else logits[positions]
     hidden = body(tokens, use_cache=False).last_hidden_state
     return head(hidden if positions is None else hidden[positions])
