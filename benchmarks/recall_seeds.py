@@ -7,9 +7,9 @@ thread each, as with `--jobs`. Both sides draw new sequences in each step, start
 same number of updates; a worker process is started before its time is taken. Times are of the clock, since processes
 are compared; a round runs all in turn; ratios are medians over rounds.
 
-Then attention-only models by `logits`, products of weights, beside `forward`, by the number of their subjects, on one
-thread. Last, why there is no class for many models at once, as there is for exemplars (`ensembles.py`): gradients of six models
-at once (`torch.func.vmap`) beside six in turn, on one thread, and of fewer sequences.
+Then attention-only models by `logits`, products of weights, beside `forward`, by the number of their subjects. Last,
+why there is no class for many models at once, as there is for exemplars (`ensembles.py`): gradients of six models at
+once (`torch.func.vmap`) beside six in turn, and of fewer sequences. Both on one thread.
 
     python benchmarks/recall_seeds.py [--members 6] [--steps 40] [--rounds 5] [--threads 2]
 """
