@@ -1,7 +1,9 @@
-"""A step of Muon beside `torch.optim.Muon`, whose products are in bfloat16 everywhere; ours are in float32 on a CPU.
+"""A step of Muon in float32 beside `torch.optim.Muon`, which takes bfloat16, and how far their updates differ.
 
 Eight matrices a width, as two layers have: queries, keys and values in one, outputs, and the two of an MLP. Each round
-runs both; the ratio is the median over rounds. Processors that multiply bfloat16 in hardware have smaller ratios.
+runs both; the ratio is the median over rounds. Processors with instructions for bfloat16 have smaller ratios. Updates
+are of random gradients, and of such whose rank is a quarter of the width: the norm of the difference, relative to the
+norm of ours, the mean over matrices.
 
     python benchmarks/muon.py [--widths 64 128 256] [--rounds 5] [--threads 1] [--device cuda]
 """
@@ -11,7 +13,7 @@ import statistics
 import time
 
 import torch
-from patching import processor
+from patching import processor, timed
 from torch import nn
 
 from align_circuits.training.muon import Muon
@@ -28,12 +30,30 @@ def matrices(width: int, device: str) -> list[nn.Parameter]:
 
 
 def seconds(optimizer: torch.optim.Optimizer, device: str) -> float:
-    """Returns how long a step takes."""
+    """Returns how long a step takes: of processor time on one thread, else by the clock."""
+    if not device.startswith("cuda"):
+        return timed(optimizer.step)[0]
     begin = time.perf_counter()
     optimizer.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - begin
+
+
+def difference(width: int, rank: int, device: str) -> float:
+    """Returns how far the first updates differ, from gradients of a rank."""
+    changes = []
+    for make in (torch.optim.Muon, Muon):
+        given = matrices(width, device)
+        generator = torch.Generator().manual_seed(1)
+        for matrix in given:
+            n_rows, n_columns = matrix.shape
+            left = torch.randn(n_rows, rank, generator=generator)
+            matrix.grad = (left @ torch.randn(rank, n_columns, generator=generator)).to(device)
+        before = [matrix.detach().clone() for matrix in given]
+        make(given, lr=1.0, weight_decay=0.0).step()
+        changes.append([matrix.detach() - start for matrix, start in zip(given, before, strict=True)])
+    theirs, ours = changes
+    return statistics.mean(float((a - b).norm() / b.norm()) for a, b in zip(theirs, ours, strict=True))
 
 
 def main() -> None:
@@ -46,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{processor()}, torch {torch.__version__}, {arguments.threads} threads, {arguments.device}")
-    print("width  torch.optim.Muon, ms  ours, ms  times as fast")
+    print("width  torch.optim.Muon, ms  ours, ms  times as fast          difference, full rank  of rank width/4")
     for width in arguments.widths:
         theirs = torch.optim.Muon(matrices(width, arguments.device), lr=1e-3, weight_decay=0.0)
         ours = Muon(matrices(width, arguments.device), lr=1e-3)
@@ -55,7 +75,9 @@ def main() -> None:
         one, other = (1000 * statistics.median(column) for column in zip(*times, strict=True))
         ratios = sorted(a / b for a, b in times)
         spread = f"({ratios[0]:.1f} to {ratios[-1]:.1f})"
-        print(f"{width:5} {one:21.1f} {other:9.1f} {statistics.median(ratios):14.1f} {spread}")
+        full, low = (difference(width, rank, arguments.device) for rank in (width, width // 4))
+        line = f"{width:5} {one:21.1f} {other:9.1f} {statistics.median(ratios):14.1f} {spread:16}"
+        print(f"{line} {full:12.3f} {low:16.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -78,9 +78,11 @@ def claims_in(commit: str) -> list[Written]:
         files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
         trees = [ast.parse(file.read()) for file in files if file is not None]
     constants = [_constants_of(tree) for tree in trees]
-    texts = {
-        name: text for of_file in constants for name, value in of_file.items() if (text := _text(value, {})) is not None
-    }
+    texts: dict[str, str] = {}
+    for of_file in constants:
+        for name, value in of_file.items():
+            if (text := _text(value, {})) is not None:
+                texts[name] = SLOT if texts.get(name, text) != text else text  # two files' own: unknown
     return [claim for tree, of_file in zip(trees, constants, strict=True) for claim in _claims_of(tree, of_file, texts)]
 
 

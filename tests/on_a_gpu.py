@@ -40,7 +40,12 @@ TASK = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=2)
 DEVICES = ("cpu", "cuda")
 EXEMPLARS = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
 WORLD = RecallWorld.small()
-OPTIMIZERS: list[dict[str, Any]] = [{}, {"optimizer": "sgd", "momentum": 0.9}, {"optimizer": "muon", "rest_lr": 1e-3}]
+OPTIMIZERS: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "sgd", "momentum": 0.9},
+    {"optimizer": "muon", "rest_lr": 1e-3},
+    {"optimizer": "muon-fp32", "rest_lr": 1e-3},
+]
 ATTRIBUTIONS: list[dict[str, Any]] = [
     {"graddrop": True},
     {"method": "atp_star", "sites": ["q", "k", "z"]},

@@ -42,10 +42,10 @@ class TrainConfig:
     """The number of last steps over which it falls; None: all after the warmup. Shorter, it makes a trapezoid."""
     final: float = 0.0
     """Where the decay ends, as a fraction of `lr`, in [0, 1]."""
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024; `training/muon.py`) for the matrices inside the
-    network, which on small transformers brings induction heads several times sooner, with AdamW for embeddings and
-    vectors."""
+    optimizer: Literal["adamw", "sgd", "muon", "muon-fp32"] = "adamw"
+    """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024) for the matrices inside the network, which on
+    small transformers brings induction heads several times sooner, with AdamW for embeddings and vectors. `"muon"` is
+    PyTorch's, in bfloat16; `"muon-fp32"` (`training/muon.py`) is many times as fast on a CPU without bfloat16."""
     rest_lr: float | None = None
     """With Muon, the highest learning rate of what AdamW trains; it follows the same schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -72,7 +72,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={value}: give at least 1")
         if self.warmup < 0 or self.decay_steps < 0 or self.warmup + self.decay_steps > self.steps:
             raise ValueError(f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}")
-        if (self.optimizer == "muon") != (self.rest_lr is not None):
+        if self.has_muon != (self.rest_lr is not None):
             raise ValueError(
                 f"rest_lr={self.rest_lr}, optimizer={self.optimizer!r}: Muon needs rest_lr, no other has it"
             )
@@ -82,6 +82,11 @@ class TrainConfig:
             raise ValueError(f"final={self.final}: give a fraction of lr, 0 to 1")
         if not (0 < self.lr < math.inf and (self.clip is None or self.clip > 0)):
             raise ValueError(f"lr={self.lr} and clip={self.clip} must be finite and above 0; clip=None does not clip")
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether Muon trains the matrices."""
+        return self.optimizer in ("muon", "muon-fp32")
 
     @property
     def decay_steps(self) -> int:
@@ -241,7 +246,9 @@ def train(
 def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: TrainConfig) -> dict[str, Optimizer]:
     """The optimiser of each parameter, by its name."""
     inner, rest = {}, dict(trained)
-    if config.optimizer == "muon":
+    if config.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"PyTorch {torch.__version__} has no Muon: take 2.9 or later, or optimizer='muon-fp32'")
+    if config.has_muon:
         outer = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         outer |= {weight for name, weight in trained.items() if name.startswith("lm_head.")}
         inner = {name: weight for name, weight in trained.items() if weight.ndim == 2 and weight not in outer}
@@ -254,7 +261,8 @@ def _optimizers(model: nn.Module, trained: Mapping[str, nn.Parameter], config: T
     ]
     optimizers: dict[str, Optimizer] = {}
     if inner:
-        optimizers |= dict.fromkeys(inner, Muon(inner.values(), config.lr, config.weight_decay))
+        muon = torch.optim.Muon if config.optimizer == "muon" else Muon
+        optimizers |= dict.fromkeys(inner, muon(inner.values(), lr=config.lr, weight_decay=config.weight_decay))
     if rest and config.optimizer == "sgd":
         optimizers |= dict.fromkeys(rest, SGD(groups, lr=config.lr, momentum=config.momentum, fused=True))
     elif rest:

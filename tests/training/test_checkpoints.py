@@ -172,14 +172,14 @@ def failing(at):
     return sample_until
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "muon-fp32"])
 def test_a_llama_with_tied_embeddings_goes_on_to_the_bit(tmp_path, optimizer):
     def until_stop(step, seed):
         if step == stop:
             raise InterruptedError
         return tokens(step, seed)
 
-    rest_lr = 1e-3 if optimizer == "muon" else None
+    rest_lr = 1e-3 if optimizer.startswith("muon") else None
     config = TrainConfig(
         20, optimizer=optimizer, rest_lr=rest_lr, momentum=0.9, precision="bf16", schedule="linear", checkpoint_every=5
     )

@@ -207,6 +207,7 @@ def test_nothing_to_train_is_refused():
         ({"steps": 5, "warmup": 3, "decay": 3}, "warmup=3 and decay=3 do not fit"),
         ({"steps": 5, "final": 1.5}, "final=1.5: give a fraction"),
         ({"steps": 5, "optimizer": "muon"}, "rest_lr=None, optimizer='muon': Muon needs rest_lr"),
+        ({"steps": 5, "optimizer": "muon-fp32"}, "rest_lr=None, optimizer='muon-fp32': Muon needs rest_lr"),
         ({"steps": 5, "rest_lr": 0.1}, "no other has it"),
         ({"steps": 5, "lr": 0.0}, "must be finite and above 0"),
         ({"steps": 5, "lr": math.nan}, "must be finite and above 0"),

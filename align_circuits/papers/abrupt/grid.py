@@ -260,7 +260,7 @@ def train_on_exemplars(
     """
     if len(net) != len(worlds):
         raise ValueError(f"{len(net)} members, {len(worlds)} worlds: give one for each")
-    if config.clip is not None or config.optimizer == "muon":
+    if config.clip is not None or config.has_muon:
         raise ValueError(
             f"clip={config.clip}, optimizer={config.optimizer!r}: a norm over all members and Muon's matrices would "
             "tie them together; give clip=None, and 'sgd' or 'adamw'"

@@ -72,18 +72,56 @@ def test_products_of_weights_first_give_the_same_logits_and_gradients(positions)
         assert torch.allclose(one, other)
 
 
-def test_training_takes_the_cheapest_form(monkeypatch):
+def positions_like(tokens, *true):
+    at = torch.zeros_like(tokens, dtype=torch.bool)
+    for prompt, position in true:
+        at[prompt, position] = True
+    return at
+
+
+FEW = torch.tensor([[3, 8, 0, 3, 5, 3], [1, 1, 2, 7, 4, 0]])
+MANY = FEW.repeat(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "positions"),
+    [
+        ("forward", FEW, None),
+        ("forward", FEW, positions_like(FEW, (0, -1), (1, -1), (1, 2))),
+        ("forward", FEW, positions_like(FEW, (0, -1))),
+        ("forward", FEW, positions_like(FEW, (0, -1), (1, 2))),
+        ("last", FEW, positions_like(FEW, (0, -1), (1, -1))),
+        ("logits", MANY, None),
+        ("logits", MANY, positions_like(MANY, (0, -1), (1, 2))),
+    ],
+)
+def test_training_takes_the_cheapest_form(form, tokens, positions, monkeypatch):
     model = AttentionOnly(AttentionOnlyConfig(9, 7, d_head=4, init=0.8), seed=1)
-    few = torch.tensor([[3, 8, 0, 3, 5, 3], [1, 1, 2, 7, 4, 0]])
-    last, two = torch.zeros_like(few, dtype=torch.bool), torch.zeros_like(few, dtype=torch.bool)
-    last[:, -1] = two[:, -1] = two[:, 2] = True
-    cases = [("forward", few, None), ("logits", few.repeat(3, 1), None), ("last", few, last), ("forward", few, two)]
-    for name, tokens, positions in cases:
-        expected = model(tokens) if positions is None else model(tokens)[positions]
-        with monkeypatch.context() as patched:
-            for form in {"forward", "logits", "last"} - {name}:
-                patched.delattr(AttentionOnly, form)
-            assert torch.allclose(logits_at(model, tokens, positions), expected, atol=1e-6)
+    expected = model(tokens) if positions is None else model(tokens)[positions]
+    for other in {"forward", "logits", "last"} - {form}:
+        monkeypatch.delattr(AttentionOnly, other)
+    assert torch.allclose(logits_at(model, tokens, positions), expected, atol=1e-6)
+
+
+def test_training_with_hooks_takes_the_form_that_fires_them():
+    model = AttentionOnly(AttentionOnlyConfig(9, 7, d_head=4, init=0.8), seed=1)
+    for tokens, positions in ((MANY, None), (FEW, positions_like(FEW, (0, -1), (1, -1)))):
+        with model.hooks([("blocks.0.attn.hook_z", lambda z, hook: z * 0)]):  # noqa: ARG005 - TransformerLens names it
+            assert not logits_at(model, tokens, positions).any()
+        assert logits_at(model, tokens, positions).any()
+
+
+def test_gradients_of_looked_up_products_are_summed_in_the_type_of_the_weights():
+    model = AttentionOnly(AttentionOnlyConfig(9, 64, d_head=4, init=0.8), seed=1)
+    tokens = torch.full((64, 64), 3)
+    gradients = []
+    for precision in (torch.float32, torch.bfloat16):
+        model.zero_grad()
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            logits = model.logits(tokens)
+        logits[..., 0].sum().backward()
+        gradients.append(cast(torch.Tensor, model.W_O.grad))
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.02 * float(gradients[0].abs().max()))
 
 
 @pytest.mark.parametrize("positions", ["relative", "absolute"])

@@ -130,7 +130,14 @@ CPU = GPT2Setup(
     n_seen=48,
     d_model=64,
     pretraining=TrainConfig(
-        1600, lr=0.02, optimizer="muon", rest_lr=5e-3, weight_decay=1e-3, warmup=100, log_every=50, checkpoint_every=50
+        1600,
+        lr=0.02,
+        optimizer="muon-fp32",
+        rest_lr=5e-3,
+        weight_decay=1e-3,
+        warmup=100,
+        log_every=50,
+        checkpoint_every=50,
     ),
     finetuning=TrainConfig(300, lr=1e-3, weight_decay=1e-3, warmup=20, log_every=25, checkpoint_every=25),
     batch_size=24,

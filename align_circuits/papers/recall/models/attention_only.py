@@ -150,7 +150,9 @@ class AttentionOnly(HookedRootModule):
 
             f^t = Σ_{h,i} p^h_ti (W_OV^h x_i),
 
-        which takes half as long where a batch has several times as many tokens as the vocabulary.
+        which takes about half as long where a batch has ten times as many tokens as the vocabulary, and longer where it
+        has twice as many (with d_head 64 and 35 tokens, on a CPU: `benchmarks/recall_seeds.py`). Under autocast what is
+        looked up stays in the type of the weights, in which their gradients are summed.
 
         Raises:
             ValueError: The prompts are longer than the context.
@@ -160,13 +162,14 @@ class AttentionOnly(HookedRootModule):
         pos = torch.arange(length, device=tokens.device)
         distance = pos[:, None] - pos
         place = distance.clamp(min=0) if self.cfg.positions == "relative" else pos
-        kq = self.kq.mT.flatten(1)
+        kq, ov = (product.mT.to(self.W_Q.dtype) for product in (self.kq, self.ov))
+        kq = kq.flatten(1)
         of_query = self.cfg.d_model * tokens[:, :, None]
         scores = kq.index_select(1, (of_query + tokens[:, None]).flatten())
         scores = (scores + kq.index_select(1, (of_query + d_vocab + place).flatten())).view(heads, n, length, length)
         pattern = scores.masked_fill_(distance < 0, -torch.inf).softmax(-1)
         of_head = d_vocab * torch.arange(heads, device=tokens.device)[:, None]
-        written = nn.functional.embedding(tokens[:, None] + of_head, self.ov.mT.flatten(0, 1))
+        written = nn.functional.embedding(tokens[:, None] + of_head, ov.flatten(0, 1))
         return pattern.permute(1, 2, 0, 3).flatten(2) @ written.flatten(1, 2)
 
     def _refuse_longer(self, tokens: Tensor) -> None:

@@ -127,10 +127,10 @@ def logits_at(
     model: nn.Module, tokens: Int[Tensor, "prompt pos"], positions: Tensor | None = None
 ) -> Float[Tensor, "... d_vocab"]:
     """Returns the logits `[prompt pos d_vocab]`, or those `[row d_vocab]` where `positions` is true."""
-    if isinstance(model, AttentionOnly):
+    if isinstance(model, AttentionOnly) and not _hooked(model):
         if positions is not None and _last_alone(positions):
             return model.last(tokens)
-        # Products of weights are the cheaper ones from some four times as many tokens as the vocabulary on.
+        # Products of weights are the cheaper ones once a batch has about four times as many tokens as the vocabulary.
         logits = model.logits(tokens) if tokens.numel() >= 4 * model.cfg.d_vocab else model(tokens)
         return logits if positions is None else logits[positions]
     body, head = getattr(model, "transformer", None), getattr(model, "lm_head", None)
@@ -141,9 +141,14 @@ def logits_at(
     return head(hidden if positions is None else hidden[positions])
 
 
+def _hooked(model: AttentionOnly) -> bool:
+    """Whether a hook waits, which would not fire in every form of the forward pass."""
+    return any(point.fwd_hooks or point.bwd_hooks for point in model.hook_dict.values())
+
+
 def _last_alone(positions: Bool[Tensor, "prompt pos"]) -> bool:
     """Whether the last position of every prompt is true and no other."""
-    return bool(positions[:, -1].all()) and not positions[:, :-1].any()
+    return bool((positions.sum(1) == 1).all() & positions[:, -1].all())
 
 
 @torch.no_grad()
