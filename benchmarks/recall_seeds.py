@@ -12,7 +12,7 @@ subjects. Last, on one thread, why there is no class for many models at once, as
 (`ensembles.py`): gradients of all models at once (`torch.func.vmap`) beside one after another, and of fewer sequences.
 GPT-2's attention is eager on both sides, since the fused one does not go through vmap.
 
-    python benchmarks/recall_seeds.py [--members 6] [--steps 40] [--rounds 5] [--threads 2]
+    python benchmarks/recall_seeds.py [--models GPT-2] [--members 6] [--steps 100] [--rounds 3] [--threads 2]
 """
 
 import argparse
@@ -309,8 +309,9 @@ def main() -> None:
     """Prints the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=("GPT-2", "attention-only"), default=("GPT-2", "attention-only"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="and as many processes")
     arguments = parser.parse_args()
     seeds = range(arguments.members)
@@ -321,10 +322,12 @@ def main() -> None:
     print(f"{'':48}{'plain':>9}{'ours':>9}{'plain':>9}{'ours':>9}   {'ours in turn':20}   in processes")
     context, measured = multiprocessing.get_context("spawn"), {}
     with ProcessPoolExecutor(arguments.threads, context, torch.set_num_threads, (1,)) as pool:
-        for name in CASES:
+        for name in (each for each in CASES if each.startswith(tuple(arguments.models))):
             measured[name] = compare_trainings(name, seeds, arguments.steps, arguments.rounds, pool)
             show(name, measured[name])
     for name, stages in WHOLE.items():
+        if not name.startswith(tuple(arguments.models)):
+            continue
         total = sum(stages.values())
         rounds = zip(*(measured[stage] for stage in stages), strict=True)
         steps = [count / total for count in stages.values()]
