@@ -248,13 +248,13 @@ def compare_forms(n_subjects: int, rounds: int) -> None:
 
     gradients(model)
     gradients(model.logits)
-    times = [[seconds(lambda form=form: gradients(form)) for form in (model, model.logits)] for _ in range(10 * rounds)]
+    times = [
+        [timed(lambda form=form: gradients(form))[0] for form in (model, model.logits)] for _ in range(10 * rounds)
+    ]
     one, other = (1000 * statistics.median(column) for column in zip(*times, strict=True))
     ratio = statistics.median(first / second for first, second in times)
     share = f"{tokens.numel() / model.cfg.d_vocab:.1f} times as many tokens as the vocabulary of {model.cfg.d_vocab}"
-    print(
-        f"{share}: {one:.1f} ms by `forward`, {other:.1f} by `logits`, which is {ratio:.2f} times as fast", flush=True
-    )
+    print(f"{share}: {one:.1f} ms by `forward`, {other:.1f} ms by `logits`, {ratio:.2f} times as fast", flush=True)
 
 
 class Trained(nn.Module):
