@@ -150,7 +150,7 @@ finetuned with AdamW, as in the paper, the model recalls far more about held-out
 to 2."""
 
 CPU_TWELVE = replace(CPU, seeds=12)
-"""For what presupposes that facts are learned, as they are in three of the first six seeds."""
+"""For what presupposes that facts are learned, as they are in three or four of the first six seeds."""
 
 
 def initial_gpt2(setup: GPT2Setup, seed: int) -> Any:
