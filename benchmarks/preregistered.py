@@ -77,42 +77,32 @@ def claims_in(commit: str) -> list[Written]:
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit, "align_circuits"))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
         trees = [ast.parse(file.read()) for file in files if file is not None]
-    constants = [_constants_of(tree) for tree in trees]
-    texts: dict[str, str] = {}
-    for of_file in constants:
-        for name, value in of_file.items():
-            if (text := _text(value, {})) is not None:
-                texts[name] = SLOT if texts.get(name, text) != text else text  # two files' own: unknown
-    return [claim for tree, of_file in zip(trees, constants, strict=True) for claim in _claims_of(tree, of_file, texts)]
+    return [claim for tree in trees for claim in _claims_of(tree)]
 
 
-def _constants_of(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns what stands behind the names of a file."""
-    return {
+def _claims_of(tree: ast.Module) -> Iterator[Written]:
+    """Yields the claims of a file. Words that stand apart from a threshold, as in a list, have each such threshold."""
+    constants = {
         target.id: node.value
         for node in tree.body
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-
-
-def _claims_of(tree: ast.Module, constants: dict[str, ast.expr], texts: dict[str, str]) -> Iterator[Written]:
-    """Yields the claims of a file. Words that stand apart from a threshold, as in a list, have each such threshold."""
     apart: set[float] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (claim := _claim_of(node, constants, texts)) is not None:
+        if isinstance(node, ast.Call) and (claim := _claim_of(node, constants)) is not None:
             words, threshold = claim
             if len(words.replace(SLOT, "")) >= FEWEST:
                 yield words, threshold, True
             else:
                 apart.add(threshold)
     for node in ast.walk(tree) if apart else ():
-        if isinstance(node, ast.expr) and len((words := _text(node, texts) or "").replace(SLOT, "")) >= FEWEST:
+        if isinstance(node, ast.expr) and len((words := _text(node) or "").replace(SLOT, "")) >= FEWEST:
             yield from ((words, threshold, False) for threshold in apart)
 
 
-def _claim_of(call: ast.Call, constants: dict[str, ast.expr], texts: dict[str, str]) -> tuple[str, float] | None:
+def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, float] | None:
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("at_least", "at_most"):
         claim, threshold = call.func.value, call.args[0] if call.args else None
@@ -123,7 +113,7 @@ def _claim_of(call: ast.Call, constants: dict[str, ast.expr], texts: dict[str, s
         text, threshold = named.get("claim", call.args[0] if call.args else None), named.get("threshold")
     else:
         return None
-    words = texts.get(text.id, SLOT) if isinstance(text, ast.Name) else _text(text, texts)
+    words = SLOT if isinstance(text, ast.Name) else _text(text)
     if isinstance(threshold, ast.UnaryOp) and isinstance(threshold.operand, ast.Name):  # such as `-EARLIER`
         threshold = ast.UnaryOp(threshold.op, constants.get(threshold.operand.id, threshold.operand))
     threshold = constants.get(threshold.id, threshold) if isinstance(threshold, ast.Name) else threshold
@@ -133,16 +123,11 @@ def _claim_of(call: ast.Call, constants: dict[str, ast.expr], texts: dict[str, s
         return None
 
 
-def _text(node: ast.expr | None, texts: dict[str, str]) -> str | None:
-    """The words of an expression, with `SLOT` for values; names of `texts` are read."""
+def _text(node: ast.expr | None) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-        return "".join(
-            str(part.value) if isinstance(part, ast.Constant) else texts.get(getattr(part, "id", ""), SLOT)
-            for part in parts
-        )
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else SLOT for part in node.values)
     return None
 
 
