@@ -20,6 +20,8 @@ from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run
 from align_circuits.training.muon import Muon
 
 Precision = Literal["fp32", "bf16"]
+Schedule = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "sgd", "muon", "muon-fp32"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TrainConfig:
     """The number of updates, at least 1."""
     lr: float = 1e-3
     """The highest learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """The shape of the decay; see `learning_rate`."""
     warmup: int = 0
     """The number of first steps over which the learning rate rises."""
@@ -42,7 +44,7 @@ class TrainConfig:
     """The number of last steps over which it falls; None: all after the warmup. Shorter, it makes a trapezoid."""
     final: float = 0.0
     """Where the decay ends, as a fraction of `lr`, in [0, 1]."""
-    optimizer: Literal["adamw", "sgd", "muon", "muon-fp32"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """AdamW and SGD in PyTorch's fused form; Muon (Jordan et al., 2024) for the matrices inside the network, which on
     small transformers brings induction heads several times sooner, with AdamW for embeddings and vectors. `"muon"` is
     PyTorch's, in bfloat16; `"muon-fp32"` (`training/muon.py`) is many times as fast on a CPU without bfloat16."""
@@ -72,12 +74,13 @@ class TrainConfig:
                 raise ValueError(f"{name}={value}: give at least 1")
         if self.warmup < 0 or self.decay_steps < 0 or self.warmup + self.decay_steps > self.steps:
             raise ValueError(f"warmup={self.warmup} and decay={self.decay} do not fit into steps={self.steps}")
+        for name, allowed in (("schedule", Schedule), ("optimizer", OptimizerName), ("precision", Precision)):
+            if (value := getattr(self, name)) not in get_args(allowed):
+                raise ValueError(f"{name}={value!r}: choose {' or '.join(map(repr, get_args(allowed)))}")
         if self.has_muon != (self.rest_lr is not None):
             raise ValueError(
                 f"rest_lr={self.rest_lr}, optimizer={self.optimizer!r}: Muon needs rest_lr, no other has it"
             )
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision={self.precision!r}: choose {' or '.join(map(repr, get_args(Precision)))}")
         if not 0 <= self.final <= 1:
             raise ValueError(f"final={self.final}: give a fraction of lr, 0 to 1")
         if not (0 < self.lr < math.inf and (self.clip is None or self.clip > 0)):

@@ -217,3 +217,18 @@ def test_nothing_to_train_is_refused():
 def test_bad_configs_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("schedule", "step", "schedule='step': choose 'constant' or 'linear' or 'cosine'"),
+        ("optimizer", "muon_fp32", "optimizer='muon_fp32': choose 'adamw' or 'sgd' or 'muon' or 'muon-fp32'"),
+        ("precision", "fp16", "precision='fp16': choose 'fp32' or 'bf16'"),
+    ],
+)
+def test_unknown_names_are_refused(name, value, message):
+    config = TrainConfig(5)
+    object.__setattr__(config, name, value)  # annotations unchecked
+    with pytest.raises(ValueError, match=message):
+        config.__post_init__()
