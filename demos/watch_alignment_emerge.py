@@ -17,12 +17,10 @@
 # ## Before
 
 # %%
-import torch
-
 import align_circuits as ac
 
 task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=10)
-before = ac.load("toy-llama", dtype=torch.float32)
+before = ac.load("toy-llama")
 prompts = task.sample(48, before.tokenizer, seed=0)
 prompts[0]
 
@@ -38,7 +36,7 @@ ac.plots.accuracy(ac.evaluate(before, prompts), "Before tuning")
 # `ac.tune` leaves an adapter of less than 1 MB, which plain Hugging Face and PEFT read too. One comes with the package.
 
 # %%
-after = ac.load("toy-llama-ica", dtype=torch.float32)
+after = ac.load("toy-llama-ica")
 ac.plots.accuracy(ac.evaluate(after, prompts), "After tuning in context")
 
 # %% [markdown]

@@ -123,6 +123,22 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(next(hook.execution_device for hook in hooks if hook is not None and hook.offload))
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 by instructions of its own; elsewhere it takes several times float32's time.
+
+    PyTorch's own question whether bfloat16 is supported on a CPU counts emulation. Devices other than CPUs and CUDA's
+    are not asked, and taken to have it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return True
+    if not hasattr(torch.cpu, "get_capabilities"):  # before PyTorch 2.11
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
 def head_weight(attention: Any, name: str) -> Tensor | None:
     """Returns `W_Q`, ..., `b_O` of an attention layer, with a row for each key head; None where it has no such bias.
 

@@ -20,6 +20,7 @@ class Pretrain(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
+        print(f"{self.recipe}: float32 on cpu", flush=True)
         run = pretrain(RECIPES[self.recipe], seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
         print(f"\nmodel: {results.folder / 'model'}")

@@ -37,8 +37,8 @@ class Tune(PromptVerb):
     defaults: Literal["toy-llama", "paper"] | None = None
     """Which defaults apply to settings that are left out: those made for "toy-llama" (of `reproduce icatune/fig4`) or
     the paper's, which are shown here. By default the former for that model (200 steps, batch 8, lr 3e-3, alpha 64, no
-    dropout, projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps, weights in float32),
-    the latter for others."""
+    dropout, projections q, k, v and o, loss on all examples, a probe of 10 prompts every 5 steps), the latter for
+    others."""
     heads: bool = True
     """Whether `localize` names the tuned model's heads and ablates them."""
 
@@ -49,7 +49,7 @@ class Tune(PromptVerb):
         settings = dict(TOY_LLAMA)
         if self.config.method == "standard":
             del settings["loss_on"]  # a prompt of one example has one output to take the loss on
-        default = Tune(config=TuneConfig(**settings), dtype="float32")
+        default = Tune(config=TuneConfig(**settings))
         verb = tyro.cli(Tune, args=arguments, default=default, prog="align-circuits tune")
         kept = ", ".join(f"{name} {value}" for name, value in settings.items() if getattr(verb.config, name) == value)
         print(f"settings made for toy-llama: {kept}")

@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from align_circuits.cli.folders import Results
+from align_circuits.hooks import compat
 from align_circuits.hooks.heads import Head
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
@@ -90,7 +91,8 @@ class PromptVerb(Verb):
     device: str | None = None
     """Where the model runs, such as "cuda"; by default the GPU, if there is one."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    """The data type of the weights; by default as they are stored."""
+    """The data type of the weights: by default float32 for the models of this package, for others as they are stored,
+    but float32 for bfloat16 on a device that has no instructions for it."""
     device_map: str | None = None
     """"auto", "balanced" or "sequential" spreads the layers over all GPUs, in place of --device."""
     quantization: Quantization | None = None
@@ -145,6 +147,7 @@ class PromptVerb(Verb):
         small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
         if threads := self.threads or int(small):  # threads that wait for each other lose most of the time
             torch.set_num_threads(threads)
+        print(_how_loaded(self.model, model), flush=True)
         if model.tokenizer is None:
             raise ValueError(
                 f"{self.model!r} has no tokenizer, but prompts are written in the tokens of one: give --tokenizer, a "
@@ -204,6 +207,15 @@ class PromptVerb(Verb):
                     value = option.default_factory(**parts)  # pyright: ignore[reportCallIssue]
                 values[option.name] = value
         return cls(**values)
+
+
+def _how_loaded(name: str, model: Any) -> str:
+    """The data type of a model's weights and where they are, and the type in which they are stored if it is another."""
+    weights = next(compat.wrapped(model).parameters())
+    stored = getattr(compat.wrapped(model), "stored_dtype", weights.dtype)
+    own, other = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
+    kept = "" if own == other else f" (stored in {other}, which --dtype {other} keeps)"
+    return f"{name}: {own} on {weights.device}{kept}"
 
 
 def write_results(results: Results, table: Table, **report: Any) -> None:

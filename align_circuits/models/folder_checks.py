@@ -68,10 +68,29 @@ def shapes_in(folder: Path) -> Iterator[list[int]]:
     Raises:
         ValueError: A file is truncated or no safetensors file.
     """
-    for file in folder.glob("*.safetensors"):
+    yield from (tensor.get_shape() for tensor in _tensors_in(folder))
+
+
+def stored_dtype(folder: Path, config: Any) -> torch.dtype:
+    """Returns the dtype of a folder's weights, as transformers reads it: of the configuration, else of the files.
+
+    Raises:
+        ValueError: As `shapes_in`.
+    """
+    names = () if isinstance(config.dtype, torch.dtype) else (tensor.get_dtype() for tensor in _tensors_in(folder))
+    found = next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
+    return config.dtype if isinstance(config.dtype, torch.dtype) else found
+
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _tensors_in(folder: Path) -> Iterator[Any]:
+    """The tensors in a folder's safetensors files, whose data is not read."""
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
-                yield from (opened.get_slice(name).get_shape() for name in opened.keys())  # noqa: SIM118 - no mapping
+                yield from (opened.get_slice(name) for name in opened.keys())  # noqa: SIM118 - no mapping
         except SafetensorError as error:
             raise ValueError(
                 f"the weights in {str(folder)!r} cannot be read ({error}): a file is missing, truncated, or no "

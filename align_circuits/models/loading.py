@@ -38,6 +38,7 @@ from align_circuits.models.folder_checks import (
     outline_of,
     settings_in,
     shapes_in,
+    stored_dtype,
 )
 from align_circuits.models.gguf_files import gguf_tokenizer, read_gguf
 from align_circuits.models.protocol import HookedModel, parameters_of
@@ -91,7 +92,9 @@ def load(
             a TransformerLens model. A model in memory is wrapped in place, not copied; a TransformerLens model is
             returned unchanged.
         device: Where the model runs; by default CUDA if available. A model in memory stays on its device.
-        dtype: The dtype of its weights; by default that of the checkpoint, and float32 for a GGUF file.
+        dtype: The dtype of its weights. By default float32 for the bundled models and GGUF files, so that their numbers
+            do not depend on the machine; else that of the checkpoint, but float32 for one in bfloat16 where the device
+            has no instructions for it, and would take several times as long. Provenance says which.
         tokenizer: A tokenizer, or a folder or GGUF file with one; that of the model's folder or file by default. A
             model may have none.
         revision: Branch, tag or commit on the hub.
@@ -139,7 +142,7 @@ def _load(
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if isinstance(source, str) and source in BUNDLED:
-        source = BUNDLED[source]()
+        dtype, source = dtype or torch.float32, BUNDLED[source]()
     if isinstance(source, HookedModel):
         return _unchanged(source, device, dtype, tokenizer)
     if isinstance(source, str | Path):
@@ -147,7 +150,7 @@ def _load(
         place = _place(source, revision, gguf_file)
         if quantization is not None and device_map is None:
             device_map = {"": "cpu" if target.type == "cpu" else target.index or 0}  # quantised on its way there
-        model: Any = _read(place, dtype, device_map, quantization)
+        model: Any = _read(place, dtype, target, device_map, quantization)
         if device_map is None:
             model = model.to(target)
         name = place if is_gguf(place) else name  # an adapter of the model refers to the file
@@ -227,10 +230,11 @@ def _in_folder(folder: Path, gguf_file: str) -> Path:
 def _read(
     folder: Path,
     dtype: torch.dtype | None,
+    device: torch.device,
     device_map: str | Mapping[str, int | str] | None = None,
     quantization: Quantization | None = None,
 ) -> PreTrainedModel:
-    """Reads a model, or an adapter and its base model, in a folder or a GGUF file."""
+    """Reads a model, or an adapter and its base model, in a folder or a GGUF file, for a device that it will run on."""
     if device_map is not None and (is_gguf(folder) or (folder / "adapter_config.json").is_file()):
         given = "device_map" if quantization is None else "quantization"
         kind = "a GGUF file" if is_gguf(folder) else "an adapter"
@@ -238,7 +242,7 @@ def _read(
     if is_gguf(folder):
         return read_gguf(folder, dtype)
     if (folder / "adapter_config.json").is_file():
-        return _read_adapter(folder, dtype)
+        return _read_adapter(folder, dtype, device)
     if not (folder / "config.json").is_file():
         remedy = (
             "name its GGUF file with gguf_file="
@@ -260,6 +264,9 @@ def _read(
     check_layers(folder, layers, len(list(shapes_in(folder))))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        stored = stored_dtype(folder, config)
+        slow = stored == torch.bfloat16 and not compat.has_fast_bfloat16(device)
+        dtype = dtype or (torch.float32 if slow else stored)
         outline = outline_of(config, dtype)
     except Exception as error:  # each architecture checks its settings in its own way
         raise ValueError(
@@ -278,7 +285,7 @@ def _read(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=dtype or "auto",
+            dtype=dtype,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -295,6 +302,7 @@ def _read(
         ) from error
     model, info = loaded
     _check_complete(folder, model, info)
+    model.stored_dtype = stored
     keep_exact(model)
     if offloaded is not None:
         compat.leave_indices(model)
@@ -324,7 +332,7 @@ def _check_complete(folder: Path, model: PreTrainedModel, info: Mapping[str, Any
         )
 
 
-def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _read_adapter(folder: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     from peft import PeftModel  # importing it takes seconds, and few calls need it
 
     check_safetensors(folder, "adapter_model.safetensors")  # beside any other, PEFT would open adapter_model.bin
@@ -335,10 +343,10 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             f"the adapter in {str(folder)!r} does not name its base model: load the base, then a PeftModel"
         )
     if base_name in BUNDLED:
-        base = BUNDLED[base_name]()
+        dtype, base = dtype or torch.float32, BUNDLED[base_name]()
     else:
         base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
-    plain_model = _read(_place(base), dtype)
+    plain_model = _read(_place(base), dtype, device)
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")

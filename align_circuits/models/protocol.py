@@ -63,8 +63,12 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 
 
 def model_provenance(model: HookedModel) -> dict[str, Any]:
-    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights."""
+    """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
+
+    `stored_dtype` is that of the files it was read from, where the model has another one.
+    """
     first, config = next(parameters_of(model))[1], model.cfg
+    stored = getattr(compat.wrapped(model), "stored_dtype", first.dtype)
     return {
         "class": type(model).__name__,
         "name": str(getattr(config, "model_name", "")),
@@ -73,11 +77,16 @@ def model_provenance(model: HookedModel) -> dict[str, Any]:
             name: int(getattr(config, name))
             for name in ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
         },
-        "dtype": str(first.dtype).removeprefix("torch."),
+        "dtype": _name(first.dtype),
+        **({} if stored == first.dtype else {"stored_dtype": _name(stored)}),
         **({} if (kind := compat.quantization_of(model)) is None else {"quantization": kind}),
         "device": str(first.device),
         "weights": _hash(parameters_of(model)),
     }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def provenance_of(

@@ -63,6 +63,24 @@ def test_a_bridge_has_the_parts_that_replay_calls(bridge, random_hf_model):
     assert [compat.is_parallel(model.blocks[0]) for model in neox] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("capability", "fast"),
+    [("avx512_bf16", True), ("amx_bf16", True), ("bf16", True), ("sve_bf16", True), ("avx512_f", False), ("", False)],
+)
+def test_fast_bfloat16_is_asked_of_the_processor(capability, fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, capability: True})
+    assert compat.has_fast_bfloat16(torch.device("cpu")) is fast
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # PyTorch 2.6 answers by single questions
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: capability == "avx512_bf16")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert compat.has_fast_bfloat16(torch.device("cpu")) is (capability == "avx512_bf16")
+
+
+def test_fast_bfloat16_is_asked_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not compat.has_fast_bfloat16(torch.device("cuda"))  # emulated
+
+
 def test_names_of_parameters_are_hugging_faces(bridge, random_hf_model):
     inserted = dict(compat.wrapped(bridge).named_parameters())
     assert {compat.parameter_name(name) for name in inserted} == set(dict(random_hf_model("llama").named_parameters()))

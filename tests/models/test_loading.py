@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import align_circuits as ac
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance
@@ -123,13 +124,47 @@ def test_real_llama_3_vocabulary(random_hf_model, llama_tokenizer, tmp_path):
         torch.testing.assert_close(seen["logits"], model(prompts.tokens)[0, :-1], atol=1e-5, rtol=0)
 
 
-def test_bf16_is_reported_and_dtype_is_honoured(random_hf_model, tmp_path):
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+def test_bf16_stays_where_the_device_has_instructions_for_it(
+    fast, named, adapted, random_hf_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda device: fast and device.type == "cpu")
     random_hf_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    model = load(tmp_path)
-    assert model.cfg.dtype == torch.bfloat16 == next(model.original_model.parameters()).dtype
-    assert model_provenance(model)["dtype"] == "bfloat16"
-    assert load(tmp_path, dtype=torch.float32).cfg.dtype == torch.float32
+    if not named:  # then the dtype is that of the tensors
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
+    folder = tmp_path
+    if adapted:
+        folder = tmp_path / "adapter"
+        lora(type(random_hf_model("llama")).from_pretrained(tmp_path)).save_pretrained(folder)
+    model = load(folder)
+    expected = torch.bfloat16 if fast else torch.float32
+    assert model.cfg.dtype == expected == next(model.original_model.parameters()).dtype
+    provenance = model_provenance(model)
+    assert provenance["dtype"] == str(expected).removeprefix("torch.")
+    assert provenance.get("stored_dtype") == (None if fast else "bfloat16")
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert load(folder, dtype=dtype).cfg.dtype == dtype
+
+
+def test_other_dtypes_are_kept(random_hf_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda _: False)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        random_hf_model("llama").to(dtype).save_pretrained(tmp_path)
+        assert load(tmp_path).cfg.dtype == dtype
     assert load(random_hf_model("llama"), dtype=torch.float64).cfg.dtype == torch.float64
+    assert load(random_hf_model("llama").bfloat16()).cfg.dtype == torch.bfloat16  # its owner's choice
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bundled_models_are_float32_on_every_device(fast, monkeypatch):
+    monkeypatch.setattr(compat, "has_fast_bfloat16", lambda _: fast)
+    for name in ("toy-llama", "toy-llama-ica"):
+        provenance = model_provenance(load(name))
+        assert (provenance["dtype"], provenance["stored_dtype"]) == ("float32", "bfloat16")
+    assert load("toy-llama", dtype=torch.bfloat16).cfg.dtype == torch.bfloat16
 
 
 def test_cuda_where_there_is_one(folders):
