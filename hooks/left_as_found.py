@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -10,9 +10,10 @@ from typing import Any, TypeVar, cast
 from align_circuits.hooks import compat
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value")
 
 _watched = threading.local()
-"""`models`: those that a call further up in this thread already watches."""
+"""`models`: those that a call further up in this thread already watches, each with what the call has computed once."""
 
 
 def leaves_as_found(function: Function) -> Function:
@@ -27,12 +28,12 @@ def leaves_as_found(function: Function) -> Function:
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         model = args[0] if args else kwargs.get("model")
-        outer = getattr(_watched, "models", ())
-        if any(model is each for each in outer):
+        outer: tuple[tuple[Any, dict[Hashable, Any]], ...] = getattr(_watched, "models", ())
+        if any(model is each for each, _ in outer):
             return function(*args, **kwargs)
         restore, signals, failed = compat.remembered(model), _Signals(), True
         try:
-            _watched.models = (*outer, model)
+            _watched.models = (*outer, (model, {}))
             if not outer:
                 signals.hold()
             try:
@@ -48,6 +49,20 @@ def leaves_as_found(function: Function) -> Function:
             signals.release()
 
     return cast(Function, wrapper)
+
+
+def once_a_call(model: Any, key: Hashable, compute: Callable[[], Value]) -> Value:
+    """Returns what a function returns, which runs once in the outermost call that watches a model.
+
+    Nothing keeps it longer: between two calls weights may change in ways that leave no trace, such as by `.data`. Within
+    one they do not change. Outside of any call it is computed each time.
+    """
+    for watched, computed in getattr(_watched, "models", ()):
+        if watched is model:
+            if key not in computed:
+                computed[key] = compute()
+            return computed[key]
+    return compute()
 
 
 class _Signals:

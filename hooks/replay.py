@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import attended_by, pattern_of
-from align_circuits.hooks.names import Site, name_of, site_of
+from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change
 
 _ATTENTION_INPUTS: tuple[Site, ...] = ("q", "k")
@@ -141,6 +142,8 @@ class Replay:
     """The columns whose logits are needed."""
     start: int
     """The first column from which edited runs start."""
+    last_start: int
+    """The last one."""
     kept: dict[str, Float[Tensor, "prompt later ..."]] = field(default_factory=dict)
     """By hook point, activations from `start` on."""
     past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -176,15 +179,15 @@ class Replay:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
         residual = compat.embed(bridge, tokens, positions)
         rotation = compat.rotation(bridge, residual, positions)
-        replay = cls(bridge, tokens, real, positions, rotation, queries, min(starts))
+        replay = cls(bridge, tokens, real, positions, rotation, queries, min(starts), max(starts))
         past: dict[int, tuple[Tensor, Tensor]] = {}
         unedited = _Batch(0, queries, [{}], [0], keep, past=past)
         last = replay._through(unedited, residual[None], 0, bridge.cfg.n_layers)
         replay.logits = compat.unembed(bridge, last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
         # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
-        end = max(starts)
-        replay.past = {layer: (key[:, :, :end], value[:, :, :end]) for layer, (key, value) in past.items()}
+        end = replay.last_start
+        replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in past.items()}
         return replay
 
     def other(
@@ -201,7 +204,20 @@ class Replay:
         last = max(place[0] for name in names if (place := site_of(name)) is not None)
         residual = compat.embed(self.bridge, tokens[:, first:], self.positions[:, first:])
         self._through(others, residual[None], 0, last + 1)
-        return {name: value[:, self.start - first :] for name, value in others.kept.items()}
+        return {
+            name: value[:, :, self.start - first :] if is_pattern(name) else value[:, self.start - first :]
+            for name, value in others.kept.items()
+        }
+
+    def serves(self, keep: Collection[str], starts: Collection[int]) -> bool:
+        """Whether all that edited runs start from is kept, and so another run of the same prompts is not needed."""
+        return set(keep) <= self.kept.keys() and self.start <= min(starts) and max(starts) <= self.last_start
+
+    @property
+    def size(self) -> int:
+        """How many numbers are kept."""
+        parts = [*self.kept.values(), *chain.from_iterable(self.past.values()), self.logits]
+        return sum(part.numel() for part in parts)
 
     def replay(
         self, edit_sets: Sequence[EditSet], start: int
@@ -368,7 +384,7 @@ class Replay:
             z, _ = compat.sdpa(module, at_queries, key, value, mask, scaling=scaling)
         name = name_of("pattern", layer)
         for place, index in enumerate(batch.running):
-            if name in batch.edit_sets[index]:  # then all positions are computed
+            if name in batch.edit_sets[index] or name in batch.keep:  # then all positions are computed
                 rows = slice(place * len(self.tokens), (place + 1) * len(self.tokens))
                 own = query[rows], key[rows], value[rows]
                 z[rows] = self._by_pattern(batch, layer, batch.edit_sets[index], *own, scaling, window)
@@ -394,7 +410,10 @@ class Replay:
             past = (part[:, :, : batch.start] for part in self.past[layer])
             key, value = (torch.cat(parts, 2) for parts in zip(past, (key, value), strict=True))
         mask = self._visible(batch.start, window, None, key.device)[:, None]
-        pattern = _edited(edits, name_of("pattern", layer), pattern_of(query, key, mask, scaling))
+        name = name_of("pattern", layer)
+        pattern = _edited(edits, name, pattern_of(query, key, mask, scaling))
+        if name in batch.keep:
+            batch.kept[name] = pattern
         return attended_by(pattern, value)
 
     def _with_past(
@@ -456,6 +475,12 @@ class Replay:
             self._masks[start, window, device] = seen
         seen = self._masks[start, window, device]
         return seen if queries is None else seen[:, queries]
+
+
+def _first(part: Float[Tensor, "row head pos d_head"], columns: int) -> Float[Tensor, "row head column d_head"]:
+    """The first columns; a copy where they are few, since a view keeps all the others in memory."""
+    first = part[:, :, :columns]
+    return first.clone() if 2 * columns < part.shape[2] else first
 
 
 def _softmax_attention(

@@ -21,7 +21,7 @@ from torch import Tensor
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
-from align_circuits.run.forward_pass import forward
+from align_circuits.run.edited_runs import run_with_last_tokens
 from align_circuits.run.options import RunOptions
 
 EQUALITIES = ("induction", "duplicate")
@@ -34,7 +34,7 @@ _NAMES = 7
 """Tokens that stand for each other: 7! orders."""
 
 _QUERIES = 8
-"""Queries that are tested; each takes 49 runs of one prompt."""
+"""Queries that are tested; each takes seven runs of one prompt, and seven of its last token alone in each."""
 
 _STRUCTURE = (Role.PAD, Role.BOS, Role.COLON, Role.SEPARATOR)
 """Tokens that are never renamed."""
@@ -87,13 +87,15 @@ def renamed_p_values(
     generator = np.random.default_rng(seed)
     chosen = _Queries(prompts, [prompts.relations[name] for name in names], generator)
     attention = {
-        name: torch.zeros(model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts), dtype=torch.float64)
+        name: torch.zeros(
+            model.cfg.n_layers, model.cfg.n_heads, len(chosen.prompts) * chosen.names, dtype=torch.float64
+        )
         for name in names
     }
 
-    def add(rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        pattern, query = pattern.cpu().double(), rows // chosen.names**2
-        kept = chosen.kept[query].double()
+    def add(token: int, rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+        pattern, query = pattern.cpu().double(), rows // chosen.names
+        kept, rows = chosen.kept[query].double(), rows * chosen.names + token
         for name, keys in zip(names, chosen.keys, strict=True):
             if name == "induction":
                 on_keys, all_kept = (
@@ -103,14 +105,8 @@ def renamed_p_values(
             else:
                 attention[name][layer][:, rows] = torch.einsum("rhk,rk->hr", pattern, keys[query].double())
 
-    forward(
-        model,
-        chosen.prompts,
-        prompt=torch.arange(len(chosen.prompts)),
-        query=torch.full((len(chosen.prompts),), chosen.prompts.mask.shape[1] - 1),
-        on_pattern=add,
-        options=options,
-    )
+    last_tokens = chosen.tokens.expand(len(chosen.prompts), -1)
+    run_with_last_tokens(model, chosen.prompts, last_tokens, on_pattern=add, options=options)
     orders = np.array(list(permutations(range(chosen.names))))  # the first is the identity
     p = {}
     for name in names:
@@ -120,10 +116,12 @@ def renamed_p_values(
 
 
 class _Queries:
-    """Prompts that end in a query, with every pair of a renamed context and a token at the query."""
+    """Prompts that end in a query, in every renamed context, and the tokens that are put at the query in each."""
 
     prompts: Prompts
-    """By query, context and token."""
+    """By query and context."""
+    tokens: Int[Tensor, " token"]
+    """The tokens that stand for each other."""
     keys: list[Bool[Tensor, "query pos"]]
     """Of each relation, at each query."""
     kept: Bool[Tensor, "query pos"]
@@ -151,11 +149,11 @@ class _Queries:
                 at_keys.append(contexts[-1][keys].numpy())
         # Those that are seldom keys first, so that keys are left to attend to.
         uses = (known[:, None] == np.concatenate(at_keys)).sum(1)
-        chosen = torch.from_numpy(known[uses.argsort(stable=True)][: self.names])
+        self.tokens = torch.from_numpy(known[uses.argsort(stable=True)][: self.names])
         texts = []
         for row, tokens in enumerate(contexts):
-            self.kept[row, -len(tokens) :] = ~torch.isin(tokens, chosen) & (tokens != tokens[-1])
-            texts += _renamed(tokens, chosen).flatten(0, 1).tolist()
+            self.kept[row, -len(tokens) :] = ~torch.isin(tokens, self.tokens) & (tokens != tokens[-1])
+            texts += [_exchanged(tokens, new).tolist() for new in self.tokens]
         self.prompts = Prompts.from_tokens(texts)
 
 
@@ -164,13 +162,10 @@ def _names(prompts: Prompts) -> Int[Tensor, " token"]:
     return prompts.inputs[prompts.mask & ~torch.isin(prompts.roles, torch.tensor(_STRUCTURE))].unique()
 
 
-def _renamed(tokens: Int[Tensor, " pos"], chosen: Int[Tensor, " token"]) -> Int[Tensor, "token token pos"]:
-    """Exchanges the last token with each of the chosen ones, and puts each of these at the end."""
+def _exchanged(tokens: Int[Tensor, " pos"], new: Int[Tensor, ""]) -> Int[Tensor, " pos"]:
+    """Exchanges the last token with another one throughout."""
     own = tokens[-1]
-    contexts = [torch.where(tokens == own, new, torch.where(tokens == new, own, tokens)) for new in chosen]
-    renamed = torch.stack(contexts)[:, None].repeat(1, len(chosen), 1)
-    renamed[:, :, -1] = chosen
-    return renamed
+    return torch.where(tokens == own, new, torch.where(tokens == new, own, tokens))
 
 
 def share_at_least_first(scores: Float[ndarray, "layer head redraw"]) -> Float[ndarray, "layer head"]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import once_a_call
 from align_circuits.prompts.prompts import Prompts, vocabulary_hash
 from align_circuits.tables.tables import Provenance
 
@@ -65,8 +67,13 @@ def check_fits(model: HookedModel, prompts: Prompts) -> None:
 def model_provenance(model: HookedModel) -> dict[str, Any]:
     """Returns what identifies a model: name, shape, dtype, device and a hash of the weights.
 
-    `stored_dtype` is that of the files it was read from, where the model has another one.
+    `stored_dtype` is that of the files it was read from, where the model has another one. Within a call of the package
+    the weights are read once.
     """
+    return dict(once_a_call(model, "provenance", partial(_provenance, model)))
+
+
+def _provenance(model: HookedModel) -> dict[str, Any]:
     first, config = next(parameters_of(model))[1], model.cfg
     stored = getattr(compat.wrapped(model), "stored_dtype", first.dtype)
     return {

@@ -1,18 +1,22 @@
 """Many edited runs of the same prompts, each at the cost of what its edits change."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import raw_attention
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.hooks.names import is_pattern, site_of
+from align_circuits.hooks.names import is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of
@@ -22,7 +26,9 @@ from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_e
 from align_circuits.run.options import RunOptions
 
 _NUMBERS_CACHED = 2**28
-"""How many numbers of the source run are cached at a time."""
+"""How many numbers of the source run are cached at a time, and how many of unedited runs are kept."""
+
+_NAN = "the model's logits are NaN: its weights are broken, or its dtype is too narrow"
 
 OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
 """Takes the index of an edit set, rows and their logits, which it only reads."""
@@ -82,7 +88,7 @@ def run_edited(
         for edit in edits
     )
     if choose_engine(model, options) == "fast" and _replays(model, set().union(*names)) and not patterns_of_source:
-        with torch.no_grad(), evaluating(model), raw_attention(model):
+        with torch.no_grad(), evaluating(model), compat.merged_adapters(model), raw_attention(model):
             _replay_in_batches(runs, options)
         return "replay"
     hooked = set().union(*(as_hooked(changes_of(edits, model, no_prompts), model) for edits in edit_sets))
@@ -99,6 +105,69 @@ def run_edited(
             options=options,
         )
     return engine
+
+
+@leaves_as_found
+def run_with_last_tokens(
+    model: HookedModel,
+    prompts: Prompts,
+    last_tokens: Int[Tensor, "prompt other"],
+    *,
+    on_pattern: Callable[[int, Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None],
+    options: RunOptions = RunOptions(),
+) -> str:
+    """Runs prompts with other tokens at their end, and passes the attention of the last token to a callback.
+
+    Where it can, by replay: what stands before is run once for all of them.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        prompts: What it reads.
+        last_tokens: Which tokens take the place of each prompt's last one, in turn.
+        on_pattern: Called with the index of a token, prompts, layer and the attention `[row head pos]` from the last
+            token, 0 at padding; assign by row, since after an out-of-memory the same rows come again.
+        options: As for `run_edited`.
+
+    Returns:
+        What ran: `"replay"`, `"fast"` or `"reference"`.
+
+    Raises:
+        ValueError: As `forward` does.
+    """
+    each, length = torch.arange(len(prompts)), prompts.mask.shape[1]
+    others = [
+        replace(prompts, inputs=torch.cat([prompts.inputs[:, :-1], tokens[:, None]], 1)) for tokens in last_tokens.T
+    ]
+    check_fits(model, prompts)
+    for other in others:
+        check_fits(model, other)
+    query = torch.full((len(prompts),), length - 1)
+    if choose_engine(model, options) != "fast":
+        return [
+            forward(model, other, prompt=each, query=query, on_pattern=partial(on_pattern, index), options=options)
+            for index, other in enumerate(others)
+        ][0]
+    layers = {name_of("pattern", layer): layer for layer in range(model.cfg.n_layers)}
+    device = device_of(model)
+
+    def run(selected: Int[Tensor, " prompt"], _: int) -> None:
+        batch = Batch.of(prompts, selected, each, query, device)
+        last = batch.tokens.shape[1] - 1
+        end = torch.tensor([last], device=device)
+        replay = Replay.run(model, batch.tokens, batch.mask, queries=end, keep=(), starts=[last])
+        if replay.logits.isnan().any():
+            raise ValueError(_NAN)
+        for index, other in enumerate(others):
+            kept = replay.other(other.tokens[selected, batch.cropped :].to(device), layers)
+            for name, layer in layers.items():
+                batch.hand_over(partial(on_pattern, index), layer, kept[name][:, :, -1])
+
+    with torch.no_grad(), evaluating(model), compat.merged_adapters(model), raw_attention(model):
+        if options.batch_size == "auto":
+            in_batches(run, each, length, fitting_tokens(model, prompts, device), halve_to=length)
+        else:
+            in_batches(run, each, length, options.batch_size * length, halve_to=None)
+    return "replay"
 
 
 def _replays(model: HookedModel, names: Collection[str]) -> bool:
@@ -121,6 +190,55 @@ class _EditedRuns:
     prompt: Int[Tensor, " row"]
     query: Int[Tensor, " row"]
     on_logits: OnLogits
+
+
+@dataclass(eq=False)
+class _KeptRuns:
+    """Unedited runs by model and tokens, as many as memory should hold."""
+
+    runs: dict[Hashable, Replay] = field(default_factory=dict)
+
+    def run(self, model: HookedModel, inputs: Mapping[str, Tensor], keep: set[str], starts: list[int]) -> Replay:
+        """Returns a kept run with all that edited runs start from, or a new one, which is kept if it is small enough.
+
+        Args:
+            model: The model.
+            inputs: `tokens`, `mask` and `queries` of `Replay.run`.
+            keep: The hook points to start from.
+            starts: The columns to start from.
+        """
+        parts = [part.cpu() for part in inputs.values()]
+        key = (id(model), *((part.shape, part.numpy().tobytes()) for part in parts))
+        kept = self.runs.get(key)
+        if kept is not None and kept.serves(keep, starts):
+            return kept
+        # The next sweep edits other layers: it finds what it starts from, too.
+        sites = {place[1] for name in keep if (place := site_of(name)) is not None}
+        every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
+        if kept is not None and kept.kept:
+            every, starts = every | kept.kept.keys(), [*starts, kept.start, kept.last_start]
+        others = sum(run.size for run in self.runs.values() if run is not kept)
+        expected = (len(every) + 2 * model.cfg.n_layers) * inputs["tokens"].numel() * model.cfg.d_model
+        if others + expected > _NUMBERS_CACHED:
+            return Replay.run(model, **inputs, keep=keep, starts=starts)
+        self.runs[key] = Replay.run(model, **inputs, keep=every, starts=starts)
+        return self.runs[key]
+
+
+_KEPT: ContextVar[_KeptRuns | None] = ContextVar("kept_runs", default=None)
+
+
+@contextmanager
+def keeping_runs() -> Iterator[None]:
+    """Keeps unedited runs for the length of a `with`, so that several sweeps over the same prompts share them.
+
+    Neither weights nor hooks of a model may change meanwhile.
+    """
+    token = _KEPT.set(_KEPT.get() or _KeptRuns())
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 def _replay_in_batches(runs: _EditedRuns, options: RunOptions) -> None:
@@ -153,13 +271,11 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
     ]
     # An edit set that changes nothing up to the last query starts at `end`: its logits are those of the unedited run.
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
-    replay = Replay.run(
-        runs.model,
-        batch.tokens[:, :end],
-        batch.mask[:, :end],
-        queries=queries,
-        keep=starts_from(runs.names),
-        starts=[start for start in starts if start < end] or [end],
+    inputs = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
+    keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
+    kept = _KEPT.get()
+    replay = Replay.run(runs.model, **inputs, keep=keep, starts=begun) if kept is None else kept.run(
+        runs.model, inputs, keep, begun
     )
     places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
     # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
@@ -167,7 +283,7 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
 
     def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
         if logits.amax(-1).isnan().any():
-            raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+            raise ValueError(_NAN)
         rows = logits.flatten(0, 1) if all_places else logits.flatten(0, 1)[places]
         runs.on_logits(index, batch.rows, rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
