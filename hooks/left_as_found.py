@@ -54,8 +54,8 @@ def leaves_as_found(function: Function) -> Function:
 def once_a_call(model: Any, key: Hashable, compute: Callable[[], Value]) -> Value:
     """Returns what a function returns, which runs once in the outermost call that watches a model.
 
-    Nothing keeps it longer: between two calls weights may change in ways that leave no trace, such as by `.data`. Within
-    one they do not change. Outside of any call it is computed each time.
+    Nothing keeps it longer: between two calls weights may change in ways that leave no trace, such as by `.data`.
+    Outside of any call it is computed each time.
     """
     for watched, computed in getattr(_watched, "models", ()):
         if watched is model:

@@ -12,7 +12,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
-from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
 from align_circuits.models.protocol import HookedModel, model_provenance, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
@@ -64,8 +64,7 @@ def ablate_heads(
         source = _next_prompts(baseline or prompts)
         edit_sets += [[Patch([head])] for head in selected]
     else:
-        layers = sorted({layer for layer, _ in selected})
-        reference = ablation_baseline(model, baseline or prompts, how, layers=layers, options=options)
+        reference = ablation_baseline(model, baseline or prompts, how, options=options)
         edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
@@ -114,18 +113,23 @@ def ablation_baseline(
         return AblationBaseline(values=capture(model, prompts, names, options=options))
     if any(map(is_pattern, names)):
         raise ValueError("a pattern has no mean over tokens of a role: resample it, set it to zero, or clamp it")
-    identity = {
-        "verb": "ablation_baseline",
-        "model": model_provenance(model),
-        "prompts": prompts.digest,
-        "hooks": names,
-    }
-    identity |= {"engine": options.engine, "batch_size": options.batch_size}
-    parts = SweepParts(options, "means for ablations", identity)
-    # Kept like the sweep that they serve, which is another one where they differ in the last bit.
-    computes = {"means": lambda: (_means_by_group(model, prompts, names, options).numpy(), "")}
-    ((_, means, _),) = parts.measure(computes)
-    return AblationBaseline(means={name: torch.from_numpy(values) for name, values in zip(names, means, strict=True)})
+    # Within a call that ablates several times, such as `localize`, each mean is measured once.
+    measured_on = (prompts.digest, prompts.roles.numpy().tobytes(), options.engine, options.batch_size)
+    means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
+    if missing := [name for name in names if name not in means]:
+        identity = {
+            "verb": "ablation_baseline",
+            "model": model_provenance(model),
+            "prompts": prompts.digest,
+            "hooks": missing,
+        }
+        identity |= {"engine": options.engine, "batch_size": options.batch_size}
+        parts = SweepParts(options, "means for ablations", identity)
+        # Kept like the sweep that they serve, which is another one where they differ in the last bit.
+        computes = {"means": lambda: (_means_by_group(model, prompts, missing, options).numpy(), "")}
+        ((_, values, _),) = parts.measure(computes)
+        means |= {name: torch.from_numpy(value) for name, value in zip(missing, values, strict=True)}
+    return AblationBaseline(means={name: means[name] for name in names})
 
 
 def _check_resampling(prompts: Prompts) -> None:

@@ -1,6 +1,6 @@
 """Whether the model needs a set of heads, and whether the set suffices, beside as many other heads."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.batching import CPU_TOKENS
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table
@@ -36,17 +37,11 @@ _ROWS = {"layers": "random", "scores": "matched", "unnamed": "unnamed"}
 _ROUNDING = 1e-9
 """Accuracies that differ by less are equal."""
 
-_AT_ONCE = 5
-"""Draws of each kind of control set that are measured together."""
-
 _TRIES = 3
 """How many sets are drawn for each that is wanted, before heads that are less alike are drawn too."""
 
 _Set = tuple[str, int | None, Sequence[Head]]
 """What `Localization.group_ablations` calls a set, its draw, and the heads that are ablated."""
-
-_Test = Generator[list[_Set], Table, Table]
-"""Asks for the accuracy with some sets ablated, is sent it, and asks again; returns all that it was sent."""
 
 CALIPER = 0.25
 """How far a score may lie from that of the head for which a control is taken."""
@@ -72,7 +67,8 @@ class Verdict:
     """The upper end."""
     controls: Mapping[str, tuple[float, ...]]
     """The same for control sets of as many heads, a number for each draw, by what they share with the set
-    (`CONTROLS`)."""
+    (`CONTROLS`), each on as many prompts as show whether it does as well as the set; none where the set's own effect is
+    too small, and no more once one does as well."""
     least: float
     """The accuracy that a necessary set costs at least; the share of it that a sufficient one keeps at least."""
     alpha: float
@@ -103,6 +99,16 @@ class Verdict:
         return _large(self.claim, self.intact, self.value, self.least)
 
     @property
+    def why_no_controls(self) -> str:
+        """Why no control set was measured, if none was; else an empty text."""
+        if self.controls:
+            return ""
+        if self._large:
+            return "no control sets were drawn"
+        little = "loses less" if self.claim == "necessary" else "keeps less"
+        return f"this {little} than is needed, so no control sets were measured"
+
+    @property
     def sentence(self) -> str:
         """The verdict and its numbers."""
         count = f"{len(self.heads)} of {self.total} heads"
@@ -113,7 +119,7 @@ class Verdict:
             f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}, p = {self.p[name]:.2g}) for {CONTROLS[name]}"
             for name, draws in self.controls.items()
         ]
-        controls = f", beside {' and '.join(beside)}" if beside else "; no control sets were drawn"
+        controls = f", beside {' and '.join(beside)}" if beside else f" ({self.why_no_controls})"
         best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
         if beside and self._large and self.p == best and not self.holds:
             controls += f" (these are too few for p to reach {self.alpha:g})"
@@ -134,6 +140,17 @@ def _large(claim: Claim, intact: float, value: float, least: float) -> bool:
 def _as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
     """Which control sets cost as much accuracy as the tested set, or keep as much."""
     return (1 if claim == "necessary" else -1) * (controls - value) <= _ROUNDING
+
+
+def _may_do_as_well(claim: Claim, value: float, right: Float[ndarray, "draw target"]) -> Bool[ndarray, " draw"]:
+    """Which control sets may still cost as much accuracy as the tested set, or keep as much, whatever is not yet known.
+
+    Args:
+        claim: The claim.
+        value: The accuracy of the tested set.
+        right: Which targets are right; NaN where it is not known.
+    """
+    return _as_extreme(claim, np.nan_to_num(right, nan=float(claim == "sufficient")).mean(1), value)
 
 
 class HeadSets:
@@ -160,8 +177,8 @@ class HeadSets:
         self._model, self._discovery, self._tested = model, discovery, tested
         self._scores, self._thresholds, self._options = scores, thresholds, options
         self._heads = heads_of(model.cfg)
-        self._baselines: dict[Prompts, Any] = {}
-        self._provenance: Provenance | None = None  # reads all weights: made once
+        self._whole: dict[tuple[Head, ...], Float[ndarray, " target"]] = {}  # sets measured on all prompts that test
+        self._provenance: Provenance | None = None
         # The first token of a phrase shows best what alignment and lookup do.
         self._kind = "first" if "first" in by_kind(tested) else "all"
 
@@ -199,9 +216,7 @@ class HeadSets:
         """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
         sets: list[_Set] = [("nothing", None, ())]
         sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-        if not named:
-            return self._tables([sets])[0]
-        return self._together([self._test(sets, named, controls, ("necessary", "sufficient"))])[0]
+        return self._test(sets, named, controls, ("necessary", "sufficient")) if named else self._table(sets)
 
     def _test(
         self,
@@ -209,30 +224,32 @@ class HeadSets:
         tested: Sequence[Head],
         controls: Mapping[str, Sequence[Sequence[Head]]],
         claims: Sequence[Claim],
-    ) -> _Test:
-        """Asks for accuracy with some sets ablated, then with one set and its controls, or with all heads but these.
+    ) -> Table:
+        """Returns accuracy with some sets ablated, with one set and its controls, or with all heads but these.
 
-        Control sets are measured a few at a time. The rest are left out once a claim is lost: the effect is too small,
-        or a control set does as well, so that no p-value of 20 draws can reach .05 any more.
+        Control sets are measured only where the effect of the tested set is large enough, one draw of each kind after
+        another, and no longer than until one does as well as the tested set: then the claim is lost. The p-value of
+        `Verdict` stays valid at every level, since it is never below the sequential one of Besag and Clifford (1991),
+        "Sequential Monte Carlo p-values": 1/l where the l-th draw is the first to do as well.
         """
         rest = self._without(tested)
         first = [*sets]
         first += [("named", None, tested)] if "necessary" in claims else []
         first += [("rest", None, rest)] if "sufficient" in claims and rest else []
-        tables = [(yield first)]
-        draws = max(map(len, controls.values()))
+        tables = [self._table(first)]
         intact = self._accuracy(tables[0].where(ablated="nothing"))[0]
-        for claim in claims if draws else ():
-            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))[0]
-            for start in range(0, draws, _AT_ONCE):
-                drawn = yield [
+        for claim in claims:
+            rows = tables[0].where(ablated="named" if claim == "necessary" else "rest")
+            if not len(rows) or not _large(claim, intact, own := self._accuracy(rows)[0], self._least(claim)):
+                continue
+            for draw in range(max(map(len, controls.values()))):
+                sets = [
                     (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
                     for kind, name in _ROWS.items()
-                    for draw, heads in list(enumerate(controls.get(kind, ())))[start : start + _AT_ONCE]
+                    for heads in controls.get(kind, ())[draw : draw + 1]
                 ]
-                tables.append(drawn)
-                large = _large(claim, intact, own, self._least(claim))
-                if not large or _as_extreme(claim, self._accuracy(drawn), own).any():
+                tables.append(self._table(sets, beside=(claim, own)))
+                if _as_extreme(claim, self._accuracy(tables[-1]), own).any():
                     break
         return Table.concat(tables)
 
@@ -242,34 +259,31 @@ class HeadSets:
     def _accuracy(self, table: Table) -> Float[ndarray, " set"]:
         return table.where(kind=self._kind).frame["value"].to_numpy(float)
 
-    def _together(self, tests: Sequence[_Test]) -> list[Table]:
-        """What each test returns. What they ask for at a time is measured at once, since that runs the model once."""
-        asked = {place: next(test) for place, test in enumerate(tests)}
-        returned: dict[int, Table] = {}
-        while asked:
-            for place, table in zip([*asked], self._tables([*asked.values()]), strict=True):
-                try:
-                    asked[place] = tests[place].send(table)
-                except StopIteration as end:
-                    returned[place] = end.value
-                    del asked[place]
-        return [returned[place] for place in range(len(tests))]
+    def _table(self, sets: Sequence[_Set], beside: tuple[Claim, float] | None = None) -> Table:
+        """Accuracy with each set ablated; sets of the same heads are measured once.
 
-    def _tables(self, groups: Sequence[Sequence[_Set]]) -> list[Table]:
-        """Accuracy with each set ablated, a table for each group of sets; sets of the same heads are measured once."""
-        distinct = list(dict.fromkeys(tuple(heads) for group in groups for _, _, heads in group))
-        targets, values, engine = self._accuracies(self._tested, distinct)
-        kinds = by_kind(self._tested)
+        Args:
+            sets: What is ablated.
+            beside: For control sets, the claim and the accuracy of the tested set: a control set is measured on no more
+                prompts than show that it does not do as well.
+        """
+        asked = list(dict.fromkeys(tuple(heads) for _, _, heads in sets))
+        if beside is not None or (asked := [heads for heads in asked if heads not in self._whole]):
+            values, engine = self._accuracies(self._tested, asked, beside)
+            self._provenance = self._provenance or provenance_of("localize", self._model, self._tested, engine)
+        by_heads = dict(zip(asked, values, strict=True)) if asked else {}
+        if beside is None:
+            self._whole |= by_heads
+            by_heads = self._whole
+        kinds, targets = by_kind(self._tested), self._tested.column("prompt").numpy()
+        of_sets = [by_heads[tuple(heads)] for _, _, heads in sets]
+        means, weights = means_by_prompt(self._tested, targets, of_sets, list(kinds.values()))
+        weights[np.isnan(means)] = 0  # prompts on which a control set was not measured
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
-        self._provenance = self._provenance or provenance_of("localize", self._model, self._tested, engine)
-        tables = []
-        for group in groups:
-            keys = pd.DataFrame([(name, draw) for name, draw, _ in group], columns=["ablated", "draw"])
-            keys = keys.astype({"draw": "Int64"}).merge(measured, how="cross")
-            of_group = values[[distinct.index(tuple(heads)) for _, _, heads in group]]
-            means, weights = means_by_prompt(self._tested, targets.prompt.numpy(), of_group, list(kinds.values()))
-            tables.append(Table.from_prompts(keys, means, weights, self._provenance))
-        return tables
+        keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"])
+        keys = keys.astype({"draw": "Int64"}).merge(measured, how="cross")
+        assert self._provenance is not None
+        return Table.from_prompts(keys, means, weights, self._provenance)
 
     def verdicts(self, named: Sequence[Head], group_ablations: Table) -> tuple[Verdict, ...]:
         """Returns whether the named heads are necessary and whether they suffice, from what `ablate` returned."""
@@ -297,7 +311,7 @@ class HeadSets:
             tests.append(self._test([("nothing", None, ())], heads, controls, ("necessary",)))
         return tuple(
             self._verdict("necessary", heads, accuracies, role=role)
-            for (role, heads), accuracies in zip(of_roles.items(), self._together(tests), strict=True)
+            for (role, heads), accuracies in zip(of_roles.items(), tests, strict=True)
         )
 
     def verdicts_of_smallest(self, named: Sequence[Head], draws: int, seed: int) -> tuple[Verdict, ...]:
@@ -306,13 +320,12 @@ class HeadSets:
         sets: list[tuple[Claim, list[Head]]] = [
             (claim, heads) for claim, heads in found.items() if set(heads) not in (set(named), set(self._heads))
         ]
-        tests = [
-            self._test([("nothing", None, ())], heads, self.controls(heads, draws, seed), (claim,))
-            for claim, heads in sets
-        ]
+        nothing: list[_Set] = [("nothing", None, ())]
         return tuple(
-            self._verdict(claim, heads, accuracies, smallest=True)
-            for (claim, heads), accuracies in zip(sets, self._together(tests), strict=True)
+            self._verdict(
+                claim, heads, self._test(nothing, heads, self.controls(heads, draws, seed), (claim,)), smallest=True
+            )
+            for claim, heads in sets
         )
 
     def _smallest(self, named: Sequence[Head]) -> dict[Claim, list[Head]]:
@@ -336,7 +349,7 @@ class HeadSets:
 
     def _right(self, sets: Sequence[Sequence[Head]]) -> list[float]:
         """The accuracy with each set ablated, on the prompts that do not test."""
-        _, right, _ = self._accuracies(self._discovery, sets)
+        right, _ = self._accuracies(self._discovery, sets)
         return right[:, by_kind(self._discovery)[self._kind]].mean(1).tolist()
 
     def _verdict(
@@ -364,18 +377,33 @@ class HeadSets:
         )
 
     def _accuracies(
-        self, prompts: Prompts, sets: Sequence[Sequence[Head]]
-    ) -> tuple[TargetMetrics, Float[ndarray, "set target"], str]:
-        """Whether each target is right with each set of heads ablated to its mean, and the engine that ran."""
+        self, prompts: Prompts, sets: Sequence[Sequence[Head]], beside: tuple[Claim, float] | None = None
+    ) -> tuple[Float[ndarray, "set target"], str]:
+        """Whether each target is right with each set of heads ablated to its mean, and the engine that ran.
+
+        NaN where a control set was not measured any more (`_table`).
+        """
         # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
         # by its heads alone.
-        if prompts not in self._baselines:  # by identity
-            self._baselines[prompts] = ablation_baseline(self._model, prompts, "mean", options=self._options)
-        baseline = self._baselines[prompts]
+        baseline = ablation_baseline(self._model, prompts, "mean", options=self._options)
         edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for heads in sets]
         targets = TargetMetrics.of(prompts, ("accuracy",))
-        values, engine = targets.measure_edited(self._model, edit_sets, options=self._options)
-        return targets, values[0], engine
+        size = len(prompts) if beside is None else max(1, CPU_TOKENS // prompts.mask.shape[1])
+        of_kind, engine = by_kind(prompts)[self._kind], ""
+        values, left = np.full((len(sets), len(targets.token)), np.nan), np.arange(len(sets))
+        for start in range(0, len(prompts), size):
+            rows = slice(start, start + size)
+            columns = np.flatnonzero((targets.prompt >= rows.start) & (targets.prompt < rows.stop))
+            if not len(columns):
+                continue
+            run, edits = targets.select(rows), [edit_sets[index] for index in left]
+            measured, engine = run.measure_edited(self._model, edits, options=self._options)
+            values[np.ix_(left, columns)] = measured[0]
+            if beside is not None:
+                left = left[_may_do_as_well(*beside, values[left][:, of_kind])]
+            if not len(left):
+                break
+        return values, engine
 
     def _without(self, heads: Sequence[Head]) -> list[Head]:
         return [head for head in self._heads if head not in heads]

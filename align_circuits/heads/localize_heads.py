@@ -27,6 +27,7 @@ from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.edited_runs import shared_runs
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.intervals import benjamini_hochberg
@@ -62,7 +63,8 @@ class Localization:
     """Accuracy by `kind` of target with heads ablated to their means: `ablated` is `"nothing"`, a role, a role's group
     (`"lookup, group"`), `"named"` (all named heads), `"random"` (as many others of the same layers, one `draw` each),
     `"matched"` (as many others of similar scores), `"rest"` (all heads but those named), or all heads but the random
-    ones (`"rest of random"`) or the matched ones (`"rest of matched"`)."""
+    ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control sets are measured on as many prompts as
+    show whether they do as well as the named heads: `n` counts the targets."""
     prompts: Prompts
     """The prompts that the candidates were tested on."""
     example_attention: Mapping[Head, Float[Tensor, "row pos"]]
@@ -178,11 +180,8 @@ class Localization:
         for holds, claim in ((True, "Necessary"), (False, "Not shown to be necessary")):
             parts = [
                 f"{verdict.role} (accuracy {verdict.value:.2f} without {describe(verdict.heads)}; "
-                + (
-                    f"{min(controls):.2f} to {max(controls):.2f} without as many others)"
-                    if controls
-                    else "no controls)"
-                )
+                + (f"{min(controls):.2f} to {max(controls):.2f} without as many others" if controls else "")
+                + f"{verdict.why_no_controls})"
                 for verdict in of_roles
                 if verdict.holds == holds
                 for controls in [[value for draws in verdict.controls.values() for value in draws]]
@@ -243,8 +242,9 @@ def localize(
         roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
             default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
-        draws: How many control sets of each kind are ablated at most; fewer once a verdict is lost. With d of them no
-            p-value is below 1/(1 + d), so at `thresholds.alpha` = .05 a verdict needs at least 19.
+        draws: How many control sets of each kind are ablated at most; none where the effect of the named heads is too
+            small, fewer once one does as well. With d of them no p-value is below 1/(1 + d), so at `thresholds.alpha` =
+            .05 a verdict needs at least 19.
         smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
             tested on the second; takes several times as long.
         groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
@@ -265,6 +265,23 @@ def localize(
         raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
     if draws < 0:
         raise ValueError(f"draws={draws}: give the number of sets of random heads to ablate, 0 for none")
+    with shared_runs(model):
+        return _localized(model, task, n, seed, thresholds, draws, options, smallest=smallest, groups=groups)
+
+
+def _localized(
+    model: HookedModel,
+    task: Task,
+    n: int,
+    seed: int,
+    thresholds: Thresholds,
+    draws: int,
+    options: RunOptions,
+    *,
+    smallest: bool,
+    groups: bool,
+) -> Localization:
+    """What `localize` returns."""
     tokenizer = getattr(model, "tokenizer", None)
     prompts = task.sample(n, tokenizer, seed=seed)
     half = first_half(prompts)

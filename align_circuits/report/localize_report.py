@@ -281,7 +281,8 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
                 f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}), p = {verdict.p[name]:.2g}: "
                 f"{CONTROLS[name]}"
                 for name, draws in verdict.controls.items()
-            ),
+            )
+            or verdict.why_no_controls,
             "holds": "yes" if verdict.holds else "not shown",
         }
         for verdict in verdicts

@@ -19,7 +19,7 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
-from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_tokens, in_batches
 from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, is_inside, why_silent
@@ -143,10 +143,11 @@ def run_with_last_tokens(
         check_fits(model, other)
     query = torch.full((len(prompts),), length - 1)
     if choose_engine(model, options) != "fast":
-        return [
-            forward(model, other, prompt=each, query=query, on_pattern=partial(on_pattern, index), options=options)
-            for index, other in enumerate(others)
-        ][0]
+        engine = ""
+        for index, other in enumerate(others):
+            read = partial(on_pattern, index)
+            engine = forward(model, other, prompt=each, query=query, on_pattern=read, options=options)
+        return engine
     layers = {name_of("pattern", layer): layer for layer in range(model.cfg.n_layers)}
     device = device_of(model)
 
@@ -229,14 +230,16 @@ _KEPT: ContextVar[_KeptRuns | None] = ContextVar("kept_runs", default=None)
 
 
 @contextmanager
-def keeping_runs() -> Iterator[None]:
-    """Keeps unedited runs for the length of a `with`, so that several sweeps over the same prompts share them.
+def shared_runs(model: HookedModel) -> Iterator[None]:
+    """Lets all sweeps in a `with` share the unedited runs of the same prompts, and merges adapters for its length.
 
-    Neither weights nor hooks of a model may change meanwhile.
+    Neither weights nor hooks of the model may change meanwhile; provenance names the weights as they are before.
     """
+    model_provenance(model)
     token = _KEPT.set(_KEPT.get() or _KeptRuns())
     try:
-        yield
+        with compat.merged_adapters(model):
+            yield
     finally:
         _KEPT.reset(token)
 
@@ -274,8 +277,10 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
     inputs = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
     keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
     kept = _KEPT.get()
-    replay = Replay.run(runs.model, **inputs, keep=keep, starts=begun) if kept is None else kept.run(
-        runs.model, inputs, keep, begun
+    replay = (
+        Replay.run(runs.model, **inputs, keep=keep, starts=begun)
+        if kept is None
+        else kept.run(runs.model, inputs, keep, begun)
     )
     places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
     # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.
