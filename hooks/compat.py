@@ -221,7 +221,7 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
     """
     register_attention(name, function)
     layers = [block.attn for block in bridge.blocks]
-    models = [module for module in wrapped(bridge).modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in modules_of(wrapped(bridge)) if isinstance(module, PreTrainedModel)]
     # Selected on the configurations themselves: there is no public way to read the selection that must be restored.
     configs = {id(owner.config): owner.config for owner in (*models, *(component(layer) for layer in layers))}
     implementations = {key: config._attn_implementation for key, config in configs.items()}
@@ -252,9 +252,8 @@ def merged_adapters(model: Any) -> Iterator[None]:
     than plain LoRA, and where they are switched off.
     """
     replaced: list[tuple[Any, nn.Module, nn.Parameter]] = []
-    modules = wrapped(model).modules() if isinstance(wrapped(model), nn.Module) else ()
     try:
-        for layer in [module for module in modules if "merged_adapters" in vars(module)]:
+        for layer in [module for module in modules_of(wrapped(model)) if "merged_adapters" in vars(module)]:
             from peft.tuners.lora import Linear  # imported already by whoever made the adapter
 
             base: Any = layer.base_layer
@@ -293,7 +292,7 @@ def remembered(model: Any) -> Callable[..., None]:
     itself meanwhile does not come back.
     """
     # Few modules have hooks or any other of these: what none has takes no place, and this a millisecond.
-    modules = list(_attributes_of_modules(model, wrapped(model)))
+    modules = [vars(module) for module in modules_of(model, wrapped(model))]
     hooked = {(id(module), name): list(module[name]) for module in modules for name in _HOOKS if module.get(name)}
     unusual = {
         (id(module), name): module[name]
@@ -351,15 +350,15 @@ def remembered(model: Any) -> Callable[..., None]:
     return restore
 
 
-def _attributes_of_modules(*roots: Any) -> Iterator[dict[str, Any]]:
-    """The attributes of all modules below some, each once; `modules()` of a bridge takes many times as long."""
+def modules_of(*roots: Any) -> Iterator[nn.Module]:
+    """Yields all modules below some, each once; `modules()` of a bridge takes many times as long."""
     waiting, seen = [root for root in roots if isinstance(root, nn.Module)], set()
     while waiting:
         module = waiting.pop()
         if id(module) not in seen:
             seen.add(id(module))
             waiting += [child for child in vars(module)["_modules"].values() if child is not None]
-            yield vars(module)
+            yield module
 
 
 _ABSENT = object()

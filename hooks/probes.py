@@ -123,7 +123,7 @@ def dry_run(model: Any, names: Collection[str]) -> Probes:
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Switches dropout off, and afterwards restores the mode of every module."""
-    training = {module for module in (*model.modules(), *compat.wrapped(model).modules()) if module.training}
+    training = [module for module in compat.modules_of(model, compat.wrapped(model)) if module.training]
     try:
         for module in training:  # `model.eval()` walks the modules of a bridge many times
             module.training = False

@@ -239,8 +239,10 @@ class HeadSets:
         tables = [self._table(first)]
         intact = self._accuracy(tables[0].where(ablated="nothing"))[0]
         for claim in claims:
-            rows = tables[0].where(ablated="named" if claim == "necessary" else "rest")
-            if not len(rows) or not _large(claim, intact, own := self._accuracy(rows)[0], self._least(claim)):
+            if claim == "sufficient" and not rest:
+                continue
+            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))[0]
+            if not _large(claim, intact, own, self._least(claim)):
                 continue
             for draw in range(max(map(len, controls.values()))):
                 sets = [

@@ -18,7 +18,6 @@ from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.papers.validation.localize_ground_truth import of_random
 from align_circuits.report import save_localization
-from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
@@ -51,8 +50,8 @@ def test_named_heads_are_ablated_beside_as_many_others(circuit):
     assert len(first["random"]) == 3
     assert first["rest"] < 1, "the boundary head has no role and is needed"
     assert {"align_query", "align_key", "lookup", "previous"} < set(first.index)
-    assert (first["matched"] > 0.9).all() and (first["rest of random"] < 0.5).all()
-    assert len(first["matched"]) == len(first["rest of matched"]) == 3
+    assert (first["matched"] > 0.9).all() and len(first["matched"]) == 3
+    assert not {"rest of random", "rest of matched"} & set(first.index), "the named heads keep too little by themselves"
 
 
 def test_necessity_and_sufficiency_are_two_verdicts(circuit):
@@ -212,11 +211,22 @@ def stubbed(monkeypatch):
             self._scores, self._thresholds = {"a": np.zeros((3, 4))}, Thresholds(alpha=0.25)
             self._tested, self._kind = ac.Prompts.from_tokens([[1, 2, 3]] * 2), "all"
             self._model = self._provenance = None
-            self.costs: dict[Any, float] = {}
+            self._whole: Any = {}
+            self._costs: dict[Any, float] = {}
 
-        def _accuracies(self, prompts, sets) -> Any:
-            right = np.array([1 - sum(self.costs.get(head, 0.0) for head in heads) for heads in sets])
-            return TargetMetrics.of(prompts, ("accuracy",)), right[:, None].repeat(len(prompts.targets), 1), "fast"
+        @property
+        def costs(self) -> dict[Any, float]:
+            self._whole.clear()  # what was measured before
+            return self._costs
+
+        @costs.setter
+        def costs(self, costs: dict[Any, float]) -> None:
+            self._whole.clear()
+            self._costs = costs
+
+        def _accuracies(self, prompts, sets, beside=None) -> Any:  # noqa: ARG002
+            right = np.array([1 - sum(self._costs.get(head, 0.0) for head in heads) for heads in sets])
+            return right[:, None].repeat(len(prompts.targets), 1), "fast"
 
         def _smallest(self, named) -> Any:
             return {"necessary": [(0, 0)], "sufficient": named} if len(named) == 2 else {"sufficient": self._heads}
@@ -314,9 +324,9 @@ def test_the_smallest_sets_are_beginnings_of_one_order(intact, monkeypatch):
     loss = {(0, 1): -3.0, (1, 0): -2.0, (0, 3): -1.0, (1, 2): -0.5}
 
     class Sets(head_sets.HeadSets):
-        def _accuracies(self, prompts, sets) -> Any:  # noqa: ARG002
+        def _accuracies(self, prompts, sets, beside=None) -> Any:  # noqa: ARG002
             right = [intact - sum(costs.get(head, 0.0) for head in heads) for heads in sets]
-            return None, np.array(right)[:, None].repeat(2, 1), "fast"
+            return np.array(right)[:, None].repeat(2, 1), "fast"
 
     table = SimpleNamespace(frame={"value": [loss.get((layer, head), 0.0) for layer in range(2) for head in range(4)]})
     monkeypatch.setattr(head_sets, "ablate_heads", lambda *_, **__: SimpleNamespace(where=lambda **_: table))
@@ -334,27 +344,6 @@ def test_the_smallest_sets_are_beginnings_of_one_order(intact, monkeypatch):
         assert [head_sets._first(most, lambda size, least=least: size >= least) for least in range(1, most + 1)] == [
             *range(1, most + 1)
         ]
-
-
-@pytest.mark.parametrize(("as_bad", "cost", "drawn"), [(None, 0.5, 12), (6, 0.5, 10), (0, 0.5, 5), (None, 0.05, 5)])
-def test_control_sets_are_drawn_until_the_claim_is_lost(as_bad, cost, drawn, monkeypatch):
-    """Five at a time: once one costs as much as the named head, or if that costs little, no p-value can help."""
-    controls = [[(1, draw)] for draw in range(12)]
-    costs = {(0, 0): cost, (1, as_bad): cost}
-
-    class Sets(head_sets.HeadSets):
-        def _accuracies(self, prompts, sets) -> Any:
-            right = np.array([1 - sum(costs.get(head, 0.0) for head in heads) for heads in sets])
-            return TargetMetrics.of(prompts, ("accuracy",)), right[:, None].repeat(len(prompts.targets), 1), "fast"
-
-    monkeypatch.setattr(head_sets, "provenance_of", lambda *_: Provenance("localize"))
-    sets: Any = Sets.__new__(Sets)
-    sets._tested, sets._kind, sets._thresholds = ac.Prompts.from_tokens([[1, 2, 3]] * 2), "all", Thresholds()
-    sets._model, sets._provenance, sets._heads = None, None, [(layer, head) for layer in range(2) for head in range(12)]
-    table = sets._together([sets._test([("nothing", None, ())], [(0, 0)], {"layers": controls}, ["necessary"])])[0]
-    rows = table.where(ablated="random", kind="all").frame
-    assert rows["draw"].tolist() == [*range(drawn)]
-    assert rows["value"].tolist() == [1 - costs.get((1, draw), 0.0) for draw in range(drawn)]
 
 
 def test_the_table_holds_every_head_and_the_tests_of_candidates(circuit):
