@@ -120,9 +120,9 @@ def localized(model: Any, n: int) -> Case:
     found = ac.localize(model, TASK, n=n)
     prompts = TASK.sample(n, model.tokenizer, references=False)
     sizes = replace(sizes_of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
-    kinds = len(set(found.group_ablations.frame["kind"]))
-    of_roles = [2 + sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
-    sets = len(found.group_ablations.frame) // kinds + sum(of_roles)
+    whole = found.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
+    of_roles = [sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
+    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + sum(of_roles) / 2
     candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
     exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
     work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)

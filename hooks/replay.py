@@ -210,8 +210,10 @@ class Replay:
         }
 
     def serves(self, keep: Collection[str], starts: Collection[int]) -> bool:
-        """Whether all that edited runs start from is kept, and so another run of the same prompts is not needed."""
-        return set(keep) <= self.kept.keys() and self.start <= min(starts) and max(starts) <= self.last_start
+        """Whether all that edited runs start from is kept; if they edit nothing, the logits are all they need."""
+        return not keep or (
+            set(keep) <= self.kept.keys() and self.start <= min(starts) and max(starts) <= self.last_start
+        )
 
     @property
     def size(self) -> int:

@@ -71,7 +71,8 @@ def interchange(
             head that the model does not have; a group or an edit without anything; a name given twice.
     """
     selected = heads_of(model.cfg, heads)
-    clean, corrupted = _with_two_answers(pair)
+    differ = _where_answers_differ(pair)
+    clean, corrupted = pair.clean, pair.corrupted
     source_is_clean = pair.direction == "denoise"
     base, source = (corrupted, clean) if source_is_clean else (clean, corrupted)
     right = {"clean": _right(clean, own=False), "corrupted": _right(corrupted, own=True)}
@@ -101,8 +102,10 @@ def interchange(
     if taken := {NOTHING, HEAD, *(groups or {})} & {*(edits or {})} or {NOTHING, HEAD} & {*(groups or {})}:
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     sides = ("clean", "corrupted") if source_is_clean else ("corrupted", "clean")
-    targets = TargetMetrics.of(base, [share(side) for side in sides])  # pyright: ignore[reportArgumentType]
-    values, engine = targets.measure_edited(model, [edit for _, edit in named], source=source, options=options)
+    # Of all targets, so that these runs may share their unedited one with other sweeps; then of those that count.
+    of_all = TargetMetrics.of(base, [share(side) for side in sides])  # pyright: ignore[reportArgumentType]
+    values, engine = of_all.measure_edited(model, [edit for _, edit in named], source=source, options=options)
+    values, targets = values[..., differ.numpy()], TargetMetrics.of(base.select_targets(differ), of_all.metrics)
     places = [(None, None), *selected, *[(None, None)] * (len(named) - 1 - len(selected))]
     keys = pd.DataFrame(places, columns=["layer", "head"]).assign(patched=[name for name, _ in named])
     levels = np.where(keys["patched"] == HEAD, "head", np.where(keys["patched"] == NOTHING, "model", "group"))
@@ -128,8 +131,8 @@ def answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
     return own.any(1) & ~(clean & own).any(1) & of_kind
 
 
-def _with_two_answers(pair: Pair) -> tuple[Prompts, Prompts]:
-    """The pair's prompts with the targets that have an answer of their own in each."""
+def _where_answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
+    """At which targets each of the pair's prompts has an answer of its own."""
     differ = answers_differ(pair)
     if not differ.any():
         why = "both give the same answers"
@@ -140,7 +143,7 @@ def _with_two_answers(pair: Pair) -> tuple[Prompts, Prompts]:
             f"{why}: interchange takes pairs whose answers are known and differ, as Prompts.from_pairs(..., "
             "corrupted_answer=) and Seq2SeqTask.corrupt(prompts, 'query') make them"
         )
-    return pair.clean.select_targets(differ), pair.corrupted.select_targets(differ)
+    return differ
 
 
 def _right(prompts: Prompts, *, own: bool) -> Bool[Tensor, "target answer"]:

@@ -130,7 +130,7 @@ def score_work(shape: ModelShape, sizes: PromptSizes) -> Work:
     return forward_work(shape, sizes) + Work(products=_OF_A_ROW * rows)
 
 
-def edited_work(sizes: PromptSizes, edited: Number, layers: Number, last: int = 0) -> Work:
+def edited_work(sizes: PromptSizes, edited: Number, layers: Number, last: Number = 0) -> Work:
     """Returns the work of runs by replay with the z of heads edited in one layer, or in several of which this is first.
 
     Such a run starts in that layer's MLP, at the first token that is edited: that MLP and the layers above run, the
@@ -244,29 +244,29 @@ def localize_work(
     shape: ModelShape,
     sizes: PromptSizes,
     candidates: int,
-    sets: int,
+    sets: Number,
     exchanged: int = 0,
     above: float = 0.75,
-    renamed: int = 392,
+    renamed: int = 56,
 ) -> Work:
     """Returns the work of `localize`, all of whose parts run on one half of the prompts.
 
     That is: scores on either half and on the control task, and the permutation tests (4 runs); each candidate ablated,
-    and patched; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are renamed.
+    and patched; sets of heads ablated, with their means; interchanges; and the prompts whose tokens are renamed. Sweeps
+    of the same prompts share one unedited run.
 
     Args:
         shape: Of the model.
         sizes: Of all `n` prompts, with `changed`.
         candidates: Heads that are ablated and patched one by one, known only afterwards: 1 to 10% of all heads.
-        sets: Sets of heads that are ablated: with 20 draws up to 80, and up to 20 for each role.
+        sets: Sets of heads that are ablated, each as the share of the prompts that it is measured on: with 20 draws up
+            to 80, and up to 20 for each role, but mostly fewer than half of them.
         exchanged: Candidates and sets whose answers are interchanged.
         above: The share of the layers that run for a set, which starts in its lowest layer.
-        renamed: Prompts whose tokens are renamed, to test duplicate and induction heads; 0 where neither is a role.
+        renamed: Contexts whose tokens are renamed, to test duplicate and induction heads; 0 where neither is a role.
     """
     half = PromptSizes(sizes.prompts // 2, sizes.tokens, sizes.targets, sizes.changed)
-    of_sets = edited_work(half, half.tokens, sets * above * shape.layers, sets)
-    with_sets = forward_work(shape, half) + base_work(shape, half) + of_sets
-    interchanged = patch_work(shape, half, exchanged) if exchanged else Work()
-    alone = ablate_work(shape, half, candidates) + patch_work(shape, half, candidates)
-    named = score_work(shape, PromptSizes(renamed, sizes.tokens, sizes.targets)) if renamed else Work()
-    return 4 * score_work(shape, half) + named + alone + with_sets + interchanged
+    ablated = ablate_work(shape, half, candidates) + edited_work(half, half.tokens, sets * above * shape.layers, sets)
+    patched = patch_work(shape, half, candidates + exchanged)
+    named = score_work(shape, PromptSizes(renamed, sizes.tokens, 1)) if renamed else Work()
+    return 4 * score_work(shape, half) + named + ablated + patched

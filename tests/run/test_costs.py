@@ -234,15 +234,14 @@ def test_localize_by_hand():
     work = localize_work(SHAPE, sizes, candidates=4, sets=8, exchanged=3, above=0.5, renamed=11)
     run, layer = 5 * 7 * 2, 5 * 7
     scored = 4 * run + 11 * 7 * 2
-    ablated = run + run + 4 / 2 * layer
-    patched, exchanged = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4, 3))
-    sets = run + run + 8 * 0.5 * 2 * layer
-    assert work.attention == scored + ablated + patched + sets + exchanged
-    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4) + (1 + 4) + (1 + 1 + 8) + (1 + 3)) + 11 * 5
-    assert work.products == _OF_A_ROW * 2 * 3 * 7 * 5 * (4 * 5 + 11)
-    alone = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
-    assert alone.attention == 4 * run + ablated + patched + sets, "nothing is exchanged or renamed"
-    renamed = renaming_test._QUERIES * renaming_test._NAMES**2
+    ablated = run + run + (4 / 2 + 8 * 0.5 * 2) * layer
+    patched, alone = (run + 5 * 2 * 2 + heads / 2 * 5 * 2 for heads in (4 + 3, 4))
+    assert work.attention == scored + ablated + patched
+    assert work.logits == 5 * 5 * (4 + (1 + 1 + 4 + 8) + (1 + 4 + 3)) + 11
+    assert work.products == _OF_A_ROW * 2 * 3 * 7 * (4 * 5 * 5 + 11)
+    without = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
+    assert without.attention == 4 * run + ablated + alone, "nothing is exchanged or renamed"
+    renamed = renaming_test._QUERIES * renaming_test._NAMES
     assert localize_work(SHAPE, sizes, 4, 8) == localize_work(SHAPE, sizes, 4, 8, 0, 0.75, renamed)
 
 
@@ -262,9 +261,9 @@ def test_localize_is_the_sum_of_its_parts():
     sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
     with counting(model) as counts:
         found = ac.localize(model, task, n=n, draws=3)
-    kinds = len(set(found.group_ablations.frame["kind"]))
-    of_roles = [2 + sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
-    sets = len(found.group_ablations.frame) // kinds + sum(of_roles)
+    whole = found.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
+    of_roles = [sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
+    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + sum(of_roles) / 2
     candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
     exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
     assert candidates > 4
