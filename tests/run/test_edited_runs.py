@@ -371,3 +371,84 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
     both = [edits[:2], edits[2:]]
     logits_of(model, prompts, both, every_row(prompts), source=prompts, engine="reference")
     assert list(map(set, captured)) == [set(names[:2]), set(names[2:])]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("batch_size", ["auto", 2])
+def test_other_last_tokens_have_the_attention_of_whole_prompts(kind, engine, batch_size, models):
+    """Beside a run of every prompt; lengths differ, so that there is padding."""
+    model, generator = models(kind, torch.float64), torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 12, 5)]
+    last = torch.randint(3, 64, (3, 4), generator=generator)
+    n_layers = model.cfg.n_layers
+    attention = torch.full((4, n_layers, 3, 4, 12), torch.nan, dtype=torch.float64)
+
+    def keep(other: int, rows: Tensor, layer: int, pattern: Tensor) -> None:
+        attention[other, layer, rows] = pattern
+
+    prompts, options = Prompts.from_tokens(texts), ac.RunOptions(engine, batch_size)
+    ran = edited_runs.run_with_last_tokens(model, prompts, last, on_pattern=keep, options=options)
+    assert ran == ("reference" if engine == "reference" else "replay")
+    for other, tokens in enumerate(last.T.tolist()):
+        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+            _, cache = model.run_with_cache(torch.tensor([[*text[:-1], token]]))
+            for layer in range(n_layers):
+                expected = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1]
+                torch.testing.assert_close(attention[other, layer, row, :, -len(text) :], expected, atol=1e-10, rtol=0)
+                assert not attention[other, layer, row, :, : -len(text)].any()
+
+
+def test_last_tokens_that_the_model_does_not_have_are_refused(models):
+    prompts = Prompts.from_tokens([[3, 4, 5]])
+    with pytest.raises(ValueError, match="token ids from 3 to 99, but the model's vocabulary has 64"):
+        edited_runs.run_with_last_tokens(
+            models("llama", torch.float32), prompts, torch.tensor([[99]]), on_pattern=print
+        )
+
+
+@pytest.mark.parametrize("most", [2**28, 4000, 0])
+def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch):
+    """Whatever is kept, the numbers are those of sweeps alone; with room, the prompts run once."""
+    model, made = models("llama", torch.float64), []
+    run = replay.Replay.run.__func__
+    monkeypatch.setattr(replay.Replay, "run", classmethod(lambda *a, **k: made.append(1) or run(*a, **k)))
+    monkeypatch.setattr(edited_runs, "_NUMBERS_CACHED", most)
+    prompts = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(1)))
+    other = Prompts.from_tokens(torch.randint(3, 64, (3, 12), generator=torch.Generator().manual_seed(2)))
+    late = prompts.mask & (torch.arange(12) >= 8)
+    sweeps: list[list[list[Edit]]] = [
+        [[]],
+        [[ac.Ablate([(1, 2)], how="zero")], [ac.Ablate([(1, 0)], how="zero")]],
+        [[ac.Ablate([(0, 1)], how="zero")], []],
+        [[ac.Patch([(0, 3)], positions=late)], [ac.Patch(site="resid_post", layers=[0], positions=late)]],
+        [[ac.Ablate([(0, 1), (1, 1)], how="zero")]],
+        [[ac.Patch([(1, 3)], positions=late)]],
+    ]
+
+    def measured(edit_sets: Any) -> Tensor:
+        logits = torch.zeros(len(edit_sets), 6, 64, dtype=torch.float64)
+        run_edited(
+            model,
+            prompts,
+            edit_sets,
+            prompt=torch.arange(3).repeat_interleave(2),
+            query=torch.tensor([8, 11] * 3),
+            on_logits=lambda index, rows, values: logits[index].index_copy_(0, rows, values),
+            source=other,
+        )
+        return logits
+
+    alone = [measured(edit_sets) for edit_sets in sweeps]
+    made.clear()
+    with edited_runs.shared_runs(model):
+        for edit_sets, expected in zip(sweeps, alone, strict=True):
+            torch.testing.assert_close(measured(edit_sets), expected, atol=1e-10, rtol=0)
+    runs = len(made)
+    if most == 2**28:
+        assert runs == 3, "nothing edited, then from the first column, then from a later one, with all sites"
+    else:
+        assert runs > 3
+    made.clear()
+    measured(sweeps[2])
+    assert len(made) == 1, "nothing is kept longer"
