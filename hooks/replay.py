@@ -6,11 +6,9 @@ a batch.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -19,13 +17,15 @@ from torch import Tensor, nn
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import attended_by, pattern_of
+from align_circuits.hooks.decoders import Decoder
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change
 
 _ATTENTION_INPUTS: tuple[Site, ...] = ("q", "k")
 
 HOOKED_SITES: tuple[Site, ...] = (*_ATTENTION_INPUTS, "mlp_post")
-"""Sites that replay edits by hooks of the bridge, where these fire under Hugging Face's own attention."""
+"""Sites inside a part of the decoder, which edits them itself: a bridge by hooks, where these fire under Hugging Face's
+own attention."""
 
 _AFTER_ATTENTION: tuple[Site, ...] = ("attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post")
 
@@ -120,18 +120,24 @@ class _Batch:
             self.kept[name] = activation[0]
         return activation
 
-    def edit_rows(self, site: Site, layer: int, activation: Float[Tensor, "row ..."], **_: Any) -> Tensor:
-        """The same for an activation whose edit sets and prompts share a dimension; `**_` takes a hook's `hook=`."""
+    def edit_rows(self, site: Site, layer: int, activation: Float[Tensor, "row ..."]) -> Tensor:
+        """The same for an activation whose edit sets and prompts share a dimension."""
         if not self.needs(site, layer):
             return activation
         return self.edit(site, layer, activation.unflatten(0, (len(self.running), -1))).flatten(0, 1)
+
+    def edits(self, sites: Collection[Site], layer: int) -> dict[Site, Change]:
+        """Returns `edit_rows` at those of some sites where it does anything."""
+        return {
+            site: partial(self.edit_rows, site, layer) for site in sites if self.running and self.needs(site, layer)
+        }
 
 
 @dataclass(eq=False)
 class Replay:
     """A run of some prompts, kept as far as edited runs need it; `run` makes it."""
 
-    bridge: Any
+    decoder: Decoder
     tokens: Int[Tensor, "prompt pos"]
     real: Bool[Tensor, "prompt pos"] | None
     """Where a token stands; None without padding."""
@@ -154,7 +160,7 @@ class Replay:
     @classmethod
     def run(
         cls,
-        bridge: Any,
+        decoder: Decoder,
         tokens: Int[Tensor, "prompt pos"],
         mask: Bool[Tensor, "prompt pos"],
         *,
@@ -165,7 +171,7 @@ class Replay:
         """Runs prompts without edits, and keeps what edited runs start from.
 
         Args:
-            bridge: A TransformerLens bridge, inside `raw_attention` and without gradients.
+            decoder: The model, inside `decoders.decoder_of` and without gradients.
             tokens: The prompts, up to the last column of interest.
             mask: Where a token stands.
             queries: The columns whose logits are needed.
@@ -177,13 +183,13 @@ class Replay:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        residual = compat.embed(bridge, tokens, positions)
-        rotation = compat.rotation(bridge, residual, positions)
-        replay = cls(bridge, tokens, real, positions, rotation, queries, min(starts), max(starts))
+        residual = decoder.embed(tokens, positions)
+        rotation = decoder.rotation(residual, positions)
+        replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
         past: dict[int, tuple[Tensor, Tensor]] = {}
         unedited = _Batch(0, queries, [{}], [0], keep, past=past)
-        last = replay._through(unedited, residual[None], 0, bridge.cfg.n_layers)
-        replay.logits = compat.unembed(bridge, last)[0]
+        last = replay._through(unedited, residual[None], 0, decoder.cfg.n_layers)
+        replay.logits = decoder.unembed(last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
         # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
         end = replay.last_start
@@ -202,7 +208,7 @@ class Replay:
         first = min(int(differs[0]) if len(differs) else self.start, self.start)
         others = _Batch(first, self.queries[self.queries >= first] - first, [{}], [0], names)
         last = max(place[0] for name in names if (place := site_of(name)) is not None)
-        residual = compat.embed(self.bridge, tokens[:, first:], self.positions[:, first:])
+        residual = self.decoder.embed(tokens[:, first:], self.positions[:, first:])
         self._through(others, residual[None], 0, last + 1)
         return {
             name: value[:, :, self.start - first :] if is_pattern(name) else value[:, self.start - first :]
@@ -234,12 +240,12 @@ class Replay:
         prompts, length = self.tokens.shape
         kept = self.kept[next(iter(self.kept))]
         # No edit set runs yet: each joins where its own first edit is.
-        empty = kept.new_zeros(0, prompts, length - start, self.bridge.cfg.d_model)
-        last = self._through(batch, empty, min(map(order_of, edit_sets))[0], self.bridge.cfg.n_layers)
+        empty = kept.new_zeros(0, prompts, length - start, self.decoder.cfg.d_model)
+        last = self._through(batch, empty, min(map(order_of, edit_sets))[0], self.decoder.cfg.n_layers)
         before = self.logits[:, self.queries < start]
-        step = max(1, _LOGITS_AT_ONCE // max(1, self.bridge.cfg.d_vocab * last[0, :, :, 0].numel()))
+        step = max(1, _LOGITS_AT_ONCE // max(1, self.decoder.cfg.d_vocab * last[0, :, :, 0].numel()))
         for first, part in zip(range(0, len(last), step), last.split(step), strict=True):
-            for index, after in zip(batch.running[first:], compat.unembed(self.bridge, part), strict=False):
+            for index, after in zip(batch.running[first:], self.decoder.unembed(part), strict=False):
                 yield index, torch.cat([before, after], 1) if before.shape[1] else after
 
     def _through(
@@ -250,7 +256,7 @@ class Replay:
         The last layer computes no other position, unless an edit or a kept activation of its pattern, or after its
         attention, needs them.
         """
-        last = self.bridge.cfg.n_layers - 1
+        last = self.decoder.cfg.n_layers - 1
         all_positions = True
         for layer in range(first, end):
             all_positions = layer < last or any(batch.needs(site, last) for site in ("pattern", *_AFTER_ATTENTION))
@@ -267,8 +273,7 @@ class Replay:
         - At the MLP's neurons they join before the MLP, which is computed for them.
         - At the MLP's output they join after the layer: with the kept residual stream and the difference by the edit.
         """
-        block = self.bridge.blocks[layer]
-        device = compat.device_of(block)
+        device = self.decoder.device_of(layer)
         residual, queries = residual.to(device), None if queries is None else queries.to(device)
         # Rows stand in the order of `batch.running`, to which `join` appends: whoever joins is concatenated at the end
         # of every tensor, and no tensor is ever reordered.
@@ -287,10 +292,9 @@ class Replay:
                 residual, attended = residual[:, :, queries], attended[:, :, queries]
                 before, z = before[:, queries], z[:, :, queries]
             residual = torch.cat([residual, before.expand(len(joining), *before.shape)])
-            rows = rearrange(
-                z, "edit_set prompt pos head d -> (edit_set prompt) pos (head d)"
-            )  # 8-bit layers: no 4 axes
-            attended = torch.cat([attended, compat.component(block.attn.o)(rows).unflatten(0, z.shape[:2])])
+            # 8-bit layers take no 4 axes.
+            rows = rearrange(z, "edit_set prompt pos head d -> (edit_set prompt) pos (head d)")
+            attended = torch.cat([attended, self.decoder.output(layer, rows).unflatten(0, z.shape[:2])])
         elif queries is not None:
             residual, attended = residual[:, :, queries], attended[:, :, queries]
         if joining := batch.join("attn_out", layer):
@@ -298,7 +302,7 @@ class Replay:
             attended = self._appended(batch, attended, joining, "attn_out", layer)
         middle = residual + batch.edit("attn_out", layer, attended)
         middle = batch.edit("resid_mid", layer, self._with_joining(batch, "resid_mid", layer, middle))
-        parallel = compat.is_parallel(block)
+        parallel = self.decoder.is_parallel(layer)
         if joining := batch.join("mlp_post", layer):
             middle = self._appended(batch, middle, joining, "resid_mid", layer)
             if parallel:
@@ -324,39 +328,23 @@ class Replay:
         return torch.cat([running, kept.expand(len(joining), *kept.shape)])
 
     def _mlp(self, batch: _Batch, layer: int, stream: Float[Tensor, "edit_set prompt pos d_model"]) -> Tensor:
-        """What the MLP makes of the stream that it reads; its neurons are edited by a hook."""
-        block = self.bridge.blocks[layer]
-
-        def edit(neurons: Tensor, hook: Any) -> Tensor:  # noqa: ARG001 - TransformerLens's keyword
-            return batch.edit_rows("mlp_post", layer, neurons)
-
-        needed = batch.needs("mlp_post", layer) and len(stream)
-        with self.bridge.hooks(fwd_hooks=[(name_of("mlp_post", layer), edit)]) if needed else nullcontext():
-            return compat.mlp(block.mlp, compat.norm(block.ln2, stream).flatten(0, 1)).view_as(stream)
+        """What the MLP makes of the stream that it reads."""
+        return self.decoder.mlp(layer, stream.flatten(0, 1), batch.edits(["mlp_post"], layer)).view_as(stream)
 
     def _kept(self, batch: _Batch, site: Site, layer: int) -> Float[Tensor, "prompt pos ..."]:
         return self.kept[name_of(site, layer)][:, batch.start - self.start :]
 
     def _attended(self, batch: _Batch, layer: int, residual: Tensor, queries: Tensor | None) -> Tensor:
-        """What attention adds to the residual stream: Hugging Face's layer, with `_attention` in its middle."""
-        block = self.bridge.blocks[layer]
-        options: dict[str, Any] = {"attention_function": partial(self._attention, batch, layer, queries)}
+        """What attention adds to the residual stream: the model's own layer, with `_attention` in its middle."""
+        rotation = None
         if self.rotation is not None:
             copies = len(residual) if self.real is not None else 1
             # With padding every prompt has positions of its own, once for each edit set; else one row of angles serves
             # all.
-            options["position_embeddings"] = tuple(
-                part[:, batch.start :].repeat(copies, 1, 1).to(residual.device) for part in self.rotation
-            )
-        hooks = [
-            # q and k before rotation exist only inside Hugging Face's layer, where nothing but a hook reaches them.
-            (name_of(site, layer), partial(batch.edit_rows, site, layer))
-            for site in _ATTENTION_INPUTS
-            if batch.needs(site, layer)
-        ]
-        with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
-            attended = compat.attend(block, compat.norm(block.ln1, residual).flatten(0, 1), **options)
-        return attended.view_as(residual)
+            cos, sin = (part[:, batch.start :].repeat(copies, 1, 1).to(residual.device) for part in self.rotation)
+            rotation = cos, sin
+        attention, edits = partial(self._attention, batch, layer, queries), batch.edits(_ATTENTION_INPUTS, layer)
+        return self.decoder.attend(layer, residual.flatten(0, 1), attention, rotation, edits).view_as(residual)
 
     def _attention(
         self,

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import raw_attention
+from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_not_replayed
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -22,7 +22,16 @@ from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, orde
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_tokens, in_batches
-from align_circuits.run.forward_pass import Batch, capture, check_rows, choose_engine, forward, is_inside, why_silent
+from align_circuits.run.forward_pass import (
+    Batch,
+    capture,
+    check_rows,
+    choose_engine,
+    forward,
+    is_inside,
+    not_fast,
+    why_silent,
+)
 from align_circuits.run.options import RunOptions
 
 _NUMBERS_CACHED = 2**28
@@ -87,10 +96,13 @@ def run_edited(
         for edits in edit_sets
         for edit in edits
     )
-    if choose_engine(model, options) == "fast" and _replays(model, set().union(*names)) and not patterns_of_source:
-        with torch.no_grad(), evaluating(model), compat.merged_adapters(model), raw_attention(model):
-            _replay_in_batches(runs, options)
+    reason = _why_not_replayed(model, set().union(*names), patterns_of_source)
+    if options.engine != "reference" and reason is None:
+        with torch.no_grad(), evaluating(model), compat.merged_adapters(model), decoder_of(model) as decoder:
+            _replay_in_batches(runs, decoder, options)
         return "replay"
+    if options.engine == "fast" and isinstance(model, HasDecoder):
+        raise not_fast(str(reason))  # a bridge may have the fast engine even so
     hooked = set().union(*(as_hooked(changes_of(edits, model, no_prompts), model) for edits in edit_sets))
     engine = choose_engine(model, options, hooked)
     options = replace(options, engine=engine)
@@ -142,7 +154,7 @@ def run_with_last_tokens(
     for other in others:
         check_fits(model, other)
     query = torch.full((len(prompts),), length - 1)
-    if choose_engine(model, options) != "fast":
+    if options.engine == "reference" or why_not_replayed(model):
         engine = ""
         for index, other in enumerate(others):
             read = partial(on_pattern, index)
@@ -151,11 +163,11 @@ def run_with_last_tokens(
     layers = {name_of("pattern", layer): layer for layer in range(model.cfg.n_layers)}
     device = device_of(model)
 
-    def run(selected: Int[Tensor, " prompt"], _: int) -> None:
+    def run(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, selected, each, query, device)
         last = batch.tokens.shape[1] - 1
         end = torch.tensor([last], device=device)
-        replay = Replay.run(model, batch.tokens, batch.mask, queries=end, keep=(), starts=[last])
+        replay = Replay.run(decoder, batch.tokens, batch.mask, queries=end, keep=(), starts=[last])
         if replay.logits.isnan().any():
             raise ValueError(_NAN)
         for index, other in enumerate(others):
@@ -163,19 +175,27 @@ def run_with_last_tokens(
             for name, layer in layers.items():
                 batch.hand_over(partial(on_pattern, index), layer, kept[name][:, :, -1])
 
-    with torch.no_grad(), evaluating(model), compat.merged_adapters(model), raw_attention(model):
+    with torch.no_grad(), evaluating(model), compat.merged_adapters(model), decoder_of(model) as decoder:
         if options.batch_size == "auto":
-            in_batches(run, each, length, fitting_tokens(model, prompts, device), halve_to=length)
+            in_batches(partial(run, decoder), each, length, fitting_tokens(model, prompts, device), halve_to=length)
         else:
-            in_batches(run, each, length, options.batch_size * length, halve_to=None)
+            in_batches(partial(run, decoder), each, length, options.batch_size * length, halve_to=None)
     return "replay"
 
 
-def _replays(model: HookedModel, names: Collection[str]) -> bool:
-    """Whether replay can make edits at these hook points."""
+def _why_not_replayed(model: HookedModel, names: Collection[str], patterns_of_source: bool) -> str | None:
+    """Why replay cannot make edits at these hook points; None where it can."""
+    if reason := why_not_replayed(model):
+        return reason
+    if patterns_of_source:
+        return "replay does not keep the patterns of other prompts, which take too much memory"
     sites = {name: place[1] for name in names if (place := site_of(name)) is not None}
-    hooked = [name for name, site in sites.items() if site in HOOKED_SITES]
-    return len(sites) == len(names) and set(sites.values()) <= set(REPLAY_SITES) and why_silent(model, hooked) is None
+    if others := sorted(name for name in names if sites.get(name) not in REPLAY_SITES):
+        return f"replay does not edit {others[0]}"
+    if isinstance(model, HasDecoder):
+        silent = sorted(name for name in names if name not in model.hook_dict)
+        return f"it has no hook point {silent[0]}" if silent else None
+    return why_silent(model, [name for name, site in sites.items() if site in HOOKED_SITES])
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +219,14 @@ class _KeptRuns:
 
     runs: dict[Hashable, Replay] = field(default_factory=dict)
 
-    def run(self, model: HookedModel, inputs: Mapping[str, Tensor], keep: set[str], starts: list[int]) -> Replay:
+    def run(
+        self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Tensor], keep: set[str], starts: list[int]
+    ) -> Replay:
         """Returns a kept run with all that edited runs start from, or a new one, which is kept if it is small enough.
 
         Args:
             model: The model.
+            decoder: Its parts.
             inputs: `tokens`, `mask` and `queries` of `Replay.run`.
             keep: The hook points to start from.
             starts: The columns to start from.
@@ -221,8 +244,8 @@ class _KeptRuns:
         others = sum(run.size for run in self.runs.values() if run is not kept)
         expected = (len(every) + 2 * model.cfg.n_layers) * inputs["tokens"].numel() * model.cfg.d_model
         if others + expected > _NUMBERS_CACHED:
-            return Replay.run(model, **inputs, keep=keep, starts=starts)
-        self.runs[key] = Replay.run(model, **inputs, keep=every, starts=starts)
+            return Replay.run(decoder, **inputs, keep=keep, starts=starts)
+        self.runs[key] = Replay.run(decoder, **inputs, keep=every, starts=starts)
         return self.runs[key]
 
 
@@ -244,12 +267,12 @@ def shared_runs(model: HookedModel) -> Iterator[None]:
         _KEPT.reset(token)
 
 
-def _replay_in_batches(runs: _EditedRuns, options: RunOptions) -> None:
+def _replay_in_batches(runs: _EditedRuns, decoder: Decoder, options: RunOptions) -> None:
     """Runs all edit sets on a batch of prompts, then on the next."""
     device, selected, length = device_of(runs.model), runs.prompt.unique(), runs.prompts.mask.shape[1]
 
     def run(batch: Int[Tensor, " prompt"], budget: int) -> None:
-        _replay_batch(runs, batch, device, budget)
+        _replay_batch(runs, decoder, batch, device, budget)
 
     if options.batch_size == "auto":
         tokens = fitting_tokens(runs.model, runs.prompts, device)
@@ -258,7 +281,9 @@ def _replay_in_batches(runs: _EditedRuns, options: RunOptions) -> None:
         in_batches(run, selected, length, options.batch_size * length, halve_to=None)
 
 
-def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: torch.device, budget: int) -> None:
+def _replay_batch(
+    runs: _EditedRuns, decoder: Decoder, selected: Int[Tensor, " prompt"], device: torch.device, budget: int
+) -> None:
     """Runs every edit set on some prompts, at most `budget` tokens a batch, but at least one edit set."""
     batch = Batch.of(runs.prompts, selected, runs.prompt, runs.query, device)
     end, queries = int(batch.query.max()) + 1, batch.query.unique()
@@ -278,9 +303,9 @@ def _replay_batch(runs: _EditedRuns, selected: Int[Tensor, " prompt"], device: t
     keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
     kept = _KEPT.get()
     replay = (
-        Replay.run(runs.model, **inputs, keep=keep, starts=begun)
+        Replay.run(decoder, **inputs, keep=keep, starts=begun)
         if kept is None
-        else kept.run(runs.model, inputs, keep, begun)
+        else kept.run(runs.model, decoder, inputs, keep, begun)
     )
     places = batch.prompt * len(queries) + torch.searchsorted(queries, batch.query)
     # Where all prompts have the same queries, the rows are the logits as they stand: no copy is made.

@@ -1,6 +1,6 @@
 """A small transformer with TransformerLens's hooks whose weights are set by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,11 @@ from torch.nn import functional
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
+from align_circuits.hooks.attention import AttentionFunction
 from align_circuits.hooks.compat import is_hooked
+from align_circuits.hooks.decoders import Rotation
+from align_circuits.hooks.names import Site
+from align_circuits.hooks.probes import Change
 from align_circuits.models.folder_checks import memory_of_machine, readable_size
 
 
@@ -110,6 +114,20 @@ class HandBuilt(HookedRootModule):
             residual = block(residual, hidden[:, None])
         return residual @ self.W_U
 
+    def decoder(self) -> "HandBuiltDecoder":
+        """Returns the model's parts, which replay runs one by one (`hooks.decoders.HasDecoder`)."""
+        return HandBuiltDecoder(self)
+
+    def why_not_replayed(self) -> str | None:
+        """Returns why replay would not compute what this model does, or None where it would."""
+        for name, module in self.named_modules():
+            place = name or type(self).__name__
+            if getattr(module.forward, "__func__", None) not in _REPLAYED:
+                return f"{place} has a forward of its own, which replay does not know"
+            if is_hooked(module):
+                return f"hooks are attached ({place}), which replay does not fire"
+        return None
+
     def run_with_cache(
         self, *model_args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
     ) -> tuple[Any, Any]:
@@ -179,7 +197,8 @@ class HandBuiltAttention(nn.Module):
     def __init__(self, cfg: HandBuiltConfig):
         super().__init__()
         key_heads = cfg.n_key_value_heads or cfg.n_heads
-        self.group = cfg.n_heads // key_heads
+        self.num_key_value_groups = cfg.n_heads // key_heads
+        """How many heads share a key head, by the name by which transformers' attention functions read it."""
         self.W_Q = _zeros(cfg, cfg.n_heads, cfg.d_model, cfg.d_head)
         self.W_K, self.W_V = (_zeros(cfg, key_heads, cfg.d_model, cfg.d_head) for _ in range(2))
         self.W_O = _zeros(cfg, cfg.n_heads, cfg.d_head, cfg.d_model)
@@ -194,7 +213,10 @@ class HandBuiltAttention(nn.Module):
             hook(torch.einsum("npd,hde->nphe", residual, weight))
             for hook, weight in ((self.hook_q, self.W_Q), (self.hook_k, self.W_K), (self.hook_v, self.W_V))
         )
-        q, k, v = (each.transpose(1, 2) for each in (q, *(each.repeat_interleave(self.group, 2) for each in (k, v))))
+        q, k, v = (
+            each.transpose(1, 2)
+            for each in (q, *(each.repeat_interleave(self.num_key_value_groups, 2) for each in (k, v)))
+        )
         if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
             scores = (q / q.shape[-1] ** 0.5) @ k.mT
             scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
@@ -217,6 +239,76 @@ class HandBuiltMLP(nn.Module):
     def forward(self, residual: Float[Tensor, "prompt pos d_model"]) -> Float[Tensor, "prompt pos d_model"]:
         """Returns the sum of the units' outputs."""
         return self.hook_post(self.hook_pre(residual @ self.W_in + self.b_in).relu()) @ self.W_out + self.b_out
+
+
+_REPLAYED = tuple(
+    module.forward for module in (HandBuilt, HandBuiltBlock, HandBuiltAttention, HandBuiltMLP, HookPoint, nn.ModuleList)
+)
+"""What a `HandBuiltDecoder` computes, part by part, or has nothing to do with."""
+
+
+class HandBuiltDecoder:
+    """The parts of a `HandBuilt` model for replay; `hooks.decoders.Decoder` says what the methods do."""
+
+    def __init__(self, model: HandBuilt):
+        self.cfg = model.cfg
+        self._model = model
+
+    def device_of(self, layer: int) -> torch.device:  # noqa: ARG002 - all layers are on one
+        """The device of the weights."""
+        return self.cfg.device
+
+    def is_parallel(self, layer: int) -> bool:  # noqa: ARG002 - no layer is
+        """False: the MLP reads the stream after attention."""
+        return False
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens and absolute positions."""
+        return self._model.W_E[tokens] + self._model.W_pos[positions]
+
+    def rotation(self, residual: Tensor, positions: Tensor) -> None:  # noqa: ARG002 - there is none
+        """None: positions are embedded."""
+        return
+
+    def attend(
+        self,
+        layer: int,
+        residual: Tensor,
+        attention: AttentionFunction,
+        rotation: Rotation | None,  # noqa: ARG002 - there is none
+        edits: Mapping[Site, Change],
+    ) -> Tensor:
+        """The sum of the heads' outputs."""
+        module = self._model.blocks[layer].attn
+        q, k, v = (_heads(residual, weight) for weight in (module.W_Q, module.W_K, module.W_V))
+        q, k = (_edited(edits, site, part) for site, part in (("q", q), ("k", k)))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        z = attention(module, q, k, v, self.cfg.d_head**-0.5, None)
+        return self.output(layer, z.flatten(2))
+
+    def output(self, layer: int, z: Tensor) -> Tensor:
+        """The sum of the heads' outputs."""
+        return z @ self._model.blocks[layer].attn.W_O.flatten(0, 1)
+
+    def mlp(self, layer: int, residual: Tensor, edits: Mapping[Site, Change]) -> Tensor:
+        """The sum of the units' outputs."""
+        module = self._model.blocks[layer].mlp
+        post = _edited(edits, "mlp_post", (residual @ module.W_in + module.b_in).relu_())
+        return post @ module.W_out + module.b_out
+
+    def unembed(self, residual: Tensor) -> Tensor:
+        """Logits."""
+        return residual @ self._model.W_U
+
+
+def _heads(residual: Float[Tensor, "row pos d_model"], weight: Float[Tensor, "head d_model d_head"]) -> Tensor:
+    """What each head's matrix makes of the stream, by one product: `[row pos head d_head]`."""
+    return (residual @ weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
+
+
+def _edited(edits: Mapping[Site, Change], site: Site, part: Tensor) -> Tensor:
+    new = edits[site](part) if site in edits else None
+    return part if new is None else new
 
 
 def _zeros(cfg: HandBuiltConfig, *shape: int) -> nn.Parameter:

@@ -1,0 +1,168 @@
+"""What replay runs: the parts of a decoder-only transformer one by one, without the hooks around them.
+
+A bridge over a Hugging Face model gives its parts through `compat`; any other model may offer its own (`HasDecoder`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from align_circuits.hooks import compat
+from align_circuits.hooks.attention import AttentionFunction, raw_attention, why_not_fast
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.names import Site, name_of
+from align_circuits.hooks.probes import Change
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary embeddings."""
+
+
+class Decoder(Protocol):
+    """A pre-norm decoder-only transformer, part by part. Rows are prompts, once for each edit set that runs."""
+
+    @property
+    def cfg(self) -> Any:
+        """`n_layers`, `d_model` and `d_vocab`."""
+        ...
+
+    def device_of(self, layer: int) -> torch.device:
+        """Returns the device on which a layer runs."""
+        ...
+
+    def is_parallel(self, layer: int) -> bool:
+        """Whether the MLP of a layer reads what its attention reads."""
+        ...
+
+    def embed(
+        self, tokens: Int[Tensor, "prompt pos"], positions: Int[Tensor, "#prompt pos"]
+    ) -> Float[Tensor, "prompt pos d_model"]:
+        """Returns the residual stream before the first layer."""
+        ...
+
+    def rotation(
+        self, residual: Float[Tensor, "prompt pos d_model"], positions: Int[Tensor, "#prompt pos"]
+    ) -> Rotation | None:
+        """Returns the angles of rotary embeddings, which all layers share; None where there are none."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        residual: Float[Tensor, "row pos d_model"],
+        attention: AttentionFunction,
+        rotation: Rotation | None,
+        edits: Mapping[Site, Change],
+    ) -> Float[Tensor, "row pos d_model"]:
+        """Returns what attention adds to the residual stream.
+
+        Args:
+            layer: Which layer.
+            residual: The stream before the layer.
+            attention: What makes z of queries, keys and values.
+            rotation: The angles at the columns that run.
+            edits: Of `q` and `k`, before rotation.
+        """
+        ...
+
+    def output(self, layer: int, z: Float[Tensor, "row pos head*d_head"]) -> Float[Tensor, "row pos d_model"]:
+        """Returns what attention adds to the residual stream, from its heads' z side by side."""
+        ...
+
+    def mlp(
+        self, layer: int, residual: Float[Tensor, "row pos d_model"], edits: Mapping[Site, Change]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """Returns what the MLP makes of the stream that it reads; `edits` are of `mlp_post`."""
+        ...
+
+    def unembed(self, residual: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_vocab"]:
+        """Returns logits from the stream after the last layer, on the device of the first."""
+        ...
+
+
+@runtime_checkable
+class HasDecoder(Protocol):
+    """A model that is no bridge and offers replay its parts."""
+
+    def decoder(self) -> Decoder:
+        """Returns the model's parts, which must compute what its `forward` computes."""
+        ...
+
+    def why_not_replayed(self) -> str | None:
+        """Returns why they would not, as where a hook is attached; None where they do."""
+        ...
+
+
+def why_not_replayed(model: HookedModel) -> str | None:
+    """Returns why replay cannot run a model, or None where it can."""
+    return model.why_not_replayed() if isinstance(model, HasDecoder) else why_not_fast(model)
+
+
+@contextmanager
+def decoder_of(model: HookedModel) -> Iterator[Decoder]:
+    """Gives the parts of a model that can be replayed, for the length of a `with`."""
+    with nullcontext() if isinstance(model, HasDecoder) else raw_attention(model):
+        yield model.decoder() if isinstance(model, HasDecoder) else _BridgeDecoder(model)
+
+
+@dataclass(frozen=True, eq=False)
+class _BridgeDecoder:
+    """The Hugging Face model in a bridge, inside `raw_attention`; `Decoder` says what the methods do."""
+
+    bridge: Any
+
+    @property
+    def cfg(self) -> Any:
+        return self.bridge.cfg
+
+    def device_of(self, layer: int) -> torch.device:
+        return compat.device_of(self.bridge.blocks[layer])
+
+    def is_parallel(self, layer: int) -> bool:
+        return compat.is_parallel(self.bridge.blocks[layer])
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return compat.embed(self.bridge, tokens, positions)
+
+    def rotation(self, residual: Tensor, positions: Tensor) -> Rotation | None:
+        return compat.rotation(self.bridge, residual, positions)
+
+    def attend(
+        self,
+        layer: int,
+        residual: Tensor,
+        attention: AttentionFunction,
+        rotation: Rotation | None,
+        edits: Mapping[Site, Change],
+    ) -> Tensor:
+        block = self.bridge.blocks[layer]
+        options = {} if rotation is None else {"position_embeddings": rotation}
+        with self._edited(layer, edits):
+            return compat.attend(block, compat.norm(block.ln1, residual), attention_function=attention, **options)
+
+    def output(self, layer: int, z: Tensor) -> Tensor:
+        return compat.component(self.bridge.blocks[layer].attn.o)(z)
+
+    def mlp(self, layer: int, residual: Tensor, edits: Mapping[Site, Change]) -> Tensor:
+        block = self.bridge.blocks[layer]
+        with self._edited(layer, edits):
+            return compat.mlp(block.mlp, compat.norm(block.ln2, residual))
+
+    def unembed(self, residual: Tensor) -> Tensor:
+        return compat.unembed(self.bridge, residual)
+
+    @contextmanager
+    def _edited(self, layer: int, edits: Mapping[Site, Change]) -> Iterator[None]:
+        """Edits what exists only inside a layer of Hugging Face's, where nothing but a hook reaches it."""
+        hooks = [(name_of(site, layer), partial(_fired, change)) for site, change in edits.items()]
+        with self.bridge.hooks(fwd_hooks=hooks) if hooks else nullcontext():
+            yield
+
+
+def _fired(change: Change, activation: Tensor, hook: Any) -> Tensor | None:  # noqa: ARG001 - TransformerLens's keyword
+    return change(activation)
