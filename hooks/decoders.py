@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from align_circuits.hooks import compat
@@ -23,6 +23,7 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of rotary embeddings."""
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """A pre-norm decoder-only transformer, part by part. Rows are prompts, once for each edit set that runs."""
 
@@ -67,6 +68,30 @@ class Decoder(Protocol):
             attention: What makes z of queries, keys and values.
             rotation: The angles at the columns that run.
             edits: Of `q` and `k`, before rotation.
+        """
+        ...
+
+    def sdpa(
+        self,
+        layer: int,
+        query: Float[Tensor, "row head query d_head"],
+        key: Float[Tensor, "row key_head pos d_head"],
+        value: Float[Tensor, "row key_head pos d_head"],
+        mask: Bool[Tensor, "#row 1 query pos"] | None,
+        scaling: float,
+        *,
+        edited: bool,
+    ) -> Float[Tensor, "row query head d_head"]:
+        """Returns z, by the fused kernel.
+
+        Args:
+            layer: Which layer.
+            query: After rotation, as keys.
+            key: At all positions.
+            value: At all positions.
+            mask: What each query sees; None means causal, all positions ask.
+            scaling: The factor of scores.
+            edited: Whether queries, keys or values may be others than the layer's weights make.
         """
         ...
 
@@ -144,6 +169,20 @@ class _BridgeDecoder:
         options = {} if rotation is None else {"position_embeddings": rotation}
         with self._edited(layer, edits):
             return compat.attend(block, compat.norm(block.ln1, residual), attention_function=attention, **options)
+
+    def sdpa(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        *,
+        edited: bool,  # noqa: ARG002 - the kernel is the same
+    ) -> Tensor:
+        module = compat.component(self.bridge.blocks[layer].attn)
+        return compat.sdpa(module, query, key, value, mask, scaling=scaling)[0]
 
     def output(self, layer: int, z: Tensor) -> Tensor:
         return compat.component(self.bridge.blocks[layer].attn.o)(z)

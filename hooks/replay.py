@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import attended_by, pattern_of
+from align_circuits.hooks.attention import PatternProbe, attended_by, pattern_of
 from align_circuits.hooks.decoders import Decoder
 from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change
@@ -88,6 +88,8 @@ class _Batch:
     """Those of the first run."""
     past: dict[int, tuple[Tensor, Tensor]] | None = None
     """Where keys and values of each layer are kept, if they are."""
+    probe: PatternProbe | None = None
+    """What reads rows of the pattern of every layer, if anything does."""
 
     @cached_property
     def joining(self) -> dict[tuple[int, int], list[int]]:
@@ -167,6 +169,7 @@ class Replay:
         queries: Int[Tensor, " query"],
         keep: Collection[str],
         starts: Collection[int],
+        probe: PatternProbe | None = None,
     ) -> "Replay":
         """Runs prompts without edits, and keeps what edited runs start from.
 
@@ -177,6 +180,7 @@ class Replay:
             queries: The columns whose logits are needed.
             keep: The hook points to start from (`starts_from`).
             starts: The columns from which edited runs will start.
+            probe: Reads rows of the pattern of every layer.
         """
         real = None if bool(mask.all()) else mask
         if real is None:
@@ -187,7 +191,7 @@ class Replay:
         rotation = decoder.rotation(residual, positions)
         replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
         past: dict[int, tuple[Tensor, Tensor]] = {}
-        unedited = _Batch(0, queries, [{}], [0], keep, past=past)
+        unedited = _Batch(0, queries, [{}], [0], keep, past=past, probe=probe)
         last = replay._through(unedited, residual[None], 0, decoder.cfg.n_layers)
         replay.logits = decoder.unembed(last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
@@ -351,7 +355,7 @@ class Replay:
         batch: _Batch,
         layer: int,
         queries: Tensor | None,
-        module: nn.Module,
+        _module: nn.Module,
         query: Float[Tensor, "row head pos d_head"],
         key: Float[Tensor, "row key_head pos d_head"],
         value: Float[Tensor, "row key_head pos d_head"],
@@ -363,6 +367,9 @@ class Replay:
         query, key, value = (batch.edit_rows(site, layer, part.transpose(1, 2)).transpose(1, 2) for site, part in parts)
         if batch.past is not None:
             batch.past[layer] = key, value
+        if batch.probe is not None:
+            mask = None if window is None and self.real is None else self._visible(0, window, None, key.device)[:, None]
+            batch.probe.reduce(layer, batch.probe.rows(query, key, mask, scaling))
         at_queries = query if queries is None else query[:, :, queries]
         if batch.start:
             z = self._with_past(batch, layer, queries, at_queries, key, value, scaling, window)
@@ -371,7 +378,8 @@ class Replay:
             if queries is not None or window is not None or self.real is not None:
                 copies = len(batch.running) if self.real is not None else 1
                 mask = self._visible(0, window, queries, key.device).repeat(copies, 1, 1)[:, None]
-            z, _ = compat.sdpa(module, at_queries, key, value, mask, scaling=scaling)
+            edited = any(batch.needs(site, layer) for site in (*_ATTENTION_INPUTS, "rot_q", "rot_k", "v"))
+            z = self.decoder.sdpa(layer, at_queries, key, value, mask, scaling, edited=edited)
         name = name_of("pattern", layer)
         for place, index in enumerate(batch.running):
             if name in batch.edit_sets[index] or name in batch.keep:  # then all positions are computed

@@ -193,8 +193,8 @@ def _why_not_replayed(model: HookedModel, names: Collection[str], patterns_of_so
     if others := sorted(name for name in names if sites.get(name) not in REPLAY_SITES):
         return f"replay does not edit {others[0]}"
     if isinstance(model, HasDecoder):
-        silent = sorted(name for name in names if name not in model.hook_dict)
-        return f"it has no hook point {silent[0]}" if silent else None
+        missing = sorted(name for name in names if name not in model.hook_dict)
+        return f"it has no hook point {missing[0]}" if missing else None
     return why_silent(model, [name for name, site in sites.items() if site in HOOKED_SITES])
 
 

@@ -11,12 +11,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
+from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention
+from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_not_replayed
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import INSIDE_SITES, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
+from align_circuits.hooks.replay import Replay
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches
@@ -75,17 +77,16 @@ def forward(
     device = device_of(model)
     auto = options.batch_size == "auto"
     size = fitting_prompts(model, prompts, device, engine) if options.batch_size == "auto" else options.batch_size
-    run = _run_fast if engine == "fast" else _run_reference
     selected, length = prompt.unique(), prompts.mask.shape[1]
     size = min(size, max(1, len(selected)))
 
-    def run_batch(batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
+    def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)
         hooked = _hooked(model, edits, reads, BatchContext(prompts, batch_prompts))
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
         within = [hook for hook in hooks if engine == "fast" and is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
-            logits = run(model, batch, on_pattern, within, keep_logits=on_logits is not None)
+            logits = run(batch, on_pattern, within, keep_logits=on_logits is not None)
         for probes in hooked:
             if engine == "fast" and probes.silent:
                 raise not_fast(f"{probes.silent[0]} does not fire under it")
@@ -96,8 +97,12 @@ def forward(
         if on_logits is not None:
             on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
-    with torch.no_grad(), evaluating(model), raw_attention(model) if engine == "fast" else nullcontext():
-        in_batches(run_batch, selected, length, size * length, halve_to=length if auto else None)
+    with torch.no_grad(), evaluating(model), decoder_of(model) if engine == "fast" else nullcontext() as decoder:
+        if decoder is None:
+            run = partial(_run_reference, model)
+        else:
+            run = partial(_run_decoder, decoder) if isinstance(model, HasDecoder) else partial(_run_fast, model)
+        in_batches(partial(run_batch, run), selected, length, size * length, halve_to=length if auto else None)
     return engine
 
 
@@ -162,7 +167,7 @@ def choose_engine(
     """
     if options.engine == "reference":
         return "reference"
-    reason = why_not_fast(model)
+    reason = why_not_replayed(model)
     if not reason and (options.engine == "auto" or by_hooks):
         reason = why_silent(model, names, by_hooks=by_hooks)
     if options.engine == "fast" and reason:
@@ -180,6 +185,8 @@ def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = F
 
     Without `by_hooks`, those inside its attention function do.
     """
+    if isinstance(model, HasDecoder):
+        return f"{min(names)} does not fire under it" if names else None
     names = [name for name in names if by_hooks or not is_inside(name)]
     if not names:
         return None
@@ -239,6 +246,16 @@ class Batch:
         """The mask, where there is padding."""
         return {} if bool(self.mask.all()) else {"attention_mask": self.mask.long()}
 
+    def probe(self, on_pattern: OnPattern | None) -> PatternProbe | None:
+        """Returns what gives the rows of the pattern to a callback."""
+        return (
+            None if on_pattern is None else PatternProbe(self.prompt, self.query, partial(self.hand_over, on_pattern))
+        )
+
+    def rows_of(self, logits: Tensor, kept: Int[Tensor, " query"]) -> Float[Tensor, "row d_vocab"]:
+        """Returns the rows of logits `[prompt query d_vocab]` that were computed at some queries, ascending."""
+        return logits[self.prompt, torch.searchsorted(kept, self.query)]
+
     def hand_over(self, on_pattern: OnPattern, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         """Gives rows in the caller's coordinates."""
         wide = pattern.to(self.query.device, torch.promote_types(pattern.dtype, torch.float32))
@@ -246,6 +263,7 @@ class Batch:
 
 
 Hooks = Sequence[tuple[str, Callable[..., Tensor | None]]]
+Run = Callable[..., Float[Tensor, "row d_vocab"]]
 
 
 def _run_fast(
@@ -255,9 +273,7 @@ def _run_fast(
     for name, change in within:
         changes_at.setdefault(name, []).append(change)
     parts = AttentionParts({name: in_order(changes) for name, changes in changes_at.items()}) if within else None
-    probe = (
-        None if on_pattern is None else PatternProbe(batch.prompt, batch.query, partial(batch.hand_over, on_pattern))
-    )
+    probe = batch.probe(on_pattern)
     logits = _bridge_logits(batch, keep_logits, partial(model, attention_probe=probe, attention_parts=parts))
     if probe is not None and probe.layers_read != model.cfg.n_layers:
         raise ValueError(
@@ -265,6 +281,17 @@ def _run_fast(
             "RunOptions(engine='reference')"
         )
     return logits
+
+
+def _run_decoder(
+    decoder: Decoder, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
+) -> Float[Tensor, "row d_vocab"]:
+    """Runs the parts of a model that is no bridge; hooks do not fire."""
+    kept = batch.query.unique() if keep_logits else batch.query[:1]
+    run = Replay.run(
+        decoder, batch.tokens, batch.mask, queries=kept, keep=(), starts=[0], probe=batch.probe(on_pattern)
+    )
+    return batch.rows_of(run.logits, kept) if keep_logits else run.logits[:, 0]
 
 
 def _run_reference(
@@ -296,7 +323,7 @@ def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) 
         inputs["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)
     # Indices on the CPU serve on whatever device the last layer is.
     logits = run(batch.tokens, logits_to_keep=kept.cpu(), use_cache=False, **inputs).to(batch.tokens.device)
-    return logits[batch.prompt, torch.searchsorted(kept, batch.query)] if keep_logits else logits[:, 0]
+    return batch.rows_of(logits, kept) if keep_logits else logits[:, 0]
 
 
 def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, replace
+from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from align_circuits.hooks import compat, replay
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
+from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.run import batching, edited_runs
@@ -31,6 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EDITS = ("zero", "mean", "resample", "patch", "steer")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
@@ -41,7 +44,27 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox, in turn": ("gpt_neox", {"use_parallel_residual": False}),
+    "hand-built": ("hand-built", {}),
+    "hand-built, zeros": ("hand-built", {"d_head": 40, "n_key_value_heads": 2, "zeros": True}),
+    "planted": ("planted", {}),
 }
+
+
+def hand_built(zeros: bool = False, **changes: Any) -> HandBuilt:
+    """A model of random weights; with `zeros`, of heads and layers that use few columns and units, or none."""
+    sizes = {"n_layers": 3, "n_heads": 4, "d_model": 32, "d_head": 8, "d_mlp": 48, "d_vocab": 20, "n_ctx": 12}
+    model, generator = HandBuilt(HandBuiltConfig(**{**sizes, **changes})), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        for layer, block in enumerate(model.blocks if zeros else ()):
+            attention = block.attn
+            for place, weight in enumerate([attention.W_Q, attention.W_K, attention.W_V, attention.W_O.mT]):
+                for head, columns in enumerate(weight.mT):
+                    columns[: 7 * head + place], columns[9 * (head + 1) + layer + 2 * place :] = 0, 0
+            (block.attn.W_V if layer == 1 else block.attn.W_Q)[1] = 0
+            block.mlp.W_out[10 * layer : 10 * layer + 20] = 0
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +74,12 @@ def models(random_hf_model):
     def make(kind: str, dtype: torch.dtype) -> Any:
         if (kind, dtype) not in made:
             name, changes = KINDS[kind]
-            made[kind, dtype] = ac.load(random_hf_model(name, **changes).to(dtype))
+            if name == "planted":
+                made[kind, dtype] = ac.planted_circuit(ac.Seq2SeqTask(x_len=3, n_examples=4), noise=0.1).to(dtype)
+            elif name == "hand-built":
+                made[kind, dtype] = hand_built(**changes).to(dtype)
+            else:
+                made[kind, dtype] = ac.load(random_hf_model(name, **changes).to(dtype))
         return made[kind, dtype]
 
     return make
@@ -89,7 +117,7 @@ class Case:
 
 def cases() -> st.SearchStrategy[Case]:
     edits = st.tuples(
-        st.sampled_from(["zero", "mean", "resample", "patch", "steer"]),
+        st.sampled_from(EDITS),
         st.sampled_from(REPLAY_SITES),
         st.integers(0, 1),
         st.integers(0, 3),
@@ -126,7 +154,9 @@ def prompts_of(case: Case, seed: int) -> Prompts:
 def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | None], seed: int) -> Edit:
     """The edit that a case tells of."""
     what, site, layer, head, first = spec
-    if model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
+    if isinstance(model, HandBuilt):
+        site = site.removeprefix("rot_")  # which it does not have
+    elif model.cfg.architecture.startswith("GPT") and site in ("q", "k", *ROTATED_SITES):
         site = "z"  # whose hooks never fire here
     if site == "resid_mid" and compat.is_parallel(model.blocks[0]):
         site = "attn_out"
@@ -148,12 +178,15 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
         pattern = torch.rand(shape, generator=generator).tril()
         return ac.Patch(**place, values={name_of(site, layer): pattern / pattern.sum(-1, keepdim=True)})
     if what == "steer":
-        size = 8 if of_heads else model.cfg.d_mlp if site == "mlp_post" else 32
+        cfg = model.cfg
+        size = cfg.d_head if of_heads else cfg.d_mlp if site == "mlp_post" else cfg.d_model
         return ac.Steer(**place, vector=torch.randn(size, generator=generator), scale=0.5)
     if what == "patch" or site in ROTATED_SITES:  # which have no means
         return ac.Patch(**place)
     resamples = what == "resample" and len(prompts) > 1 and bool(prompts.mask.all())
     how: Any = what if what == "mean" or resamples else "zero"
+    if how == "zero":
+        return ac.Ablate(**place)
     reference = ablation_baseline(model, prompts, how, site=place["site"], options=ac.RunOptions(engine="reference"))
     return ac.Ablate(**place, how=how, reference=reference)
 
@@ -200,6 +233,28 @@ def test_replay_equals_the_reference_engine(models, case):
     assert ran == "replay"
     atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype] * max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "atol"), [((9, 12, 5), torch.float64, 1e-10), ((10, 10), torch.float32, 1e-5)]
+)
+@pytest.mark.parametrize("kind", ["hand-built, zeros", "planted"])
+def test_hand_built_models_replay_every_edit_at_every_site(models, kind, lengths, dtype, atol):
+    """All in one call, so that edit sets join one another at every place."""
+    model, case = models(kind, dtype), replace(PLAIN, lengths=lengths)
+    prompts, others = prompts_of(case, 3), prompts_of(case, 4)
+    source = replace(others, inputs=torch.where(torch.arange(max(lengths)) < 5, prompts.tokens, others.tokens))
+    edits = product((site for site in REPLAY_SITES if site not in ROTATED_SITES), EDITS)
+    places = cycle(product((None, 6), ((0, 3), (1, 1), (model.cfg.n_layers - 1, 2))))
+    specs = [(what, site, *head, first) for (site, what), (first, head) in zip(edits, places, strict=False)]
+    edit_sets = [[edit_of(model, prompts, spec, seed)] for seed, spec in enumerate(specs)]
+    edit_sets += [[ac.Clamp([(0, 1), (1, 2)], "half")], [edit for edits in edit_sets[::7] for edit in edits], []]
+    rows = every_row(prompts)
+    expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
+    assert ran == "reference" and (expected[:-1] != expected[-1]).any(2).any(1).float().mean() > 0.7
+    found, ran = logits_of(model, prompts, edit_sets, rows, source=source)
+    assert ran == "replay"
+    torch.testing.assert_close(found, expected, atol=atol * max(1.0, float(expected.abs().max())), rtol=0)
 
 
 PLAIN = Case("llama", torch.float32, (9, 9, 9), 5, (), 0, "auto", "auto", 2048)

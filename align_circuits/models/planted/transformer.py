@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionFunction
-from align_circuits.hooks.compat import is_hooked
 from align_circuits.hooks.decoders import Rotation
 from align_circuits.hooks.names import Site
 from align_circuits.hooks.probes import Change
@@ -124,7 +124,7 @@ class HandBuilt(HookedRootModule):
             place = name or type(self).__name__
             if getattr(module.forward, "__func__", None) not in _REPLAYED:
                 return f"{place} has a forward of its own, which replay does not know"
-            if is_hooked(module):
+            if compat.is_hooked(module):
                 return f"hooks are attached ({place}), which replay does not fire"
         return None
 
@@ -197,8 +197,8 @@ class HandBuiltAttention(nn.Module):
     def __init__(self, cfg: HandBuiltConfig):
         super().__init__()
         key_heads = cfg.n_key_value_heads or cfg.n_heads
+        # How many heads share a key head, by the name under which transformers' attention functions look for it.
         self.num_key_value_groups = cfg.n_heads // key_heads
-        """How many heads share a key head, by the name by which transformers' attention functions read it."""
         self.W_Q = _zeros(cfg, cfg.n_heads, cfg.d_model, cfg.d_head)
         self.W_K, self.W_V = (_zeros(cfg, key_heads, cfg.d_model, cfg.d_head) for _ in range(2))
         self.W_O = _zeros(cfg, cfg.n_heads, cfg.d_head, cfg.d_model)
@@ -217,7 +217,7 @@ class HandBuiltAttention(nn.Module):
             each.transpose(1, 2)
             for each in (q, *(each.repeat_interleave(self.num_key_value_groups, 2) for each in (k, v)))
         )
-        if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
+        if compat.is_hooked(self.hook_attn_scores) or compat.is_hooked(self.hook_pattern):
             scores = (q / q.shape[-1] ** 0.5) @ k.mT
             scores = self.hook_attn_scores(scores.masked_fill_(hidden, -torch.inf))
             z = self.hook_pattern(scores.softmax(-1)) @ v
@@ -248,11 +248,18 @@ _REPLAYED = tuple(
 
 
 class HandBuiltDecoder:
-    """The parts of a `HandBuilt` model for replay; `hooks.decoders.Decoder` says what the methods do."""
+    """The parts of a `HandBuilt` model for replay; `hooks.decoders.Decoder` says what the methods do.
+
+    Weights by hand are mostly zeros: heads with nothing to do, and columns of `d_head` that only the widest head needs.
+    They are left out, which changes no number, unless an edit may bring something else into them.
+    """
 
     def __init__(self, model: HandBuilt):
         self.cfg = model.cfg
         self._model = model
+        self._attention = [_AttentionWeights.of(block.attn) for block in model.blocks]
+        used = [(block.mlp, (block.mlp.W_out != 0).any(1)) for block in model.blocks]
+        self._mlps = [(mlp.W_in[:, units], mlp.b_in[units], mlp.W_out[units], mlp.b_out) for mlp, units in used]
 
     def device_of(self, layer: int) -> torch.device:  # noqa: ARG002 - all layers are on one
         """The device of the weights."""
@@ -279,31 +286,117 @@ class HandBuiltDecoder:
         edits: Mapping[Site, Change],
     ) -> Tensor:
         """The sum of the heads' outputs."""
-        module = self._model.blocks[layer].attn
-        q, k, v = (_heads(residual, weight) for weight in (module.W_Q, module.W_K, module.W_V))
-        q, k = (_edited(edits, site, part) for site, part in (("q", q), ("k", k)))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        z = attention(module, q, k, v, self.cfg.d_head**-0.5, None)
-        return self.output(layer, z.flatten(2))
+        weights, module = self._attention[layer], self._model.blocks[layer].attn
+        q, k, v = (project(residual) for project in weights.projections)
+        q, k, v = (part.transpose(1, 2) for part in (_edited(edits, "q", q), _edited(edits, "k", k), v))
+        return self.output(layer, attention(module, q, k, v, self.cfg.d_head**-0.5, None).flatten(2))
+
+    def sdpa(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        *,
+        edited: bool,
+    ) -> Tensor:
+        """Attention, head by head at the width that each one's weights have."""
+        weights, module = self._attention[layer], self._model.blocks[layer].attn
+        if edited or weights.columns is None:
+            return compat.sdpa(module, query, key, value, mask, scaling=scaling)[0]
+        z = value.new_zeros(len(query), query.shape[2], query.shape[1], query.shape[3])
+        for head, (of_scores, of_values) in weights.columns.items():
+            shared = head // module.num_key_value_groups
+            parts = query[:, head, :, of_scores], key[:, shared, :, of_scores], value[:, shared, :, of_values]
+            q, k, v = (part[:, None] for part in parts)
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+            )
+            z[:, :, head, of_values] = attended[:, 0]
+        return z
 
     def output(self, layer: int, z: Tensor) -> Tensor:
         """The sum of the heads' outputs."""
-        return z @ self._model.blocks[layer].attn.W_O.flatten(0, 1)
+        used, weight = self._attention[layer].output
+        return z.index_select(2, used) @ weight
 
     def mlp(self, layer: int, residual: Tensor, edits: Mapping[Site, Change]) -> Tensor:
         """The sum of the units' outputs."""
-        module = self._model.blocks[layer].mlp
-        post = _edited(edits, "mlp_post", (residual @ module.W_in + module.b_in).relu_())
-        return post @ module.W_out + module.b_out
+        w_in, b_in, w_out, b_out = self._mlps[layer]
+        if edits:
+            module = self._model.blocks[layer].mlp
+            w_in, b_in, w_out, b_out = module.W_in, module.b_in, module.W_out, module.b_out
+        return _edited(edits, "mlp_post", (residual @ w_in + b_in).relu_()) @ w_out + b_out
 
     def unembed(self, residual: Tensor) -> Tensor:
         """Logits."""
         return residual @ self._model.W_U
 
 
-def _heads(residual: Float[Tensor, "row pos d_model"], weight: Float[Tensor, "head d_model d_head"]) -> Tensor:
-    """What each head's matrix makes of the stream, by one product: `[row pos head d_head]`."""
-    return (residual @ weight.transpose(0, 1).flatten(1)).unflatten(-1, (len(weight), -1))
+@dataclass(frozen=True, eq=False)
+class _Projection:
+    """What the matrices of some heads make of the stream, by one product, without columns of zeros."""
+
+    weight: Float[Tensor, "d_model used"]
+    used: Int[Tensor, " used"]
+    """The places of its columns among those of all heads."""
+    heads: int
+    d_head: int
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "head d_model d_head"]) -> "_Projection":
+        """Takes the matrices."""
+        used = (weight != 0).any(1).flatten().nonzero()[:, 0]
+        return cls(weight.transpose(0, 1).flatten(1)[:, used], used, len(weight), weight.shape[2])
+
+    def __call__(self, residual: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos head d_head"]:
+        projected, width = residual @ self.weight, self.heads * self.d_head
+        if len(self.used) < width:
+            projected = residual.new_zeros(*residual.shape[:2], width).index_copy_(2, self.used, projected)
+        return projected.unflatten(2, (self.heads, self.d_head))
+
+
+@dataclass(frozen=True, eq=False)
+class _AttentionWeights:
+    """The weights of an attention layer without zeros."""
+
+    projections: tuple[_Projection, _Projection, _Projection]
+    """To queries, keys and values."""
+    output: tuple[Int[Tensor, " used"], Float[Tensor, "used d_model"]]
+    """The rows of the output matrix, by their places among those of all heads."""
+    columns: Mapping[int, tuple[slice, slice]] | None
+    """Of each head that writes anything, the columns of its scores and of its values; None where all have all."""
+
+    @classmethod
+    def of(cls, module: HandBuiltAttention) -> "_AttentionWeights":
+        """Takes the weights of a layer."""
+        used = [(weight != 0).any(1) for weight in (module.W_Q, module.W_K, module.W_V)]
+        columns: dict[int, tuple[slice, slice]] = {}
+        for head in range(len(module.W_Q)):
+            shared = head // module.num_key_value_groups
+            if used[2][shared].any():
+                columns[head] = _alike(used[0][head] & used[1][shared], used[2][shared])
+        width = module.W_Q.shape[2]
+        dense = len(columns) == len(module.W_Q) and all(each[0] == slice(0, width) for each in columns.values())
+        w_q, w_k, w_v = (_Projection.of(weight) for weight in (module.W_Q, module.W_K, module.W_V))
+        w_o = module.W_O.flatten(0, 1)
+        rows = (w_o != 0).any(1).nonzero()[:, 0]
+        return cls((w_q, w_k, w_v), (rows, w_o[rows]), None if dense else columns)
+
+
+def _alike(*used: Bool[Tensor, " d_head"]) -> tuple[slice, ...]:
+    """The columns from the first that is used to the last, equally many of each, as the fused kernel asks for."""
+    ends = [(int(places[0]), int(places[-1]) + 1) if len(places := each.nonzero()) else (0, 0) for each in used]
+    most = len(used[0])
+    # The kernel takes longer for 9 columns than for 16.
+    width = min(most, -(-max(end - first for first, end in ends) // _KERNEL_WIDTH) * _KERNEL_WIDTH)
+    starts = [min(first, most - width) for first, _ in ends]
+    return tuple(slice(start, start + width) for start in starts)
+
+
+_KERNEL_WIDTH = 16
 
 
 def _edited(edits: Mapping[Site, Change], site: Site, part: Tensor) -> Tensor:
