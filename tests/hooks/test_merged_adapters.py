@@ -80,18 +80,17 @@ def test_what_a_sum_would_change_stays_apart(adapted):
 def test_provenance_is_that_of_the_weights_as_they_are(adapted, monkeypatch):
     model, _ = adapted()
     before, state, seen = model_provenance(model), found(model), []
-    monkeypatch.setattr(edited_runs, "raw_attention", watching := _watching(edited_runs.raw_attention, model, seen))
-    assert watching
+    monkeypatch.setattr(edited_runs, "decoder_of", _watching(edited_runs.decoder_of, model, seen))
     result = ac.localize(model, TASK, 8, draws=1)
     assert seen and all(seen), "merged while sweeps run"
     assert result.table.provenance.model == before == result.ablation_effects.provenance.model
     assert not changed(state, found(model))
 
 
-def _watching(raw_attention: Any, model: Any, seen: list[bool]) -> Any:
+def _watching(decoder_of: Any, model: Any, seen: list[bool]) -> Any:
     def watched(bridge: Any) -> Any:
         seen.append(all(layer.merged for layer in layers_of(model)))
-        return raw_attention(bridge)
+        return decoder_of(bridge)
 
     return watched
 
