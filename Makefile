@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+# The package and what it needs to run is enough for `make demo`; all else adds what tests, checks and documents it.
+PACKAGE := $(VENV)/.package
+READY   := $(VENV)/.ready
 
 # In front of all else that is installed in $(VENV): TransformerLens 3, whose HookedTransformer many notebooks hold;
 # bitsandbytes, which slows every import down and warns; the weights of a pretrained model; what plants faults.
@@ -23,12 +25,15 @@ SEED    :=
 
 export HF_HUB_OFFLINE := 1
 
+# Where Python is told to keep no compiled modules (containers do), every start would compile all that it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Waiting for each other, threads make small models slower.
 demos cluster docs found mutants soak test test-real: export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu found mutants soak check lint types audit demos docs pages wheel release clean
 
-demo: $(READY)
+demo: $(PACKAGE)
 	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
 	$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
 
@@ -112,18 +117,31 @@ pages: docs
 wheel: $(READY)
 	sh tests/wheel_check.sh $(abspath $(BIN)/python)
 
-# torch first and exactly: a range would fetch the newest build with its CUDA libraries.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs]'
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llama-models
-	touch $@
+# torch first, exactly and by pip: a range would fetch the newest build with its CUDA libraries, and so would uv, which
+# does not read where pip is told to look. Modules are compiled when they are first used: compiling all of them takes as
+# long as all else here.
+$(PACKAGE): pyproject.toml constraints.txt tests/install.sh
+	@echo "Environment, step 1 of 4: an empty one in $(VENV) (5 seconds)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Environment, step 2 of 4: PyTorch (10 seconds once it is downloaded)"
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps -c constraints.txt torch==2.13.0
+	@echo "Environment, step 3 of 4: the other packages that this one needs (10 seconds once they are downloaded)"
+	@-$(BIN)/python -m pip install --quiet --no-compile --no-deps -c constraints.txt uv
+	@sh tests/install.sh $(BIN)/python -c constraints.txt -e .
+	@echo "Environment, step 4 of 4: compiling the modules that are used (10 seconds)"
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -c "import align_circuits.cli.localize_command as c; c.localize; import align_circuits as ac; ac.load('toy-llama-ica')"
+	@touch $@
+
+$(READY): $(PACKAGE)
+	@echo "Environment: packages for tests, checks and documentation (10 seconds once they are downloaded)"
+	@sh tests/install.sh $(BIN)/python -c constraints.txt -e '.[dev,docs]'
+	@sh tests/install.sh $(BIN)/python -c constraints.txt --no-deps llama-models
+	@touch $@
 
 # $(call overlay,FOLDER,PACKAGES): an environment with these packages, and with those of $(VENV) beneath them.
 define overlay
-	$(PYTHON) -m venv --clear $(1)
-	$(1)/bin/python -m pip install --quiet --no-deps $(2)
+	$(PYTHON) -m venv --clear --without-pip $(1)
+	sh tests/install.sh $(1)/bin/python --no-deps $(2)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
 		> $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beneath.pth
 endef
