@@ -31,31 +31,41 @@ export PYTHONDONTWRITEBYTECODE :=
 # Waiting for each other, threads make small models slower.
 demos cluster docs found mutants soak test test-real: export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-tl3 test-four-bit test-real test-pythons cluster gpu found mutants soak check lint types audit demos docs pages wheel release clean
+PYTHONS := test-python-3.12 test-python-3.13
+
+.PHONY: demo test test-slow test-tl3 test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check lint types audit demos docs pages wheel release clean
 
 demo: $(PACKAGE)
-	$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
-	$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
+	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (20 seconds)"
+	@$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
+	@echo "Demo, step 2 of 2: naming the heads of the bundled Llama, which was tuned in context (40 seconds)"
+	@$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
 
-# `make test SEED=7` runs them in a random order. Nothing is seeded then: a test that draws without a seed of its own is to
-# fail.
+# Those marked `slow` are left out. `make test SEED=7` runs the others in a random order. Nothing is seeded then: a test that
+# draws without a seed of its own is to fail.
+PYTEST := -m pytest -n 2 --dist worksteal $(if $(SEED),-p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED))
+
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal \
-		$(if $(SEED),-p randomly --randomly-dont-reset-seed --randomly-seed=$(SEED))
+	$(BIN)/python $(PYTEST)
+
+test-slow: $(READY)
+	$(BIN)/python $(PYTEST) -m slow
 
 test-tl3: $(READY3)
-	$(VENV3)/bin/python -m pytest tests/test_hooked_transformer.py
+	$(VENV3)/bin/python -m pytest -m "" tests/test_hooked_transformer.py
 
 test-four-bit: $(READY4)
-	$(VENV4)/bin/python -m pytest tests/training/test_tuning.py tests/models/test_quantization.py -k "four_bit or quantization"
+	$(VENV4)/bin/python -m pytest -m "" tests/training/test_tuning.py tests/models/test_quantization.py -k "four_bit or quantization"
 
 # The first run converts the model, in half a minute, to a folder of 540 MB in the user's cache.
 test-real: $(READYREAL)
-	$(VENVREAL)/bin/python -m pytest tests/real
+	$(VENVREAL)/bin/python -m pytest -m "" tests/real
 
 # The later Pythons that pyproject.toml promises, as far as they are installed here.
-test-pythons: $(READY)
-	sh tests/other_pythons.sh 3.12 3.13
+test-pythons: $(PYTHONS)
+
+$(PYTHONS): test-python-%: $(READY)
+	sh tests/other_pythons.sh $*
 
 # Small faults, one by one: which does no test notice? The map of tests (minutes) is drawn once; delete runs/mutants/map
 # after changes of tests or code.
@@ -85,8 +95,28 @@ soak: $(READY)
 	$(BIN)/python tests/soak/kills.py --kills 100
 	$(BIN)/python tests/soak/interrupts.py --tries 180
 
-# The pages of `docs` execute every demo, with SmolLM2 where they use it.
-check: lint types audit test test-tl3 test-four-bit test-real test-pythons docs wheel
+# The pages of `docs` execute every demo, with SmolLM2 where they use it. Legs of one process run two at a time. At the end
+# it prints how long each leg took, and the slowest tests.
+ALONE   := test-real types test-tl3 test-four-bit $(PYTHONS) wheel lint audit
+CHECKED := runs/check
+LEG      = $(MAKE) --no-print-directory
+
+check:
+	rm -rf $(CHECKED)
+	mkdir -p $(CHECKED)
+	$(LEG) leg-environments
+	$(LEG) -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(ALONE:%=leg-%)
+	$(LEG) leg-docs
+	$(LEG) leg-test
+	$(LEG) leg-test-slow
+	$(BIN)/python tests/slowest.py $(CHECKED)
+
+environments: $(READY) $(READY3) $(READY4) $(READYREAL)
+
+leg-%:
+	@start=$$(date +%s); \
+	PYTEST_ADDOPTS="$$PYTEST_ADDOPTS --junitxml=$(abspath $(CHECKED))/$*.xml" $(LEG) $* \
+		&& echo "$* $$(($$(date +%s) - start))" >> $(CHECKED)/legs.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .

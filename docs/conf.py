@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+import time
 from contextlib import redirect_stdout
 from importlib.metadata import version as installed
 from io import StringIO
@@ -11,18 +13,24 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 from sphinx.ext.napoleon import GoogleDocstring
 
+sys.path.insert(0, str(Path(__file__).parent))
+from executed_pages import cache_folder
+
 os.environ["PLOTLY_RENDERER"] = "notebook"  # needs no network; see `share_plotly`
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # those of loading a model stand in no page
+
+STARTED = time.time()
 
 project = "align_circuits"
 author = "The align_circuits developers"
 release = version = installed("align-circuits")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build", "conf.py", "images", "jupyter_execute", "kept_results.py", "style"]
+exclude_patterns = ["_build", "conf.py", "executed_pages.py", "images", "jupyter_execute", "kept_results.py", "style"]
 source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
-nb_execution_mode = "force"
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(cache_folder(Path(__file__).parents[1]))
 nb_execution_raise_on_error = True
 nb_execution_timeout = 1200  # seconds a cell: the tuning of a demo takes minutes on a busy machine
 nb_merge_streams = True
@@ -80,8 +88,19 @@ def write_cli(_app: Any) -> None:
     Path(__file__).with_name("cli.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
+def print_costs(app: Any, error: Exception | None) -> None:
+    """Prints which pages took longest to execute, and how many were not executed again."""
+    if error is None:
+        pages = {page: found["exec_data"] for page, found in app.env.nb_metadata.items() if found.get("exec_data")}
+        kept = {page for page, data in pages.items() if data["mtime"] < STARTED}
+        print(f"pages executed: {len(pages) - len(kept)}, with kept outputs: {len(kept)}; the slowest, in seconds:")
+        for page, data in sorted(pages.items(), key=lambda item: -item[1]["runtime"])[:12]:
+            print(f"{data['runtime']:8.1f}  {page}{' (kept)' if page in kept else ''}")
+
+
 def setup(app: Any) -> None:
     """Connects the functions above."""
     app.connect("builder-inited", write_cli)
     app.connect("html-page-context", share_plotly)
     app.connect("build-finished", write_plotly)
+    app.connect("build-finished", print_costs)

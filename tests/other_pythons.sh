@@ -15,9 +15,9 @@ for version in "$@"; do
     venv=.venv-py$version
     if [ ! -e "$venv/.ready" ] || [ constraints.txt -nt "$venv/.ready" ] || [ pyproject.toml -nt "$venv/.ready" ]; then
         "$python" -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet -c constraints.txt torch==2.13.0
-        "$venv/bin/python" -m pip install --quiet -c constraints.txt -e '.[dev]'
-        "$venv/bin/python" -m pip install --quiet -c constraints.txt --no-deps llama-models
+        "$venv/bin/python" -m pip install --quiet --no-compile --no-deps -c constraints.txt torch==2.13.0
+        sh tests/install.sh "$venv/bin/python" -c constraints.txt -e '.[dev]'
+        sh tests/install.sh "$venv/bin/python" -c constraints.txt --no-deps llama-models
         touch "$venv/.ready"
     fi
     "$venv/bin/python" --version

@@ -1,0 +1,58 @@
+"""Where the outputs of executed pages are kept: in a folder named by all that they use besides their own code.
+
+jupyter-cache finds a page's outputs by the code of its cells alone. After a change of the package it would show old
+numbers; so every state of the package, of its data and of the environment has a cache of its own.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+
+FOLDERS = ("align_circuits", "hooks", "docs/results")
+"""What pages import and read: the package and its data, the kept results."""
+
+FILES = ("constraints.txt", "pyproject.toml", "docs/kept_results.py", "docs/conf.py", "docs/executed_pages.py")
+
+KEPT = 3
+"""So many caches stay, those used last: two checkouts that are built in turn do not delete each other's."""
+
+
+def files_used(root: Path) -> Iterator[Path]:
+    """Yields, in a fixed order, the files of a checkout on which the outputs of pages depend."""
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path
+    yield from (root / name for name in FILES)
+
+
+def state(root: Path) -> str:
+    """Returns the hash of those files, of the interpreter, the machine and every installed package."""
+    digest = hashlib.sha256()
+
+    def add(*parts: str | bytes) -> None:
+        for part in parts:
+            content = part.encode() if isinstance(part, str) else part
+            digest.update(f"{len(content)}:".encode() + content)
+
+    add(sys.version, platform.platform(), platform.processor())
+    add(*sorted(f"{package.name}=={package.version}" for package in distributions()))
+    for path in files_used(root):
+        add(path.relative_to(root).as_posix(), path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def cache_folder(root: Path) -> Path:
+    """Returns the folder of the caches for the present state, and deletes all but the few used last."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "align_circuits" / "pages"
+    folder = home / state(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for old in sorted(home.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
