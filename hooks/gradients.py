@@ -30,7 +30,7 @@ def gradients_at(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns activations, after any change, and the gradient of a scalar with respect to them, by hook point.
 
-    Both are on the device of the tokens.
+    Both are on the device of the tokens. Of several scalars the gradients are stacked, in a first dimension.
 
     Parameters get no gradients. Prompts do not interact, so the gradient of a sum over prompts holds that of each.
 
@@ -40,7 +40,7 @@ def gradients_at(
         mask: True at real tokens.
         names: The hook points.
         queries: The columns whose logits the scalar reads; a wide vocabulary costs more than layers at all others.
-        scalar: From logits `[prompt query d_vocab]` to a scalar.
+        scalar: From logits `[prompt query d_vocab]` to a scalar, or to a vector of several, a pass back each.
         changes: What happens to activations, by hook point; gradients pass through.
         fast: Whether Hugging Face's own attention runs, under which `hook_pattern` does not fire.
 
@@ -73,7 +73,12 @@ def gradients_at(
         logits = logits if compat.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()
         activations = [kept[name] for name in names]
-        gradients = torch.autograd.grad(scalar(logits), activations, materialize_grads=True)
+        scalars = scalar(logits)
+        passes = [
+            torch.autograd.grad(one, activations, retain_graph=place < scalars.numel(), materialize_grads=True)
+            for place, one in enumerate(scalars.flatten(), 1)
+        ]
+    gradients = [torch.stack(of_all) if scalars.ndim else of_all[0] for of_all in zip(*passes, strict=True)]
     return {
         name: (kept[name].detach().to(tokens.device), gradient.to(tokens.device))
         for name, gradient in zip(names, gradients, strict=True)

@@ -17,11 +17,14 @@ class Ablate(SweepVerb):
     """"mean" over tokens of the same kind, "resample" from another prompt, or "zero"."""
     metric: MetricName = "log_prob"
     """What is measured of each target; "logit_diff" needs a file with wrong answers."""
+    screen: float | None = None
+    """Of all heads only this share, such as .25, is ablated: those whose effect is largest as a gradient estimates it.
+    The others' estimates are marked as such. By default every head is ablated."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         model, prompts, _ = self.prepare()
-        table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), options=self.options)
+        table = ablate_heads(model, prompts, self.how, metrics=(self.metric,), screen=self.screen, options=self.options)
         best = best_heads(table, self.metric)
         print(f"{self.model}: {len(prompts)} prompts, {self.how} ablation, change of {self.metric}\n\n  {best}")
         self.finish(

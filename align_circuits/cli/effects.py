@@ -23,19 +23,29 @@ def best_heads(table: Table, metric: str, count: int = 5) -> str:
 
 def sections(table: Table, metric: str, prompts: Prompts) -> Iterator[Section]:
     """Yields the sections of a report: the heads that matter most, maps of all heads, a prompt, the table."""
-    of_all = _of_all(table, metric)
+    measured, of_all = _measured(table), _of_all(table, metric)
     unit = UNITS.get(metric, "")
     yield "The heads that matter most", "With 95% intervals over prompts.", plots.top_heads(of_all, [metric], 10)
     if "kind" in table.keys:
         kinds = list(dict.fromkeys(table.frame["kind"]))
-        maps = plots.head_maps(table.where(metric=metric), kinds, by="kind", unit=unit or "share")
+        maps = plots.head_maps(measured.where(metric=metric), kinds, by="kind", unit=unit or "share")
     else:
         maps = plots.head_maps(of_all, [metric], unit=unit or "share")
     yield "All heads", "Hover for a number and its interval.", maps
+    if "estimated" in table.keys and table.frame["estimated"].any():
+        estimates = table.where(metric=metric, kind="all", estimated=True)
+        drawn = plots.head_maps(estimates, [metric], unit=unit or "share")
+        yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
     yield "A prompt", "", prompts.drawing(0)
     yield "All numbers", "", table
 
 
 def _of_all(table: Table, metric: str) -> Table:
-    """The rows of one metric over all targets."""
+    """The measured rows of one metric over all targets."""
+    table = _measured(table)
     return table.where(metric=metric, kind="all") if "kind" in table.keys else table.where(metric=metric)
+
+
+def _measured(table: Table) -> Table:
+    """The rows that are no estimates of a screen."""
+    return table.where(estimated=False) if "estimated" in table.keys else table

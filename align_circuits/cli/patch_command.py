@@ -21,11 +21,14 @@ class Patch(SweepVerb):
     direction: Direction = "denoise"
     """"denoise" puts clean activations into corrupted runs, "noise" corrupted ones into clean runs. A corrupted prompt
     of the task has another test input, so that another symbol is to be translated at every position."""
+    screen: float | None = None
+    """Of all heads only this share, such as .25, is patched: those whose effect is largest as a gradient estimates it.
+    The others' estimates are marked as such. By default every head is patched."""
 
     def measure(self, results: Results) -> None:
         """Measures and writes."""
         model, pair = self.prepare_pair(metric=self.metric, direction=self.direction)
-        table = patch_heads(model, pair, sites=(self.site,), options=self.options)
+        table = patch_heads(model, pair, sites=(self.site,), screen=self.screen, options=self.options)
         best = best_heads(table, self.metric)
         print(f"{self.model}: {len(pair.clean)} pairs, {self.direction}, change of {self.metric}\n\n  {best}")
         into = "clean into corrupted" if self.direction == "denoise" else "corrupted into clean"

@@ -1,8 +1,10 @@
 """Ablates heads, one at a time, and measures what it changes in the model's predictions."""
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.checks import checked
+from align_circuits.heads.screening import Screen, check_screen, screen_of
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
@@ -35,6 +38,7 @@ def ablate_heads(
     heads: Sequence[HeadLike] | None = None,
     baseline: Prompts | None = None,
     metrics: Sequence[Metric] = BOTH,
+    screen: float | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what ablating each head alone changes: by default the log-probability of the targets, and the accuracy.
@@ -48,30 +52,40 @@ def ablate_heads(
         heads: Which heads, as `(2, 3)` or `"L2H3"`; all by default.
         baseline: The prompts whose activations replace those of the head; by default `prompts`.
         metrics: What is measured, as `Pair.metric`; `"kl"` is the divergence from the intact model.
+        screen: A share of the heads, as for `patch_heads`: these are ablated, and the others' effects estimated.
         options: Engine and batch size.
 
     Returns:
         A table keyed by level, layer, head, `kind` (`"all"`, `"first"`, `"later"` targets) and `metric`: `"log_prob"`,
         the change of the mean log-probability of the target's token in nats, and `"accuracy"`, the change of accuracy.
-        The 95% intervals are over prompts, paired.
+        The 95% intervals are over prompts, paired. With `screen` also by `estimated`, as `patch_heads`.
 
     Raises:
-        ValueError: A head that the model does not have, prompts without targets, or baseline prompts that do not fit.
+        ValueError: A head that the model does not have, prompts without targets, baseline prompts that do not fit, a
+            screen that is no share, or one without a metric that has a gradient.
     """
     selected, source = heads_of(model.cfg, heads), None
-    edit_sets: list[Sequence[Edit]] = [[]]  # the first run is intact
+    check_screen(screen)
     if how == "resample":
-        source = _next_prompts(baseline or prompts)
-        edit_sets += [[Patch([head])] for head in selected]
+        source, edit = _next_prompts(baseline or prompts), Patch()
     else:
         reference = ablation_baseline(model, baseline or prompts, how, options=options)
-        edit_sets += [[Ablate([head], how=how, reference=reference)] for head in selected]
+        edit = Ablate(how=how, reference=reference)
+    edit_sets: list[Sequence[Edit]] = [[]]  # the first run is intact
+    edit_sets += [[replace(edit, heads=[head])] for head in selected]
+    keys, edit_set_of = pd.DataFrame(selected, columns=["layer", "head"]), range(1, len(edit_sets))
+    kinds, screened = by_kind(prompts), None
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
+    settings: dict[str, Any] = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
+    if screen is not None:
+        settings["screen"] = screen
+        about: dict[str, Any] = {"intact": True, "source": source, "options": options}
+        at = keys.assign(site="z", positions="")
+        screened = screen_of(screen, model, targets, kinds, at, edit_sets, edit_set_of, **about)
+        edit_sets, edit_set_of = screened.only(edit_sets, edit_set_of)
     values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
-    settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
     provenance = provenance_of("ablate_heads", model, prompts, engine, settings)
-    keys = pd.DataFrame(selected, columns=["layer", "head"])
-    return effects_table(keys, values[:, 1:] - values[:, :1], targets, by_kind(prompts), provenance)
+    return effects_table(keys, values[:, edit_set_of] - values[:, :1], targets, kinds, provenance, screened)
 
 
 @checked
@@ -184,6 +198,7 @@ def effects_table(
     targets: TargetMetrics,
     kinds: dict[str, ndarray],
     provenance: Provenance,
+    screen: Screen | None = None,
 ) -> Table:
     """Returns by how much metrics changed under each of many edits, as a table.
 
@@ -193,11 +208,17 @@ def effects_table(
         targets: What was measured.
         kinds: The kinds of targets to report, each a boolean mask over targets.
         provenance: Where the changes came from.
+        screen: What replaces the changes where edits were not made, which a column `estimated` then tells.
     """
+    keys = keys if screen is None else keys.assign(estimated=~screen.exact)
     measured = pd.DataFrame([(kind, metric) for metric in targets.names for kind in kinds], columns=["kind", "metric"])
     keys = with_level(keys).merge(measured, how="cross")
     if keys.empty:
         return Table(keys.assign(value=[], low=[], high=[], n=[]), provenance)
     rows = changes.swapaxes(0, 1).reshape(-1, changes.shape[2])  # by key, then by metric, as `keys` is
     means, weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), rows, list(kinds.values()))
+    if screen is not None:
+        estimates, estimated = screen.effects.reshape(means.shape), keys["estimated"].to_numpy()
+        means[estimated] = estimates[estimated]
+        weights[estimated & np.isnan(estimates).all(1)] = 0  # a metric without a gradient rests on no target
     return Table.from_prompts(keys, means, weights, provenance, bounded=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from align_circuits.checks import checked
 from align_circuits.heads.ablate import effects_table
+from align_circuits.heads.screening import check_screen, screen_of
 from align_circuits.hooks.edits import Edit, Patch
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -39,6 +40,7 @@ def patch_heads(
     sites: Sequence[Site] = ("z",),
     heads: Sequence[HeadLike] | None = None,
     positions: Positions = None,
+    screen: float | None = None,
     options: RunOptions = RunOptions(),
 ) -> Table:
     """Returns what patching each head alone changes: by default the log-probability of the targets, and the accuracy.
@@ -60,18 +62,26 @@ def patch_heads(
         heads: Which heads, as `(2, 3)` or `"L2H3"`, or the layers of which heads; all by default.
         positions: At which tokens: masks by name, or names of `pair.clean.positions`, each patched on its own;
             `"groups"` for `position_groups(clean)`; by default all tokens at once.
+        screen: A share of the heads, such as .25, at each site and group of positions: only those whose effect is
+            largest by the estimate of `attribute_heads(method="atp_star")` are patched, and the others' estimates take
+            the place of their effects. The first metric that has a gradient ranks them. By default all are patched.
         options: Engine and batch size.
 
     Returns:
         A table keyed by `site`, level, layer, head, `positions`, `direction` (the pair's), `kind` (`"all"`, `"first"`,
         `"later"` targets) and `metric`: `"log_prob"`, the change of the mean log-probability of the target's token in
         nats, and `"accuracy"`.
-        The 95% intervals are over prompts, paired.
+        The 95% intervals are over prompts, paired. With `screen` there is a column `estimated`; estimates of a metric
+        without a gradient (`"accuracy"`) are NaN, and `Table.top` takes either the estimates or the others, chosen with
+        `.where(estimated=False)`.
 
     Raises:
         KeyError: A named position that the prompts do not have.
-        ValueError: An unknown site, a head that the model does not have, or positions that are no masks of the prompts.
+        ValueError: An unknown site, a head that the model does not have, positions that are no masks of the prompts, a
+            screen that is no share, of other sites than `"z"`, `"q"`, `"k"` and `"v"`, or without a metric that has a
+            gradient.
     """
+    check_screen(screen, sites)
     selected, masks = heads_of(model.cfg, heads), masks_of(pair.clean, positions)
     keys: list[tuple[Site, int, int | None, str]] = []
     edit_sets: list[list[Patch]] = [[]]  # the first run is unpatched
@@ -87,7 +97,7 @@ def patch_heads(
                     edit_set_of += [len(edit_sets)] * len(together)
                     edit_sets.append([Patch(**place, site=site, positions=where_of(name, mask, pair.clean))])
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
-    return patching_table("patch_heads", model, pair, frame, edit_sets, edit_set_of, {}, options)
+    return patching_table("patch_heads", model, pair, frame, edit_sets, edit_set_of, {}, options, screen)
 
 
 def patching_table(
@@ -99,6 +109,7 @@ def patching_table(
     edit_set_of: Sequence[int],
     settings: Mapping[str, Any],
     options: RunOptions,
+    screen: float | None = None,
 ) -> Table:
     """Returns what edits that put the source run's activations into the base run change, as a table.
 
@@ -111,16 +122,22 @@ def patching_table(
         edit_set_of: For each row the index of its edits: several rows may share them.
         settings: What the provenance says beside the pair's own settings.
         options: Engine and batch size.
+        screen: Of patches of heads alone, the share that is made.
     """
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
     targets = targets.with_reference(model, pair.clean, options=options)
-    values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
+    settings, screened = {**settings, "metric": targets.names, "kind": list(kinds)}, None
+    if screen is not None:
+        settings["screen"] = screen
+        about: dict[str, Any] = {"intact": pair.direction == "noise", "source": pair.source, "options": options}
+        screened = screen_of(screen, model, targets, kinds, keys, edit_sets, edit_set_of, **about)
+        edit_sets, edit_set_of = screened.only(edit_sets, edit_set_of)
+    values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
     changes = values[:, edit_set_of] - values[:, :1]
-    settings = {**settings, "metric": targets.names, "kind": list(kinds)}
-    keys = keys.assign(direction=pair.direction)
-    return effects_table(keys, changes, targets, kinds, pair.provenance(verb, model, settings, engine))
+    keys, provenance = keys.assign(direction=pair.direction), pair.provenance(verb, model, settings, engine)
+    return effects_table(keys, changes, targets, kinds, provenance, screened)
 
 
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:

@@ -199,11 +199,13 @@ class Table:
 
         Raises:
             KeyError: A metric that the table does not have.
-            ValueError: Several rows for a head, a layer or an edge; nothing to rank; or another `by`.
+            ValueError: Several rows for a head, a layer or an edge; estimates among measured values (of a screen);
+                nothing to rank; or another `by`.
         """
         if by not in (None, "highest", "lowest", "absolute"):
             raise ValueError(f"by={by!r}: choose 'highest', 'lowest' or 'absolute', or leave it out")
         table, place = self.where(metric=metric)._parts()
+        table.check_not_mixed()
         table._check_one_row(place)
         value = table.frame["value"].to_numpy(dtype=float)
         if by is None:
@@ -219,9 +221,10 @@ class Table:
         """Returns `metric` as an array over layers and heads.
 
         Raises:
-            ValueError: A head has more than one row: select by the other key columns first.
+            ValueError: A head has more than one row, or some are estimates: select by the other key columns first.
         """
         table = self.where(metric=metric).heads()
+        table.check_not_mixed()
         table._check_one_row(("layer", "head"))
         return table.frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
 
@@ -417,6 +420,17 @@ class Table:
                 return self._rows(np.flatnonzero(rows)), place
         levels = f", and rows of the level {', '.join(sorted(set(frame['level'])))}" if "level" in frame else ""
         raise ValueError(f"no heads, layers or edges to rank: this table has the keys {', '.join(self.keys)}{levels}")
+
+    def check_not_mixed(self) -> None:
+        """Raises if some rows are estimates and others measured, as after a screen.
+
+        Raises:
+            ValueError: They are.
+        """
+        if "estimated" in self.keys and self.frame["estimated"].nunique(dropna=False) > 1:
+            raise ValueError(
+                "measured effects and estimates, which are not to be mixed: choose with .where(estimated=False) first"
+            )
 
     def _check_one_row(self, place: tuple[str, ...]) -> None:
         """Raises unless a part of the model has one row only.

@@ -1,0 +1,125 @@
+"""First-order effects of edits: what each would change, from the gradients of the unedited run."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from align_circuits.hooks.edits import Ablate, BatchContext, Patch
+from align_circuits.hooks.gradients import gradients_at
+from align_circuits.hooks.heads import shared_at
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.names import Site, name_of
+from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.batching import CPU_TOKENS, in_batches
+from align_circuits.run.forward_pass import capture, choose_engine
+from align_circuits.run.options import RunOptions
+from align_circuits.run.target_metrics import TargetMetrics
+
+THROUGH_ATTENTION = ("q", "k")
+"""Sites that act through attention: its gradient stands in for theirs, which a saturated softmax hides (the QK fix)."""
+
+_PRODUCTS = {True: "phij,sphij->hsp", False: "pihj,spihj->hsp"}
+"""Sums over all dimensions but scalar, prompt and head, of a pattern and of other activations of heads."""
+
+
+def first_order_effects(
+    model: HookedModel,
+    targets: TargetMetrics,
+    kinds: Mapping[str, Bool[ndarray, " target"]],
+    edits: Mapping[tuple[Site, int, str], Ablate | Patch],
+    *,
+    source: Prompts | None = None,
+    options: RunOptions = RunOptions(),
+) -> Float[ndarray, "edit head metric kind prompt"]:
+    """Returns what editing each head alone would change to first order, from one pass forward and a few back.
+
+    With x the activation of a head, x' what an edit makes of it, and M the metric, the effect is
+    Σ_positions <x' - x, ∂M/∂x>. At the sites `"q"` and `"k"` attention is computed anew from x', and its change is
+    multiplied by ∂M/∂pattern.
+
+    Source: Nanda (2023), "Attribution Patching"; Kramár et al. (2024), "AtP*", §3.1. Misleads where M bends between x
+    and x'; the control is `TargetMetrics.measure_edited`.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        targets: The prompts that run, and metrics with a gradient.
+        kinds: The kinds of targets to report, each a mask over targets.
+        edits: Each edits all heads of a layer at a site of heads, each of them as if it were alone; by site, layer and
+            any name.
+        source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
+        options: Engine and batch size.
+
+    Returns:
+        Each prompt's mean over its targets of a kind, NaN where it has none. Heads that share a key head have equal
+        numbers at `"k"` and `"v"`.
+
+    Raises:
+        ValueError: Prompts that do not fit the model, or a metric of the user's own that has no gradient.
+    """
+    check_fits(model, targets.prompts)
+    cfg, device, (count, length) = model.cfg, device_of(model), targets.prompts.mask.shape
+    edited = [*dict.fromkeys(name_of(site, layer) for site, layer, _ in edits)]
+    read = [name_of("pattern" if site in THROUGH_ATTENTION else site, layer) for site, layer, _ in edits]
+    engine = choose_engine(model, options, [*edited, *read], by_hooks=True)
+    alike, reference = (replace(options, engine=name, out=None) for name in (engine, "reference"))
+    queries = targets.query.unique()
+    # Kinds overlap: gradients are taken once for each label of targets, and added up.
+    labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)
+    sums = np.zeros((len(edits), cfg.n_heads, len(targets.metrics), len(labels), count))
+
+    def run(batch: Int[Tensor, " batch"], _: int) -> None:
+        rows = slice(int(batch[0]), int(batch[-1]) + 1)
+        part = targets.select(rows)
+        label = torch.from_numpy(label_of[(targets.prompt >= rows.start) & (targets.prompt < rows.stop)])
+
+        def scalars(logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, " metric_label"]:
+            places = part.prompt.to(logits.device), torch.searchsorted(queries, part.query).to(logits.device)
+            wide = logits[places].to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 rounds them away
+            numbers = part.numbers(wide, torch.arange(len(part.token)))
+            zeros = numbers.new_zeros(len(numbers), len(labels))
+            return zeros.index_add(1, label.to(numbers.device), numbers).flatten()
+
+        # Prompts do not interact, so the gradient of a sum over prompts holds that of each.
+        inputs = part.prompts.tokens.to(device), part.prompts.mask.to(device)
+        at = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=engine == "fast")
+        values = {} if source is None else capture(model, source[rows], edited, options=alike)
+        context = BatchContext.all_of(part.prompts)
+        for index, ((site, layer, _), edit, name) in enumerate(zip(edits, edits.values(), read, strict=True)):
+            here = _of_prompts(edit, rows, values)
+            (before, gradients), by_pattern = at[name], site in THROUGH_ATTENTION
+            if by_pattern:
+                after = capture(model, part.prompts, [name], edits=[here], options=reference)[name].to(device)
+            else:
+                after = here.changes(cfg, context)[name_of(site, layer)](before)
+            assert after is not None
+            real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, :, None, None]
+            change = (after - before).where(real, 0).to(torch.promote_types(before.dtype, torch.float32))
+            by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradients.to(change))
+            if by_pattern:  # a key head changes the patterns of all heads that share it
+                by_column = by_column.unflatten(0, (-1, shared_at(cfg, site))).sum(1)
+            by_head = by_column.repeat_interleave(cfg.n_heads // len(by_column), 0)
+            sums[index, ..., rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
+
+    size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
+    halve_to = length if options.batch_size == "auto" else None
+    if edits:
+        in_batches(run, torch.arange(count), length, size * length, halve_to=halve_to)
+    of_kind = np.stack([np.bincount(label_of[kind], minlength=len(labels)) > 0 for kind in kinds.values()]).astype(
+        float
+    )
+    by_prompt = np.stack([np.bincount(targets.prompt, kind, count) for kind in kinds.values()])
+    totals = np.einsum("ehmlp,kl->ehmkp", sums, of_kind)
+    return np.divide(totals, by_prompt, out=np.full_like(totals, np.nan), where=by_prompt > 0)
+
+
+def _of_prompts(edit: Ablate | Patch, rows: slice, values: Mapping[str, Float[Tensor, "prompt ..."]]) -> Ablate | Patch:
+    """The edit of some of the prompts, a patch with its values."""
+    if isinstance(edit.positions, Tensor):
+        edit = replace(edit, positions=edit.positions[rows])
+    return replace(edit, values=values) if isinstance(edit, Patch) else edit
