@@ -351,6 +351,21 @@ def test_effects_are_those_of_the_functions(tmp_path, capsys):
     assert "same: all " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["patch", "ablate"])
+def test_a_screen_marks_its_estimates(tmp_path, capsys, verb):
+    assert main([verb, "--screen", ".25", *SMALL, "--out", str(tmp_path)]) == 0
+    table = Table.load(tmp_path)
+    share = table.frame["estimated"].mean()
+    assert 0.5 < share < 0.75 + 1e-9
+    best = table.where(metric="log_prob", kind="all", estimated=False).top("log_prob", 1).frame.iloc[0]
+    assert f"L{best['layer']}H{best['head']} {best['value']:.2f}" in capsys.readouterr().out
+    assert "these heads were screened out, and not run" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert main(["rerun", str(tmp_path)]) == 0
+    assert "same: all " in capsys.readouterr().out
+    assert main([verb, "--screen", "2", *SMALL, "--out", str(tmp_path / "none")]) == 2
+    assert "screen=2.0: give the share of heads" in capsys.readouterr().err
+
+
 @pytest.fixture
 def pairs_file(tmp_path):
     """Eight lines: a symbol, and the same symbol again behind an arrow."""

@@ -1,0 +1,236 @@
+"""Screened sweeps of heads: what they save where prompts differ early and in ablations, and what they miss.
+
+Speed: a random Llama of 8 layers with 8 heads, float32 on the CPU, one prompt of 448 tokens. Patched is z of every head
+from the clean prompt into one whose labels were corrupted, from token 15 on; ablated is every head, to its mean over
+tokens of the same kind. `patch_heads` and `ablate_heads` run screened (a quarter of the heads) and in full, beside
+TransformerLens: its `patching`, and for ablations a loop of `run_with_hooks`. Every edited run of TransformerLens costs
+the same, so it edits evenly spread heads only, and the time of that part is scaled up. Contestants take turns,
+processor time of one thread is counted, and the ratio is the median over rounds of the ratio within a round.
+
+Misses: on planted circuits of the zoo (`--circuits`) and on models that `load` takes (`--models`), heads are ranked by
+the estimate and by the exact effect. The best ten are those of the largest exact effect, up or down, without heads that
+change the answer by less than a hundredth of a nat. A sweep misses one if its estimate ranks it behind the share.
+
+    python benchmarks/screening.py [--rounds 5] [--circuits 40] [--models smollm2] [--seeds 3] [--out FOLDER]
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from patching import HEADS, TASK, processor, random_model, timed
+from transformer_lens import patching
+
+import align_circuits as ac
+from align_circuits.hooks.edits import groups_of
+from align_circuits.models.planted.zoo import zoo_circuit
+from align_circuits.tables.intervals import binomial_interval
+from align_circuits.tables.tables import Provenance, Table
+
+LAYERS, WIDTH = 8, 256
+SHARE, SHARES = 0.25, (0.1, 0.25, 0.5)
+"""The share that others are compared with, and those that misses are counted for."""
+
+BEST, LEAST = 10, 0.01
+"""How many heads must not be missed, and the least effect, in nats, of one that counts."""
+
+REAL_TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
+"""For a model that is given."""
+
+Row = tuple[str, str, str, float, float, float, int]
+"""Sweep, contestant, measure; value, low, high and their number."""
+
+Contestant = Callable[[], tuple[float, torch.Tensor]]
+"""Returns how long a sweep took, and the effects of some heads."""
+
+
+def speed(rounds: int, sample: int) -> Iterator[Row]:
+    """Yields what each contestant takes in both sweeps."""
+    model = random_model(LAYERS, WIDTH, 64)
+    clean = TASK.sample(1, model.tokenizer, references=False)
+    corrupted = TASK.corrupt(clean, "labels")
+    first = int((clean.tokens != corrupted.tokens).any(0).nonzero()[0, 0])
+    query, gold = clean.column("query_pos"), clean.column("token")
+    every = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    some = every[:: len(every) // sample]
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, query].log_softmax(-1).gather(1, gold[:, None]).mean()
+
+    def cached(tokens: torch.Tensor) -> Any:
+        return model.run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))[1]
+
+    def their_patches() -> tuple[float, torch.Tensor]:
+        once, (cache, before) = timed(lambda: (cached(clean.tokens), metric(model(corrupted.tokens))))
+        options: Any = {"index_axis_names": None, "index_df": pd.DataFrame(some, columns=["layer", "head"])}
+        run = patching.get_act_patch_attn_head_out_all_pos
+        each, values = timed(lambda: run(model, corrupted.tokens, cache, metric, **options))
+        return once + each * len(every) / len(some), values - before
+
+    def their_ablations() -> tuple[float, torch.Tensor]:
+        group = groups_of(clean)[0]
+
+        def prepare() -> tuple[list[torch.Tensor], torch.Tensor]:
+            means, cache = [], cached(clean.tokens)
+            for layer in range(LAYERS):
+                z = cache["z", layer][0]
+                sums = z.new_zeros(int(group.max()) + 1, *z.shape[1:]).index_add(0, group, z)
+                means.append((sums / group.bincount()[:, None, None])[group])
+            return means, metric(model(clean.tokens))
+
+        def ablated(layer: int, head: int, means: list[torch.Tensor]) -> torch.Tensor:
+            def replace(z: torch.Tensor, **_: Any) -> torch.Tensor:
+                z[0, :, head] = means[layer][:, head]
+                return z
+
+            return metric(model.run_with_hooks(clean.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", replace)]))
+
+        once, (means, before) = timed(prepare)
+        each, values = timed(lambda: torch.stack([ablated(*head, means) for head in some]))
+        return once + each * len(every) / len(some), values - before
+
+    def ours(run: Callable[[], Table]) -> tuple[float, torch.Tensor]:
+        seconds, table = timed(run)
+        if "estimated" in table.keys:
+            return seconds, torch.empty(0)
+        frame = table.where(kind="all", metric="log_prob").frame.set_index(["layer", "head"])["value"]
+        return seconds, torch.tensor(frame.loc[some].to_numpy())
+
+    def contestants(ours: Callable[[float | None], Table], theirs: Contestant) -> dict[str, Contestant]:
+        """Screened sweeps, a full one, and TransformerLens's."""
+
+        def run(share: float | None) -> tuple[float, torch.Tensor]:
+            seconds, table = timed(lambda: ours(share))
+            if share is not None:
+                return seconds, torch.empty(0)
+            effect = table.where(kind="all", metric="log_prob").frame.set_index(["layer", "head"])["value"]
+            return seconds, torch.tensor(effect.loc[some].to_numpy())
+
+        screened = {f"screened, {share:.0%}": partial(run, share) for share in (0.1, SHARE)}
+        return {**screened, "in full": partial(run, None), f"TransformerLens ({len(some)} of 64 heads)": theirs}
+
+    pair = ac.Pair(clean, corrupted)
+    sweeps = {
+        f"patches, all but the first {first} of {clean.mask.shape[1]} tokens": contestants(
+            lambda share: ac.patch_heads(model, pair, screen=share), their_patches
+        ),
+        "mean ablations": contestants(lambda share: ac.ablate_heads(model, clean, screen=share), their_ablations),
+    }
+    for sweep, runs in sweeps.items():
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        results: dict[str, torch.Tensor] = {}
+        for _ in range(rounds):
+            for name, run in runs.items():
+                with torch.no_grad():
+                    spent, results[name] = run()
+                seconds[name].append(spent)
+        *_, full, theirs = results.values()
+        apart = float((full - theirs).abs().max())
+        assert apart < 1e-4, f"{sweep}: {apart} nats apart"
+        compared = f"screened, {SHARE:.0%}"
+        for name, times in seconds.items():
+            yield sweep, name, "seconds", median(times), min(times), max(times), rounds
+            ratios = [other / own for other, own in zip(times, seconds[compared], strict=True)]
+            if name != compared:
+                yield sweep, name, f"times {compared}", median(ratios), min(ratios), max(ratios), rounds
+
+
+def ranks(table: Table) -> torch.Tensor:
+    """Returns the exact best heads' ranks by the estimate, from 1, as shares of all heads.
+
+    Args:
+        table: Two rows a head: its estimate, and its effect.
+    """
+    both = table.frame.pivot(index=["layer", "head"], columns="made", values="value").abs()
+    rank = both["estimate"].rank(ascending=False, method="first") / len(both)
+    best = both["exact"][both["exact"] >= LEAST].nlargest(BEST)
+    return torch.tensor(rank[best.index].to_numpy())
+
+
+def best_heads(model: Any, clean: ac.Prompts, corrupted: ac.Prompts) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the ranks that estimates give the best heads, for each kind of sweep."""
+    pairs: dict[str, ac.Pair] = {
+        f"patches, {direction}": ac.Pair(clean, corrupted, "log_prob", "all", direction)
+        for direction in ("denoise", "noise")
+    }
+    for sweep, pair in pairs.items():
+        found = {"exact": ac.patch_heads(model, pair), "estimate": ac.attribute_heads(model, pair, method="atp_star")}
+        yield sweep, ranks(Table.concat({name: _heads(table) for name, table in found.items()}, "made"))
+    exact = ac.ablate_heads(model, clean, metrics=("log_prob",))
+    # One head is ablated: that of the largest estimate, whose effect then stands first.
+    least = ac.ablate_heads(model, clean, metrics=("log_prob",), screen=1e-6)
+    frame = least.frame.assign(value=least.frame["value"].where(least.frame["estimated"], float("inf")))
+    found = {"exact": exact, "estimate": Table(frame.drop(columns="estimated"), least.provenance)}
+    yield "mean ablations", ranks(Table.concat({name: _heads(table) for name, table in found.items()}, "made"))
+
+
+def _heads(table: Table) -> Table:
+    """The rows of all targets, with layer, head and value alone."""
+    table = table.where(kind="all") if "kind" in table.keys else table
+    return Table(table.frame[["layer", "head", "value", "low", "high", "n"]], table.provenance)
+
+
+def misses(models: str, draws: Iterator[tuple[Any, ac.Prompts, ac.Prompts]]) -> Iterator[Row]:
+    """Yields how often one of the best heads is missed on some models."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for model, clean, corrupted in draws:
+        for sweep, places in best_heads(model, clean, corrupted):
+            found.setdefault(sweep, []).append(places)
+            print(models, sweep, "ranks:", *(f"{place:.3f}" for place in places.tolist()), flush=True)
+    for sweep, places in found.items():
+        for share in SHARES:
+            # As `screen` rounds up, and heads are counted from 1, a head at the share itself is measured.
+            sets, heads = [bool((each > share + 1e-9).any()) for each in places], torch.cat(places) > share + 1e-9
+            for measure, missed in (("any of the best missed", sets), ("a best head missed", heads.tolist())):
+                chance = sum(missed) / len(missed)
+                yield (
+                    f"{models}: {sweep}",
+                    f"screened, {share:.0%}",
+                    measure,
+                    chance,
+                    *binomial_interval(sum(missed), len(missed)),
+                    len(missed),
+                )
+
+
+def circuits(count: int) -> Iterator[tuple[Any, ac.Prompts, ac.Prompts]]:
+    """Yields circuits of the zoo with prompts whose labels are corrupted."""
+    for seed in range(count):
+        model = zoo_circuit(seed).build()
+        clean = model.task.sample(16, model.tokenizer, seed=seed, references=False)
+        yield model, clean, model.task.corrupt(clean, "labels", seed=seed)
+
+
+def prompts_of(name: str, seeds: int) -> Iterator[tuple[Any, ac.Prompts, ac.Prompts]]:
+    """Yields a model that `load` takes with several sets of prompts."""
+    model = ac.load(name)
+    for seed in range(seeds):
+        clean = REAL_TASK.sample(2, model.tokenizer, seed=seed, references=False)
+        yield model, clean, REAL_TASK.corrupt(clean, "labels", seed=seed)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sample", type=int, default=8, help="heads that TransformerLens edits")
+    parser.add_argument("--circuits", type=int, default=40)
+    parser.add_argument("--models", default="", help="one or more, separated by commas")
+    parser.add_argument("--seeds", type=int, default=3, help="sets of prompts for each of these")
+    parser.add_argument("--out", help="a folder for the table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [*speed(arguments.rounds, arguments.sample)] if arguments.rounds else []
+    if arguments.circuits:
+        rows += misses(f"{arguments.circuits} planted circuits", circuits(arguments.circuits))
+    for name in filter(None, arguments.models.split(",")):
+        rows += misses(f"{name}, {arguments.seeds} sets of prompts", prompts_of(name, arguments.seeds))
+    for row in rows:
+        print("{:52s} {:36s} {:34s} {:8.3g} [{:.3g}, {:.3g}], n = {}".format(*row))
+    if arguments.out:
+        settings = {**vars(arguments), "processor": processor(), "threads": 1, "width": WIDTH}
+        columns = ["sweep", "contestant", "measure", "value", "low", "high", "n"]
+        Table(pd.DataFrame(rows, columns=columns), Provenance("benchmark", settings)).save(arguments.out)
