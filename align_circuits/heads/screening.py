@@ -16,7 +16,7 @@ from align_circuits.hooks.names import Site
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.first_order import first_order_effects
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics, name_of_metric
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.intervals import weighted_mean
 
 SCREENED_SITES = ("z", "q", "k", "v")
@@ -118,16 +118,16 @@ def screen_of(
     found = found[[places[place] for place in named], keys["head"].to_numpy(dtype=int)]
     effects[:, [targets.metrics.index(metric) for metric in sloped]] = found
     weights = np.bincount(targets.prompt, next(iter(kinds.values())), len(targets.prompts))
-    ranked_by = effects[:, targets.metrics.index(sloped[0]), 0]
-    size = np.abs(weighted_mean(ranked_by, np.tile(weights, (len(keys), 1))))
+    ranks_by = targets.metrics.index(sloped[0])
+    size = np.abs(weighted_mean(effects[:, ranks_by, 0], np.tile(weights, (len(keys), 1))))
     if np.isnan(size).any():
         raise ValueError(
-            f"the gradient of {name_of_metric(sloped[0])!r} is NaN, so that no head can be ranked by it: leave screen "
+            f"the gradient of {targets.names[ranks_by]!r} is NaN, so that no head can be ranked by it: leave screen "
             "out, or take another metric"
         )
-    edit_sets = keys[["site", "positions"]].assign(edit_set=list(edit_set_of), size=size).drop_duplicates("edit_set")
+    ranked: Any = keys[["site", "positions"]].assign(edit_set=list(edit_set_of), size=size).drop_duplicates("edit_set")
     made: set[int] = set()
-    for _, group in edit_sets.groupby(["site", "positions"], sort=False):
+    for _, group in ranked.groupby(["site", "positions"], sort=False):
         count = ceil(round(share * len(group), 6))  # .07 * 100 is 7.000000000000001
         made |= {*group.sort_values("size", ascending=False, kind="stable")["edit_set"][:count]}
     return Screen(np.isin(edit_set_of, [*made]), effects)

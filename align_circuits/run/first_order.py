@@ -67,13 +67,13 @@ def first_order_effects(
     edited = [*dict.fromkeys(name_of(site, layer) for site, layer, _ in edits)]
     read = [name_of("pattern" if site in THROUGH_ATTENTION else site, layer) for site, layer, _ in edits]
     engine = choose_engine(model, options, [*edited, *read], by_hooks=True)
-    alike, reference = (replace(options, engine=name, out=None) for name in (engine, "reference"))
+    alike, reference = replace(options, engine=engine, out=None), replace(options, engine="reference", out=None)
     queries = targets.query.unique()
     # Kinds overlap: gradients are taken once for each label of targets, and added up.
     labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)
     sums = np.zeros((len(edits), cfg.n_heads, len(targets.metrics), len(labels), count))
 
-    def run(batch: Int[Tensor, " batch"], _: int) -> None:
+    def run(batch: Int[Tensor, " batch"], _tokens: int) -> None:
         rows = slice(int(batch[0]), int(batch[-1]) + 1)
         part = targets.select(rows)
         label = torch.from_numpy(label_of[(targets.prompt >= rows.start) & (targets.prompt < rows.stop)])

@@ -88,8 +88,9 @@ def test_a_screen_that_lets_all_pass_is_the_full_sweep(models, clean, corrupted,
     both = patch_heads(models["llama"], pair, screen=1.0, options=options), patch_heads(models["llama"], pair)
     both += ablate_heads(models["llama"], clean, screen=1.0, options=options), ablate_heads(models["llama"], clean)
     for screened, full in (both[:2], both[2:]):
-        assert not screened.frame["estimated"].any()
-        same = screened.frame.drop(columns="estimated")
+        frame: Any = screened.frame
+        assert not frame["estimated"].any()
+        same = frame.drop(columns="estimated")
         assert same[full.keys].equals(full.frame[full.keys])
         assert same["value"].to_numpy() == pytest.approx(full.frame["value"].to_numpy(), abs=1e-5)
 
@@ -203,7 +204,8 @@ def test_other_metrics_and_kinds(models, clean, corrupted):
 
     table = ablate_heads(models["llama"], clean, "zero", metrics=["kl", margin, "logit"], screen=0.3)
     # At the intact run the divergence has its minimum, and no gradient.
-    assert table.where(metric="kl", estimated=True).frame["value"].isna().all()
+    flat: Any = table.where(metric="kl", estimated=True).frame
+    assert len(flat) and flat["value"].isna().all()
     own = ablate_heads(models["llama"], clean, "zero", metrics=[margin], screen=0.3)
     logit = ablate_heads(models["llama"], clean, "zero", metrics=["logit"], screen=0.01)
     keys = ["layer", "head", "kind", "estimated"]
@@ -232,7 +234,7 @@ def test_estimates_and_measured_effects_are_not_mixed(models, clean, corrupted):
     assert [value[head] for head in best] == sorted((value[head] for head in best), reverse=True)
     assert len(table.where(estimated=True).top("log_prob", 8)) == 5
     with pytest.raises(ValueError, match="tables with different key columns"):
-        table.where(metric="log_prob") - full
+        _ = table.where(metric="log_prob") - full
 
 
 def test_a_screened_sweep_that_is_kept_goes_on(models, clean, corrupted, tmp_path):
