@@ -78,6 +78,8 @@ VERBS: dict[str, Verb] = {
     "ablation_baseline": lambda m, p, o: ac.ablation_baseline(m, p.clean, options=o),
     "patch_heads": lambda m, p, o: ac.patch_heads(m, p, sites=("z", "q"), options=o),
     "patch_pattern": lambda m, p, o: ac.patch_heads(m, p, sites=("pattern",), options=o),
+    "patch_screened": lambda m, p, o: ac.patch_heads(m, p, sites=("z", "q"), screen=0.3, options=o),
+    "ablate_screened": lambda m, p, o: ac.ablate_heads(m, p.clean, screen=0.3, options=o),
     "patch_sites": lambda m, p, o: ac.patch_sites(m, p, options=o),
     "attribute_heads": lambda m, p, o: ac.attribute_heads(m, p, method="atp_star", sites=("q",), options=o),
     "attribute_edges": _edges,

@@ -211,6 +211,11 @@ def test_patches(llamas, pair, sites):
     there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=sites))
 
 
+@pytest.mark.parametrize("sites", [["z"], ["q", "v"]], ids=["z", "q and v"])
+def test_screened_patches(llamas, pair, sites):
+    there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=sites, screen=0.3))
+
+
 def test_little_memory(llamas, pair, monkeypatch):
     """One edit set and one prompt at a time."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1, 1))
@@ -221,6 +226,7 @@ def test_little_memory(llamas, pair, monkeypatch):
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
 def test_ablations(llamas, prompts, how):
     there_as_here(llamas, lambda model: ac.ablate_heads(model, prompts, how=how))
+    there_as_here(llamas, lambda model: ac.ablate_heads(model, prompts, how=how, screen=0.3))
 
 
 @pytest.mark.parametrize("engine", ["auto", "reference"])
@@ -452,6 +458,7 @@ def test_edits_on_two_devices(split, pair, engine):
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
 def test_ablations_on_two_devices(split, prompts, how):
     there_as_here(split, lambda model: ac.ablate_heads(model, prompts, how=how))
+    there_as_here(split, lambda model: ac.ablate_heads(model, prompts, how=how, screen=0.3))
 
 
 def test_attribution_on_two_devices(split, noise):

@@ -163,6 +163,7 @@ class World:
                     "heads": heads,
                     "metrics": ["prob"],
                     "baseline": clean,
+                    "screen": 0.5,
                 },
             ),
             "ablation_baseline": (
@@ -171,7 +172,14 @@ class World:
             ),
             "patch_heads": (
                 ac.patch_heads,
-                {"model": model, "pair": pair, "sites": ["z"], "heads": heads, "positions": {"all": clean.mask}},
+                {
+                    "model": model,
+                    "pair": pair,
+                    "sites": ["z"],
+                    "heads": heads,
+                    "positions": {"all": clean.mask},
+                    "screen": 0.5,
+                },
             ),
             "patch_sites": (ac.patch_sites, {"model": model, "pair": pair, "options": options}),
             "interchange": (ac.interchange, {"model": model, "pair": pair, "heads": heads, "groups": {"two": heads}}),
