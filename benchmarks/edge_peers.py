@@ -3,8 +3,9 @@
 A random Llama of 8 layers with 8 heads (4 key heads), one prompt of 448 tokens, float32 on the CPU. Everyone scores all
 edges by EAP and by EAP-IG of inputs (5 steps) with the mean log-probability of the gold tokens; the peers on the same
 weights as a `HookedTransformer` of TransformerLens 3. They have an edge into each query head's keys and values, where
-`attribute_edges` has one into each key head. Contestants take turns, processor time of one thread is counted, and the
-ratio is the median over rounds of the ratio within a round.
+`attribute_edges` has one into each key head. For EAP-IG the released code takes gradients at the shares 0 to 4/5 of the
+way, the paper and the others at 1/5 to 1, so that its scores differ. Contestants take turns, processor time of one
+thread is counted, and the ratio is the median over rounds of the ratio within a round.
 
     python benchmarks/edge_peers.py [--rounds 3] [--width 256] [--out FOLDER]
 
@@ -38,6 +39,9 @@ METHODS = {"eap": "EAP", "eap_ig_inputs": "EAP-IG-inputs"}
 
 PEERS = {"circuitkit": "circuitkit.backends.eap", "released EAP-IG": "eap"}
 """The packages that hold `attribute` and `graph`; circuitkit's grew out of the authors'."""
+
+RELEASED = "commit 795f560"
+"""Of the authors' repository."""
 
 
 def hooked(hf: Any) -> Any:
@@ -105,7 +109,7 @@ def compare(width: int, rounds: int) -> tuple[list[tuple[Any, ...]], dict[str, s
     for name, package in PEERS.items():
         try:
             import_module(f"{package}.attribute")
-            versions |= {name: version(name)} if name == package.split(".")[0] else {}
+            versions[name] = version(name) if name in package else RELEASED
             names.append(name)
         except (ImportError, PackageNotFoundError) as error:
             print(f"{name} is left out: {error}")
