@@ -7,9 +7,10 @@ TransformerLens: its `patching`, and for ablations a loop of `run_with_hooks`. E
 the same, so it edits evenly spread heads only, and the time of that part is scaled up. Contestants take turns,
 processor time of one thread is counted, and the ratio is the median over rounds of the ratio within a round.
 
-Misses: on planted circuits of the zoo (`--circuits`) and on models that `load` takes (`--models`), heads are ranked by
-the estimate and by the exact effect. The best ten are those of the largest exact effect, up or down, without heads that
-change the answer by less than a hundredth of a nat. A sweep misses one if its estimate ranks it behind the share.
+Misses: on planted circuits of the zoo (`--circuits`; 30 to 84 heads) and on models that `load` takes (`--models`),
+heads are ranked by the estimate and by the exact effect. The best ten are those of the largest exact effect, up or
+down, without heads that change the answer by less than a hundredth of a nat. A sweep misses one if its estimate ranks
+it behind the share. The smallest circuits have fewer heads in a quarter than ten.
 
     python benchmarks/screening.py [--rounds 5] [--circuits 40] [--models smollm2] [--seeds 3] [--out FOLDER]
 """
@@ -20,6 +21,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from patching import HEADS, TASK, processor, random_model, timed
@@ -28,7 +30,7 @@ from transformer_lens import patching
 import align_circuits as ac
 from align_circuits.hooks.edits import groups_of
 from align_circuits.models.planted.zoo import zoo_circuit
-from align_circuits.tables.intervals import binomial_interval
+from align_circuits.tables.intervals import binomial_interval, proportion, weighted_mean
 from align_circuits.tables.tables import Provenance, Table
 
 LAYERS, WIDTH = 8, 256
@@ -140,13 +142,13 @@ def speed(rounds: int, sample: int) -> Iterator[Row]:
 
 
 def ranks(table: Table) -> torch.Tensor:
-    """Returns the exact best heads' ranks by the estimate, from 1, as shares of all heads.
+    """Returns for each of the best heads the share of all heads that the estimate ranks before it.
 
     Args:
         table: Two rows a head: its estimate, and its effect.
     """
     both = table.frame.pivot(index=["layer", "head"], columns="made", values="value").abs()
-    rank = both["estimate"].rank(ascending=False, method="first") / len(both)
+    rank = (both["estimate"].rank(ascending=False, method="first") - 1) / len(both)
     best = both["exact"][both["exact"] >= LEAST].nlargest(BEST)
     return torch.tensor(rank[best.index].to_numpy())
 
@@ -182,19 +184,27 @@ def misses(models: str, draws: Iterator[tuple[Any, ac.Prompts, ac.Prompts]]) -> 
             found.setdefault(sweep, []).append(places)
             print(models, sweep, "ranks:", *(f"{place:.3f}" for place in places.tolist()), flush=True)
     for sweep, places in found.items():
-        for share in SHARES:
-            # As `screen` rounds up, and heads are counted from 1, a head at the share itself is measured.
-            sets, heads = [bool((each > share + 1e-9).any()) for each in places], torch.cat(places) > share + 1e-9
-            for measure, missed in (("any of the best missed", sets), ("a best head missed", heads.tolist())):
-                chance = sum(missed) / len(missed)
-                yield (
-                    f"{models}: {sweep}",
-                    f"screened, {share:.0%}",
-                    measure,
-                    chance,
-                    *binomial_interval(sum(missed), len(missed)),
-                    len(missed),
-                )
+        yield from chances(f"{models}: {sweep}", [each for each in places if len(each)])
+
+
+def chances(sweep: str, places: list[torch.Tensor]) -> Iterator[Row]:
+    """Yields how often one of the best heads is missed, by share, with intervals over sweeps.
+
+    Args:
+        sweep: What was measured.
+        places: For each sweep what `ranks` returns.
+    """
+    for share in SHARES:
+        # `screen` rounds up: a head is run if fewer than the share are ranked before it.
+        missed = [(each > share - 1e-9).double() for each in places]
+        count = sum(bool(each.any()) for each in missed)
+        ends = binomial_interval(count, len(missed))
+        yield sweep, f"screened, {share:.0%}", "any of the best missed", count / len(missed), *ends, len(missed)
+        means = np.array([[float(each.mean()) for each in missed]])
+        weights = np.array([[float(len(each)) for each in missed]])
+        low, high = proportion(means, weights)
+        mean = float(weighted_mean(means, weights)[0])
+        yield sweep, f"screened, {share:.0%}", "a best head missed", mean, float(low[0]), float(high[0]), len(missed)
 
 
 def circuits(count: int) -> Iterator[tuple[Any, ac.Prompts, ac.Prompts]]:
