@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from frozen import Twin, of_lengths
+from legs import product
 from torch import Tensor
 
 import align_circuits as ac
@@ -32,11 +33,12 @@ def gap_to_three(logits: Tensor, targets: pd.DataFrame) -> Tensor:
 
 
 METRICS: list[Metric] = ["logit_diff", "prob", "log_prob", "logit", "kl", "accuracy", gap_to_three]
-named = pytest.mark.parametrize("metric", METRICS, ids=name_of_metric)
+named = pytest.mark.parametrize(("metric", "halves"), product(METRICS, LENGTHS), indirect=["halves"])
+pytestmark = pytest.mark.usefixtures("exact_arithmetic")
 
 
-@pytest.fixture
-def model(random_hf_model, exact_arithmetic):  # noqa: ARG001
+@pytest.fixture(scope="module")
+def model(random_hf_model):
     return ac.load(random_hf_model("llama", seed=2).double())
 
 
@@ -116,9 +118,13 @@ def values_of(table: ac.Table, *keys: str, **where: Any) -> dict[Any, float]:
     return dict(zip(frame[list(keys)].itertuples(index=False, name=None), frame["value"], strict=True))
 
 
-@named
-@pytest.mark.parametrize(("direction", "engine"), [("noise", "auto"), ("denoise", "reference")])
-def test_patched_heads(model, halves, metric, direction, engine):
+@pytest.mark.parametrize(
+    ("metric", "halves", "how"),
+    product(METRICS, LENGTHS, [("noise", "auto"), ("denoise", "reference")]),
+    indirect=["halves"],
+)
+def test_patched_heads(model, halves, metric, how):
+    direction, engine = how
     pair = Pair(*halves, metric=metric, direction=direction)
     table = ac.patch_heads(model, pair, options=ac.RunOptions(engine=engine, batch_size=2))
     assert set(table.frame["metric"]) == {name_of_metric(metric)} == set(table.provenance.settings["metric"])
