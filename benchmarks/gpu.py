@@ -76,7 +76,7 @@ def steps(*, pretend: bool) -> list[Step]:
         if shape == "1b" or not pretend
     ]
     return [
-        Step("tests", 6.0, ("-m", "pytest", "-q", str(HERE.parent / "tests" / "test_on_a_gpu.py"))),
+        Step("tests", 6.0, ("-m", "pytest", "-q", "-m", "", str(HERE.parent / "tests" / "test_on_a_gpu.py"))),
         *shapes,
         Step("ensembles", 4.0, (str(HERE / "ensembles.py"), "--device", device, *few), keeps=True),
         *(

@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,7 +10,7 @@ import pandas as pd
 from IPython.display import HTML, Markdown, display
 
 from align_circuits.cli.experiments_list import kept_verdicts
-from align_circuits.papers.claims import Verdict, checks_html, verdicts
+from align_circuits.papers.claims import Check, Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
@@ -33,6 +34,12 @@ def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
                 yield experiment, folder
 
 
+@cache
+def checked(name: str, folder: Path) -> list[Check]:
+    """Returns the checks of an experiment on the results in a folder, made once."""
+    return list(EXPERIMENTS[name].check(Table.load(folder)))
+
+
 def show(paper: str) -> None:
     """Shows how many claims hold in each experiment, then every experiment with its claims and figures."""
     counts = overview(paper)
@@ -44,7 +51,7 @@ def show(paper: str) -> None:
         models = table.provenance.settings["models"]
         about = f"{experiment.source}; scale `{folder.name}`{', models: ' + ', '.join(models) if models else ''}."
         display(Markdown(f"## {experiment.name}: {experiment.title}\n\n{about} {experiment.published}"))
-        if checks := experiment.check(table):
+        if checks := checked(experiment.name, folder):
             display(Markdown(f"{verdicts(checks)} {preregistered(experiment.name, folder.name)}"))
             display(HTML(checks_html(checks)))
         for name, figure in experiment.draw(table).items():
@@ -53,14 +60,19 @@ def show(paper: str) -> None:
             display(figure)
 
 
+def folder_of(name: str, scale: str) -> Path:
+    """Returns where the results of an experiment are kept."""
+    return Path("results") / EXPERIMENTS[name].study.name.replace("/", "-") / scale
+
+
 def kept_table(name: str, scale: str) -> Table:
     """Returns the kept table of an experiment."""
-    return Table.load(Path("results") / EXPERIMENTS[name].study.name.replace("/", "-") / scale)
+    return Table.load(folder_of(name, scale))
 
 
 def claims_of(name: str, scale: str) -> None:
     """Shows the claims of an experiment, and whether they stood in the code before."""
-    checks = EXPERIMENTS[name].check(kept_table(name, scale))
+    checks = checked(name, folder_of(name, scale))
     display(Markdown(f"`{name}`, scale `{scale}`: {verdicts(checks)} {preregistered(name, scale)}"))
     display(HTML(checks_html(checks)))
 
@@ -84,7 +96,7 @@ def overview(paper: str) -> pd.DataFrame:
     """Returns how many claims of each experiment have which verdict."""
     rows = []
     for experiment, folder in kept(paper):
-        found = [check.verdict for check in experiment.check(Table.load(folder))]
+        found = [check.verdict for check in checked(experiment.name, folder)]
         counts = {verdict: found.count(verdict) for verdict in VERDICTS}
         rows.append({"experiment": experiment.name, "what": experiment.title, "scale": folder.name, **counts})
     return pd.DataFrame(rows)
@@ -93,7 +105,7 @@ def overview(paper: str) -> pd.DataFrame:
 def failing(paper: str) -> Iterator[tuple[str, str, str, str]]:
     """Yields experiment, scale, claim and measured number of every claim that fails."""
     for experiment, folder in kept(paper):
-        for check in experiment.check(Table.load(folder)):
+        for check in checked(experiment.name, folder):
             if check.verdict == "fails":
                 yield experiment.name, folder.name, check.claim, check.row()["measured"]
 
@@ -138,9 +150,10 @@ def fresh_seeds() -> pd.DataFrame:
     """Returns the claims about emergence with the seeds that they were developed and tested on, and the verdicts."""
     rows = []
     for entry in tomllib.loads(FRESH.read_text(encoding="utf-8"))["claim"]:
-        name, table = entry["experiment"], kept_table(entry["experiment"], entry["scale"])
-        found = [check.verdict for check in EXPERIMENTS[name].check(table)]
-        seeds, developed = ([str(seed) for seed in of] for of in (seeds_of(table), entry["developed_on"]))
+        name, scale = entry["experiment"], entry["scale"]
+        found = [check.verdict for check in checked(name, folder_of(name, scale))]
+        tested = seeds_of(kept_table(name, scale))
+        seeds, developed = ([str(seed) for seed in of] for of in (tested, entry["developed_on"]))
         rows.append(
             {
                 "what emerges": entry["what"],

@@ -22,11 +22,17 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
+QUICK = "mixed or crosses or test_load or scores or evaluation or ablations or edits or training or model_on_two or measures"
+"""A few seconds: what raises, loading, both engines on one device and on two, edits, the training loop."""
+
+
 @pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="built for CUDA, no GPU")
 @pytest.mark.skipif(torch.version.cuda is None and compiler() is None, reason="no C++ compiler to pretend a GPU with")
-def test_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("which", [QUICK, pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_on_a_gpu(tmp_path, which):
     library = str(build(tmp_path)) if torch.version.cuda is None else ""
-    pretend = [sys.executable, "-c", START, library, str(HERE / "on_a_gpu.py"), "-q", "-p", "no:cacheprovider"]
+    here = str(HERE / "on_a_gpu.py")
+    pretend = [sys.executable, "-c", START, library, here, "-k", which, "-q", "-p", "no:cacheprovider"]
     untyped = {"PYTHONPATH": str(HERE.parent), "JAXTYPING_DISABLE": "1"}  # shapes are checked elsewhere
     run = subprocess.run(
         pretend, cwd=HERE.parent, env=os.environ | untyped, capture_output=True, text=True, check=False

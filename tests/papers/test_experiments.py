@@ -7,6 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pandas as pd
 import pytest
+from legs import slow_but
 
 from align_circuits.cli import main
 from align_circuits.cli.experiments_list import durations, listing
@@ -64,8 +65,11 @@ def power_holds(table: Table, checks: list[Check]) -> None:
 SURE = {"localize/ground-truth": ground_truth_holds, "localize/power": power_holds}
 """What is known of an experiment even at this scale."""
 
+QUICK = ("icatune/fig7", "recall/strategies", "abrupt/depth", "wild/induction")
+"""One of each paper and one that validates this package, of those that take least."""
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+
+@pytest.mark.parametrize("name", slow_but(QUICK, EXPERIMENTS))
 def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, request):
     if name == "abrupt/onset":
         request.getfixturevalue("unchecked_shapes")
@@ -85,17 +89,13 @@ def test_every_experiment_runs_at_smoke_scale(name, folder, runs, tmp_path, requ
         assert low <= value <= high or np.isnan([low, high]).all(), "what rests on one seed has no interval"
 
 
-def test_a_random_model_meets_no_criterion_that_needs_learning(folder, tmp_path):
+def test_a_random_model_meets_no_criterion_that_needs_learning_and_an_oracle_does(folder, runs):
+    """But for the gap, which the oracle's alignment breaks."""
     experiment = EXPERIMENTS["toy-llama/criteria"]
-    table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
+    table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=runs)
     learned = [check for check in experiment.check(table) if check.relation == ">="]
     assert len(learned) == 3
     assert not any(check.met for check in learned)
-
-
-def test_an_oracle_meets_them_and_its_alignment_breaks_the_gap(folder, tmp_path):
-    experiment = EXPERIMENTS["toy-llama/criteria"]
-    table = experiment.run(experiment.scales["smoke"], models=[folder], jobs=1, folder=tmp_path)
     frame = table.frame.copy()
     frame.loc[frame["predictor"] == "model", ["value", "low", "high"]] = 1.0
     frame.loc[frame["metric"] == "align_query", ["value", "low", "high"]] = 1.0
