@@ -20,9 +20,13 @@ def product(first: Iterable[Any], *others: Iterable[Any]) -> list[Any]:
     fast = set()
     for step in range(len(lists[0])):
         rounds = itertools.accumulate((len(other) for other in lists[1:-1]), lambda done, size: done * size, initial=1)
-        later = [(step + (step // done if done > 1 else 0)) % len(one) for done, one in zip(rounds, lists[1:], strict=True)]
+        later = [
+            (step + (step // done if done > 1 else 0)) % len(one) for done, one in zip(rounds, lists[1:], strict=True)
+        ]
         fast.add((step, *later))
-    assert all({place[at] for place in fast} == {*range(len(one))} for at, one in enumerate(lists)), "a choice is left out"
+    assert all({place[at] for place in fast} == {*range(len(one))} for at, one in enumerate(lists)), (
+        "a choice is left out"
+    )
     combinations = itertools.product(*map(enumerate, lists))
     places = ((tuple(at for at, _ in each), [choice for _, choice in each]) for each in combinations)
     return [pytest.param(*values, marks=[] if place in fast else pytest.mark.slow) for place, values in places]

@@ -297,7 +297,9 @@ def pytest_in(folder, arguments, *plugins):
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
     sys.path.insert(0, str(folder))
-    return pytest.main(["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=line", *QUIET, *arguments], plugins=plugins)
+    return pytest.main(
+        ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=line", *QUIET, *arguments], plugins=plugins
+    )
 
 
 def watched(folder, files, out):

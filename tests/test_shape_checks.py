@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError, install_import_hook
 
 from align_circuits.heads.metrics import entropy
 
-MODULE = '''
+MODULE = """
 from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
@@ -36,7 +36,7 @@ def outer(annotation):
     def closure(x: Float[Tensor, "a a"], scale: annotation) -> Float[Tensor, " a"]:
         return x if scale == 3 else x[0]
     return closure
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ class HeadSets:
         """Returns `Localization.group_ablations`: accuracy with sets of heads ablated, on the prompts that test."""
         sets: list[_Set] = [("nothing", None, ())]
         sets += [(role, None, heads) for role, heads in heads_by_role.items() if heads]
-        return self._test(sets, named, controls, ("necessary", "sufficient")) if named else self._table(sets)
+        return self._test(sets, named, controls, ("necessary", "sufficient") if named else ())
 
     def _test(
         self,
@@ -232,54 +232,55 @@ class HeadSets:
         `Verdict` stays valid at every level, since it is never below the sequential one of Besag and Clifford (1991),
         "Sequential Monte Carlo p-values": 1/l where the l-th draw is the first to do as well.
         """
-        rest = self._without(tested)
-        first = [*sets]
-        first += [("named", None, tested)] if "necessary" in claims else []
-        first += [("rest", None, rest)] if "sufficient" in claims and rest else []
-        tables = [self._table(first)]
-        intact = self._accuracy(tables[0].where(ablated="nothing"))[0]
+        rest, measured = self._without(tested), [*sets]
+        measured += [("named", None, tested)] if "necessary" in claims else []
+        measured += [("rest", None, rest)] if "sufficient" in claims and rest else []
+        right = self._right_targets([heads for _, _, heads in measured])
+        accuracy = {name: self._accuracy(of_set) for (name, _, _), of_set in zip(measured, right, strict=True)}
         for claim in claims:
-            if claim == "sufficient" and not rest:
-                continue
-            own = self._accuracy(tables[0].where(ablated="named" if claim == "necessary" else "rest"))[0]
-            if not _large(claim, intact, own, self._least(claim)):
+            own = accuracy.get("named" if claim == "necessary" else "rest")
+            if own is None or not _large(claim, accuracy["nothing"], own, self._least(claim)):
                 continue
             for draw in range(max(map(len, controls.values()))):
-                sets = [
+                drawn: list[_Set] = [
                     (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
                     for kind, name in _ROWS.items()
                     for heads in controls.get(kind, ())[draw : draw + 1]
                 ]
-                tables.append(self._table(sets, beside=(claim, own)))
-                if _as_extreme(claim, self._accuracy(tables[-1]), own).any():
+                of_drawn = self._right_targets([heads for _, _, heads in drawn], (claim, own))
+                measured, right = [*measured, *drawn], [*right, *of_drawn]
+                if _as_extreme(claim, np.array([*map(self._accuracy, of_drawn)]), own).any():
                     break
-        return Table.concat(tables)
+        return self._table(measured, right)
 
     def _least(self, claim: Claim) -> float:
         return self._thresholds.loss if claim == "necessary" else self._thresholds.kept
 
-    def _accuracy(self, table: Table) -> Float[ndarray, " set"]:
-        return table.where(kind=self._kind).frame["value"].to_numpy(float)
+    def _accuracy(self, right: Float[ndarray, " target"]) -> float:
+        """The share of the targets that are right, of those that were measured."""
+        return float(np.nanmean(right[by_kind(self._tested)[self._kind]]))
 
-    def _table(self, sets: Sequence[_Set], beside: tuple[Claim, float] | None = None) -> Table:
-        """Accuracy with each set ablated; sets of the same heads are measured once.
+    def _right_targets(
+        self, sets: Sequence[Sequence[Head]], beside: tuple[Claim, float] | None = None
+    ) -> list[Float[ndarray, " target"]]:
+        """Which targets are right with each set ablated; sets of the same heads are measured once.
 
         Args:
-            sets: What is ablated.
+            sets: The heads of each.
             beside: For control sets, the claim and the accuracy of the tested set: a control set is measured on no more
-                prompts than show that it does not do as well.
+                prompts than show that it does not do as well; NaN on the others.
         """
-        asked = list(dict.fromkeys(tuple(heads) for _, _, heads in sets))
-        if beside is not None or (asked := [heads for heads in asked if heads not in self._whole]):
+        known = self._whole if beside is None else {}
+        if asked := [heads for heads in dict.fromkeys(map(tuple, sets)) if heads not in known]:
             values, engine = self._accuracies(self._tested, asked, beside)
             self._provenance = self._provenance or provenance_of("localize", self._model, self._tested, engine)
-        by_heads = dict(zip(asked, values, strict=True)) if asked else {}
-        if beside is None:
-            self._whole |= by_heads
-            by_heads = self._whole
+            known |= dict(zip(asked, values, strict=True))
+        return [known[tuple(heads)] for heads in sets]
+
+    def _table(self, sets: Sequence[_Set], right: Sequence[Float[ndarray, " target"]]) -> Table:
+        """Accuracy with each set ablated, from which targets are right."""
         kinds, targets = by_kind(self._tested), self._tested.column("prompt").numpy()
-        of_sets = [by_heads[tuple(heads)] for _, _, heads in sets]
-        means, weights = means_by_prompt(self._tested, targets, of_sets, list(kinds.values()))
+        means, weights = means_by_prompt(self._tested, targets, right, list(kinds.values()))
         weights[np.isnan(means)] = 0  # prompts on which a control set was not measured
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
         keys = pd.DataFrame([(name, draw) for name, draw, _ in sets], columns=["ablated", "draw"])

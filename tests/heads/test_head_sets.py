@@ -106,8 +106,9 @@ def test_a_table_counts_the_prompts_that_a_control_set_was_measured_on(planted, 
     sets = head_sets.HeadSets(model, prompts, prompts, scores, Thresholds(), ac.RunOptions())
     monkeypatch.setattr(head_sets, "CPU_TOKENS", 1)
     inert = next(head for head, kind in model.kinds.items() if kind == "inert")
-    intact = float(sets._table([("nothing", None, ())]).where(kind="first").frame["value"].iloc[0])
-    table = sets._table([("random", 0, [inert])], beside=("necessary", intact / 2)).where(kind="first")
+    intact = sets._accuracy(sets._right_targets([()])[0])
+    right = sets._right_targets([[inert]], beside=("necessary", intact / 2))
+    table = sets._table([("random", 0, [inert])], right).where(kind="first")
     (row,) = table.frame.to_dict("records")
     targets = (prompts.targets["kind"] == "first").sum()
     assert 0 < row["n"] < targets and row["low"] <= row["value"] <= row["high"]
