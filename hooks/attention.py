@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change
 
@@ -212,5 +213,5 @@ def raw_attention(bridge: Any) -> Iterator[None]:
     """
     if reason := why_not_fast(bridge):
         raise ValueError(f"the fast engine cannot run this model: {reason}; use RunOptions(engine='reference')")
-    with compat.attention_function(bridge, ATTENTION, probe_attention):
+    with compat.attention_function(bridge, modules_in(bridge), ATTENTION, probe_attention):
         yield

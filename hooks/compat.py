@@ -5,7 +5,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -214,14 +214,16 @@ def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) 
 
 
 @contextmanager
-def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-    """Runs Hugging Face's own attention layers in a bridge, with one function for their attention.
+def attention_function(
+    bridge: Any, modules: Sequence[nn.Module], name: str, function: Callable[..., tuple[Tensor, None]]
+) -> Iterator[None]:
+    """Runs Hugging Face's own attention layers in a bridge of some modules, with one function for their attention.
 
     One `with` may stand in another.
     """
     register_attention(name, function)
     layers = [block.attn for block in bridge.blocks]
-    models = [module for module in modules_of(wrapped(bridge)) if isinstance(module, PreTrainedModel)]
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
     # Selected on the configurations themselves: there is no public way to read the selection that must be restored.
     configs = {id(owner.config): owner.config for owner in (*models, *(component(layer) for layer in layers))}
     implementations = {key: config._attn_implementation for key, config in configs.items()}
@@ -244,8 +246,10 @@ def attention_function(bridge: Any, name: str, function: Callable[..., tuple[Ten
 
 
 @contextmanager
-def merged_adapters(model: Any) -> Iterator[None]:
-    """Adds LoRA to the weights that it adapts for the length of a `with`, which saves two products a matrix and token.
+def merged_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Adds LoRA among some modules to the weights that it adapts, for the length of a `with`.
+
+    It saves two products for each matrix and token.
 
     A copy of each weight takes its place, since models may share the weight itself; then the weight returns, untouched.
     Adapters stay apart where the sum would be rounded or is none: on weights narrower than float32, with other variants
@@ -253,7 +257,7 @@ def merged_adapters(model: Any) -> Iterator[None]:
     """
     replaced: list[tuple[Any, nn.Module, nn.Parameter]] = []
     try:
-        for layer in [module for module in modules_of(wrapped(model)) if "merged_adapters" in vars(module)]:
+        for layer in [module for module in modules if "merged_adapters" in vars(module)]:
             from peft.tuners.lora import Linear  # imported already by whoever made the adapter
 
             base: Any = layer.base_layer

@@ -2,10 +2,12 @@
 
 import signal
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
+
+from torch import nn
 
 from align_circuits.hooks import compat
 
@@ -63,6 +65,11 @@ def once_a_call(model: Any, key: Hashable, compute: Callable[[], Value]) -> Valu
                 computed[key] = compute()
             return computed[key]
     return compute()
+
+
+def modules_in(model: Any) -> Sequence[nn.Module]:
+    """Returns the modules of a model and of what it wraps; within a call they are listed once."""
+    return once_a_call(model, "modules", lambda: [*compat.modules_of(model, compat.wrapped(model))])
 
 
 class _Signals:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 
 Change = Callable[[Tensor], Tensor | None]
 """Takes an activation; returns what replaces it, or None if it only reads."""
@@ -123,7 +122,7 @@ def dry_run(model: Any, names: Collection[str]) -> Probes:
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Switches dropout off, and afterwards restores the mode of every module."""
-    training = [module for module in compat.modules_of(model, compat.wrapped(model)) if module.training]
+    training = [module for module in modules_in(model) if module.training]
     try:
         for module in training:  # `model.eval()` walks the modules of a bridge many times
             module.training = False

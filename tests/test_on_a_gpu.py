@@ -22,7 +22,20 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-QUICK = "mixed or crosses or test_load or scores or evaluation or ablations or edits or training or model_on_two or measures"
+QUICK = " or ".join(
+    (
+        "mixed",
+        "crosses",
+        "test_load",
+        "scores",
+        "evaluation",
+        "ablations",
+        "edits",
+        "training",
+        "model_on_two",
+        "measures",
+    )
+)
 """A few seconds: what raises, loading, both engines on one device and on two, edits, the training loop."""
 
 

@@ -15,7 +15,7 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_not_replayed
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 from align_circuits.hooks.names import is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
@@ -98,7 +98,7 @@ def run_edited(
     )
     reason = _why_not_replayed(model, set().union(*names), patterns_of_source)
     if options.engine != "reference" and reason is None:
-        with torch.no_grad(), evaluating(model), compat.merged_adapters(model), decoder_of(model) as decoder:
+        with _replaying(model) as decoder:
             _replay_in_batches(runs, decoder, options)
         return "replay"
     if options.engine == "fast" and isinstance(model, HasDecoder):
@@ -175,12 +175,19 @@ def run_with_last_tokens(
             for name, layer in layers.items():
                 batch.hand_over(partial(on_pattern, index), layer, kept[name][:, :, -1])
 
-    with torch.no_grad(), evaluating(model), compat.merged_adapters(model), decoder_of(model) as decoder:
+    with _replaying(model) as decoder:
         if options.batch_size == "auto":
             in_batches(partial(run, decoder), each, length, fitting_tokens(model, prompts, device), halve_to=length)
         else:
             in_batches(partial(run, decoder), each, length, options.batch_size * length, halve_to=None)
     return "replay"
+
+
+@contextmanager
+def _replaying(model: HookedModel) -> Iterator[Decoder]:
+    """Gives the parts of a model for replay: in evaluation mode, with merged adapters, without gradients."""
+    with torch.no_grad(), evaluating(model), compat.merged_adapters(modules_in(model)), decoder_of(model) as decoder:
+        yield decoder
 
 
 def _why_not_replayed(model: HookedModel, names: Collection[str], patterns_of_source: bool) -> str | None:
@@ -261,7 +268,7 @@ def shared_runs(model: HookedModel) -> Iterator[None]:
     model_provenance(model)
     token = _KEPT.set(_KEPT.get() or _KeptRuns())
     try:
-        with compat.merged_adapters(model):
+        with compat.merged_adapters(modules_in(model)):
             yield
     finally:
         _KEPT.reset(token)
