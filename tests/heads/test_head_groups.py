@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import align_circuits as ac
 from align_circuits.heads import head_groups
@@ -73,8 +72,8 @@ def test_an_effect_is_what_the_head_brings_back_alone(split):
 
 
 def test_without_heads_that_share_a_role_groups_are_the_named_heads():
-    task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
-    result = ac.localize(planted_circuit(task, seed=3), task, 16, seed=1, draws=0, groups=True)
+    task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
+    result = ac.localize(planted_circuit(task, seed=3), task, 12, seed=1, draws=0, groups=True)
     assert {role: set(result.group(role)) for role in result.heads_by_role} == {
         role: set(heads) for role, heads in result.heads_by_role.items()
     }
@@ -126,10 +125,3 @@ def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
     for search.effect, search.low in ((Thresholds().effect - 1e-6, 1e-6), (1.0, 0.0)):
         assert [member.head for member in search.group("lookup", [(1, 0)])] == [(1, 0)], "others count for too little"
         assert search.group("lookup", []) == ()
-
-
-def test_nothing_moves(split):
-    state = torch.random.get_rng_state()
-    model, _ = split
-    ac.localize(model, TASK, 8, draws=0, groups=True)
-    assert torch.equal(torch.random.get_rng_state(), state)

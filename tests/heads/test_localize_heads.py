@@ -438,7 +438,7 @@ def test_no_head_is_named_among_random_weights():
 
 def test_thresholds_decide(circuit):
     model, _ = circuit
-    strict = ac.localize(model, TASK, n=16, draws=0, thresholds=Thresholds(effect=100.0))
+    strict = ac.localize(model, TASK, n=8, draws=0, thresholds=Thresholds(effect=100.0))
     assert strict.named_heads == []
     assert strict.summary == "No head passes every test."
     assert len(strict.example_attention) == 0
@@ -485,14 +485,14 @@ def test_named_heads_come_best_first():
 
 def test_one_distance_cannot_tell_an_aligner():
     """With one letter a phrase, a monotonic aligner looks a fixed distance back; a permuted one does not."""
-    task = replace(TASK, phrase_len=1, n_examples=8)
-    monotonic = ac.localize(ac.planted_circuit(task, seed=1), task, n=16, draws=0)
+    task = replace(TASK, phrase_len=1, n_examples=3)
+    monotonic = ac.localize(ac.planted_circuit(task, seed=1), task, n=12, draws=0)
     assert monotonic.heads("align_query") == []
     assert monotonic.heads("lookup")
     assert "one distance" in monotonic.summary
     permuted = replace(task, alignment="permutation")
     model = ac.planted_circuit(permuted, seed=1)
-    result = ac.localize(model, permuted, n=16, draws=0)
+    result = ac.localize(model, permuted, n=12, draws=0)
     assert result.heads("align_query") == [head for head, role in model.roles.items() if role == "align_query"]
 
 
@@ -509,7 +509,7 @@ def test_induction_heads_are_named_on_repeated_tokens():
 
 def test_diffuse_aligners_are_told():
     """At this strength the head that aligns keys keeps .07 of its attention on the aligned symbol, and has effect."""
-    task = replace(TASK, x_len=5, phrase_len=2, n_examples=6)
+    task = replace(TASK, n_examples=3)
     model = ac.planted_circuit(task, seed=0, strength=0.35)
     result = ac.localize(model, task, n=16, draws=0)
     (aligner,) = (head for head, role in model.roles.items() if role == "align_key")
@@ -520,8 +520,8 @@ def test_diffuse_aligners_are_told():
 
 
 def test_few_symbols_cannot_establish_an_aligner():
-    task = replace(TASK, x_len=3)
-    result = ac.localize(ac.planted_circuit(task, seed=0), task, n=16, draws=0)
+    task = replace(TASK, x_len=3, n_examples=2)
+    result = ac.localize(ac.planted_circuit(task, seed=0), task, n=8, draws=0)
     assert result.heads("align_query") == []
     assert "3 input symbols have 6 orders" in result.summary
 

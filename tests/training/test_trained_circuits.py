@@ -1,6 +1,7 @@
 """Circuits in trained models: the loss of interchange training, what is measured of it, and what it reaches."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,18 @@ from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.papers.validation.circuits_in_trained_models import trained_task
 from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.rng import Rng
+from align_circuits.training import trained_circuits
 from align_circuits.training.trained_circuits import SURE, _length, _pairs, _Student, train_circuit, what_was_reached
 
 TASK = trained_task(3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_pairs():
+    """What a training reached is measured on 8 pairs of prompts, which takes as long as two steps, not on 128."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_circuits, "what_was_reached", partial(what_was_reached, n=8))
+        yield
 
 
 @pytest.fixture(scope="module")
