@@ -118,19 +118,23 @@ class HasDecoder(Protocol):
         """Returns the model's parts, which must compute what its `forward` computes."""
         ...
 
-    def why_not_replayed(self) -> str | None:
+    def why_no_decoder(self) -> str | None:
         """Returns why they would not, as where a hook is attached; None where they do."""
         ...
 
 
-def why_not_replayed(model: HookedModel) -> str | None:
-    """Returns why replay cannot run a model, or None where it can."""
-    return model.why_not_replayed() if isinstance(model, HasDecoder) else why_not_fast(model)
+def why_no_decoder(model: HookedModel) -> str | None:
+    """Returns why a model's parts cannot be run without its hooks, or None where they can."""
+    return model.why_no_decoder() if isinstance(model, HasDecoder) else why_not_fast(model)
 
 
 @contextmanager
 def decoder_of(model: HookedModel) -> Iterator[Decoder]:
-    """Gives the parts of a model that can be replayed, for the length of a `with`."""
+    """Gives the parts of a model for the length of a `with`.
+
+    Raises:
+        ValueError: A bridge whose parts cannot be run without its hooks (`why_no_decoder`).
+    """
     with nullcontext() if isinstance(model, HasDecoder) else raw_attention(model):
         yield model.decoder() if isinstance(model, HasDecoder) else _BridgeDecoder(model)
 

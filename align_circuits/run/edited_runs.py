@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_not_replayed
+from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
@@ -71,8 +71,9 @@ def run_edited(
         source: Other prompts, token by token alike in shape, whose activations a `Patch` without values puts in.
         options: Engines `"fast"` and `"auto"` take replay where the fast engine applies and every edit is at one of
             `hooks.replay.REPLAY_SITES`, unless patterns of other prompts are put in, which would take too much memory;
-            else the edit sets run one by one, as `forward` does. The batch size is that of whole prompts, of all edit
-            sets together.
+            else the edit sets run one by one, as `forward` does. Models that offer their parts (`HasDecoder`), as those
+            built by hand, are replayed too; of those `"fast"` means replay alone. The batch size is that of whole
+            prompts, of all edit sets together.
 
     Returns:
         What ran: `"replay"`, `"fast"` or `"reference"`.
@@ -96,13 +97,14 @@ def run_edited(
         for edits in edit_sets
         for edit in edits
     )
-    reason = _why_not_replayed(model, set().union(*names), patterns_of_source)
-    if options.engine != "reference" and reason is None:
-        with _replaying(model) as decoder:
-            _replay_in_batches(runs, decoder, options)
-        return "replay"
-    if options.engine == "fast" and isinstance(model, HasDecoder):
-        raise not_fast(str(reason))  # a bridge may have the fast engine even so
+    if options.engine != "reference":
+        reason = _why_not_replayed(model, set().union(*names), patterns_of_source)
+        if reason is None:
+            with _replaying(model) as decoder:
+                _replay_in_batches(runs, decoder, options)
+            return "replay"
+        if options.engine == "fast" and isinstance(model, HasDecoder):  # a bridge may be fast without replay
+            raise not_fast(reason)
     hooked = set().union(*(as_hooked(changes_of(edits, model, no_prompts), model) for edits in edit_sets))
     engine = choose_engine(model, options, hooked)
     options = replace(options, engine=engine)
@@ -154,7 +156,7 @@ def run_with_last_tokens(
     for other in others:
         check_fits(model, other)
     query = torch.full((len(prompts),), length - 1)
-    if options.engine == "reference" or why_not_replayed(model):
+    if options.engine == "reference" or why_no_decoder(model):
         engine = ""
         for index, other in enumerate(others):
             read = partial(on_pattern, index)
@@ -192,7 +194,7 @@ def _replaying(model: HookedModel) -> Iterator[Decoder]:
 
 def _why_not_replayed(model: HookedModel, names: Collection[str], patterns_of_source: bool) -> str | None:
     """Why replay cannot make edits at these hook points; None where it can."""
-    if reason := why_not_replayed(model):
+    if reason := why_no_decoder(model):
         return reason
     if patterns_of_source:
         return "replay does not keep the patterns of other prompts, which take too much memory"

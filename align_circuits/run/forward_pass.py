@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention
-from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_not_replayed
+from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -59,7 +59,8 @@ def forward(
             padding that all of a batch share are left out on the left.
         edits: What is changed while the model runs.
         options: Engine and batch size. `"auto"` takes the fast engine on a `TransformerBridge` of a tested architecture
-            without hooks attached, where all hook points of `edits` and `on_activation` fire.
+            without hooks attached, where all hook points of `edits` and `on_activation` fire; and on a model that
+            offers its parts (`HasDecoder`), as one built by hand, where there are neither.
 
     Returns:
         The engine that ran, `"fast"` or `"reference"`.
@@ -167,7 +168,7 @@ def choose_engine(
     """
     if options.engine == "reference":
         return "reference"
-    reason = why_not_replayed(model)
+    reason = why_no_decoder(model)
     if not reason and (options.engine == "auto" or by_hooks):
         reason = why_silent(model, names, by_hooks=by_hooks)
     if options.engine == "fast" and reason:

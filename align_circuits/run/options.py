@@ -19,8 +19,9 @@ class RunOptions:
     """
 
     engine: Engine = "auto"
-    """`"fast"` is Hugging Face's own attention on the same weights, `"reference"` is TransformerLens's hooks; `"auto"`
-    takes the fast one wherever it applies and every hook fires."""
+    """`"fast"` is Hugging Face's own attention on the same weights, or a hand-built model's parts without its hooks;
+    `"reference"` is TransformerLens's hooks; `"auto"` takes the fast one wherever it applies and every hook fires.
+    Edited runs are replayed under `"fast"` and `"auto"` where they can be (`run.edited_runs.run_edited`)."""
     batch_size: int | Literal["auto"] = "auto"
     """Prompts at a time; `"auto"` fits it to the device and halves it when memory runs out."""
     progress: bool | Literal["auto"] = "auto"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_hand_built import hand_built
 from torch import Tensor
 
 import align_circuits as ac
@@ -19,7 +20,7 @@ from align_circuits.hooks import compat, replay
 from align_circuits.hooks.edits import Edit
 from align_circuits.hooks.names import HEAD_SITES, ROTATED_SITES, name_of, site_of
 from align_circuits.hooks.replay import REPLAY_SITES
-from align_circuits.models.planted.transformer import HandBuilt, HandBuiltConfig
+from align_circuits.models.planted.transformer import HandBuilt, HandBuiltMLP
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
 from align_circuits.run import batching, edited_runs
@@ -48,23 +49,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "hand-built, zeros": ("hand-built", {"d_head": 40, "n_key_value_heads": 2, "zeros": True}),
     "planted": ("planted", {}),
 }
-
-
-def hand_built(zeros: bool = False, **changes: Any) -> HandBuilt:
-    """A model of random weights; with `zeros`, of heads and layers that use few columns and units, or none."""
-    sizes = {"n_layers": 3, "n_heads": 4, "d_model": 32, "d_head": 8, "d_mlp": 48, "d_vocab": 20, "n_ctx": 12}
-    model, generator = HandBuilt(HandBuiltConfig(**{**sizes, **changes})), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-        for layer, block in enumerate(model.blocks if zeros else ()):
-            attention = block.attn
-            for place, weight in enumerate([attention.W_Q, attention.W_K, attention.W_V, attention.W_O.mT]):
-                for head, columns in enumerate(weight.mT):
-                    columns[: 7 * head + place], columns[9 * (head + 1) + layer + 2 * place :] = 0, 0
-            (block.attn.W_V if layer == 1 else block.attn.W_Q)[1] = 0
-            block.mlp.W_out[10 * layer : 10 * layer + 20] = 0
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +239,84 @@ def test_hand_built_models_replay_every_edit_at_every_site(models, kind, lengths
     found, ran = logits_of(model, prompts, edit_sets, rows, source=source)
     assert ran == "replay"
     torch.testing.assert_close(found, expected, atol=atol * max(1.0, float(expected.abs().max())), rtol=0)
+
+
+class Doubled(HandBuilt):
+    """Whose forward is another than that of its parts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Louder(HandBuiltMLP):
+    def forward(self, residual: Tensor) -> Tensor:
+        return 2 * super().forward(residual)
+
+
+def with_own_mlp() -> HandBuilt:
+    model = hand_built()
+    mlp = Louder(model.cfg)
+    mlp.load_state_dict(model.blocks[1].mlp.state_dict())
+    model.blocks[1].mlp = mlp
+    return model
+
+
+def with_own_forward() -> HandBuilt:
+    model = hand_built()
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: 2 * forward(*args, **kwargs)
+    return model
+
+
+def with_torch_hook() -> HandBuilt:
+    model = hand_built()
+    model.blocks[0].mlp.register_forward_hook(lambda _module, _input, output: 2 * output)
+    return model
+
+
+def with_hook() -> HandBuilt:
+    model = hand_built()
+    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: 2 * z)  # noqa: ARG005 - TransformerLens's keyword
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: hand_built(Doubled), "Doubled has a forward of its own"),
+        (with_own_mlp, "blocks.1.mlp has a forward of its own"),
+        (with_own_forward, "HandBuilt has a forward of its own"),
+        (with_torch_hook, r"hooks are attached \(blocks.0.mlp\)"),
+        (with_hook, r"hooks are attached \(blocks.1.attn.hook_z\)"),
+    ],
+)
+def test_hand_built_models_that_compute_otherwise_are_not_replayed(make, reason):
+    model, prompts, edit_sets = make(), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]]
+    found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
+    assert ran == "reference"
+    expected, _ = logits_of(hand_built(), prompts, edit_sets, every_row(prompts))
+    assert ((found - expected).abs().amax((1, 2)) > 0.1).all(), "what is its own counts"
+    with pytest.raises(ValueError, match=reason):
+        logits_of(model, prompts, edit_sets, every_row(prompts), engine="fast")
+
+
+def test_edits_that_no_part_of_a_hand_built_model_can_make_are_left_to_its_hooks():
+    model, prompts = hand_built(), prompts_of(PLAIN, 0)
+    scores, rotated = ac.Ablate(hook="blocks.0.attn.hook_attn_scores"), ac.Ablate([(0, 1)], site="rot_q")
+    pattern = ac.Patch([(0, 1)], site="pattern")
+    for edit, reason in [
+        (scores, "replay does not edit blocks.0.attn.hook_attn_scores"),
+        (pattern, "replay does not keep the patterns of other prompts"),
+        (rotated, "it has no hook point blocks.0.attn.hook_rot_q"),
+    ]:
+        options: Any = {"source": prompts}
+        if edit is rotated:
+            with pytest.raises(ValueError, match=r"no hook point 'blocks.0.attn.hook_rot_q' in this HandBuilt"):
+                logits_of(model, prompts, [[edit]], every_row(prompts), **options)
+        else:
+            assert logits_of(model, prompts, [[edit]], every_row(prompts), **options)[1] == "reference"
+        with pytest.raises(ValueError, match=f"the fast engine cannot run this model: {reason}"):
+            logits_of(model, prompts, [[edit]], every_row(prompts), engine="fast", **options)
 
 
 PLAIN = Case("llama", torch.float32, (9, 9, 9), 5, (), 0, "auto", "auto", 2048)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from frozen import unchecked
 from peft import LoraConfig, get_peft_model
+from random_hand_built import hand_built
 from transformer_lens import HookedRootModule
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
@@ -246,6 +247,25 @@ def test_native_bridge_runs_by_reference(prompts):
     torch.testing.assert_close(many[:2], one[:2], atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="the fast engine cannot run this model"):
         run(model, prompts, engine="fast")
+
+
+@pytest.mark.parametrize("grouped", [{}, {"n_key_value_heads": 2}])
+def test_parts_of_a_hand_built_model_equal_its_hooks(prompts, grouped):
+    model = hand_built(zeros=True, d_head=40, **grouped)
+    for kind, atol in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        model = model.to(kind)
+        for chosen in (prompts, ac.Prompts.from_tokens(prompts.tokens[[0, 4], -8:].tolist())):
+            pattern, logits, ran = run(model, chosen)
+            expected = run(model, chosen, engine="reference", batch_size=2)
+            assert (ran, expected[2]) == ("fast", "reference")
+            torch.testing.assert_close((pattern, logits), expected[:2], atol=atol, rtol=0)
+    edits = [ac.Ablate([(0, 1)])]
+    assert run(model, prompts, edits=edits)[2] == "reference"
+    with pytest.raises(ValueError, match="hook_z does not fire under it"):
+        run(model, prompts, edits=edits, engine="fast")
+    model.W_U.data[0] = torch.nan
+    with pytest.raises(ValueError, match="logits are NaN"):
+        run(model, prompts)
 
 
 class Bare(HookedRootModule):

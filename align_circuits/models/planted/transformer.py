@@ -115,17 +115,17 @@ class HandBuilt(HookedRootModule):
         return residual @ self.W_U
 
     def decoder(self) -> "HandBuiltDecoder":
-        """Returns the model's parts, which replay runs one by one (`hooks.decoders.HasDecoder`)."""
+        """Returns the model's parts, one by one and without hooks (`hooks.decoders.HasDecoder`)."""
         return HandBuiltDecoder(self)
 
-    def why_not_replayed(self) -> str | None:
-        """Returns why replay would not compute what this model does, or None where it would."""
+    def why_no_decoder(self) -> str | None:
+        """Returns why these parts would not compute what the model does, or None where they would."""
         for name, module in self.named_modules():
             place = name or type(self).__name__
             if getattr(module.forward, "__func__", None) not in _REPLAYED:
-                return f"{place} has a forward of its own, which replay does not know"
+                return f"{place} has a forward of its own, which its parts do not compute"
             if compat.is_hooked(module):
-                return f"hooks are attached ({place}), which replay does not fire"
+                return f"hooks are attached ({place}), which its parts would not fire"
         return None
 
     def run_with_cache(
@@ -248,7 +248,7 @@ _REPLAYED = tuple(
 
 
 class HandBuiltDecoder:
-    """The parts of a `HandBuilt` model for replay; `hooks.decoders.Decoder` says what the methods do.
+    """The parts of a `HandBuilt` model; `hooks.decoders.Decoder` says what the methods do.
 
     Weights by hand are mostly zeros: heads with nothing to do, and columns of `d_head` that only the widest head needs.
     They are left out, which changes no number, unless an edit may bring something else into them.
@@ -328,7 +328,8 @@ class HandBuiltDecoder:
         if edits:
             module = self._model.blocks[layer].mlp
             w_in, b_in, w_out, b_out = module.W_in, module.b_in, module.W_out, module.b_out
-        return _edited(edits, "mlp_post", (residual @ w_in + b_in).relu_()) @ w_out + b_out
+        post = _edited(edits, "mlp_post", functional.linear(residual, w_in.T, b_in).relu_())
+        return functional.linear(post, w_out.T, b_out)
 
     def unembed(self, residual: Tensor) -> Tensor:
         """Logits."""
