@@ -219,28 +219,32 @@ def attention_function(
 ) -> Iterator[None]:
     """Runs Hugging Face's own attention layers in a bridge of some modules, with one function for their attention.
 
-    One `with` may stand in another.
+    Its norms, too, run as they are in Hugging Face where no hook looks into them. One `with` may stand in another.
     """
     register_attention(name, function)
     layers = [block.attn for block in bridge.blocks]
+    norms = [getattr(owner, norm, None) for owner in (bridge, *bridge.blocks) for norm in ("ln1", "ln2", "ln_final")]
+    replaced = {layer: _attended for layer in layers} | {
+        norm: _normed for norm in norms if getattr(norm, "use_native_layernorm_autograd", False)
+    }
     models = [module for module in modules if isinstance(module, PreTrainedModel)]
     # Selected on the configurations themselves: there is no public way to read the selection that must be restored.
     configs = {id(owner.config): owner.config for owner in (*models, *(component(layer) for layer in layers))}
     implementations = {key: config._attn_implementation for key, config in configs.items()}
-    forwards = [vars(layer).get("forward") for layer in layers]
+    forwards = {part: vars(part).get("forward") for part in replaced}
     try:
         for config in configs.values():
             config._attn_implementation = name
-        for layer in layers:
+        for part, forward in replaced.items():
             # An instance's attribute comes before the method of its class: calls go to the wrapped layer until it is
             # removed, and the bridge's own attention is back.
-            vars(layer)["forward"] = partial(_attended, layer)
+            vars(part)["forward"] = partial(forward, part)
         yield
     finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            vars(layer).pop("forward", None)
+        for part, forward in forwards.items():
+            vars(part).pop("forward", None)
             if forward is not None:
-                vars(layer)["forward"] = forward
+                vars(part)["forward"] = forward
         for key, config in configs.items():
             config._attn_implementation = implementations[key]
 
@@ -376,6 +380,16 @@ def _attended(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """What Hugging Face's attention layer returns, with the hook of its output, which the bridge's forward fires."""
     output, *rest = component(layer).forward(*args, **kwargs)
     return layer.hook_out(output), *rest
+
+
+def _normed(norm: Any, residual: Tensor, **options: Any) -> Tensor:
+    """What a bridge's norm returns where it runs Hugging Face's: the same to the bit.
+
+    For the two hook points inside it, the bridge computes the norm a second time, also where nobody looks.
+    """
+    if norm.hook_scale.has_hooks(dir="both") or norm.hook_normalized.has_hooks(dir="both"):
+        return type(norm).forward(norm, residual, **options)
+    return norm.hook_out(component(norm)(norm.hook_in(residual)))
 
 
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:

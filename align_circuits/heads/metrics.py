@@ -46,9 +46,10 @@ def entropy(pattern: Float[Tensor, "row head pos"], candidates: Bool[Tensor, "ro
     Misleads as a sign of importance: a head that rests on the sink is as sharp as one that copies. Refuted by the
     attention to the first token, which is near 1 for such a head.
     """
-    attention = pattern * candidates[:, None]
-    share = attention / attention.sum(-1, keepdim=True)
-    return torch.special.entr(share).sum(-1)
+    share = pattern * candidates[:, None].to(pattern.dtype)
+    share = share.div_(share.sum(-1, keepdim=True))
+    # torch.special.entr does the same in three times the time; 0 log 0 is 0
+    return share.clamp_min(torch.finfo(share.dtype).tiny).log_().mul_(share).sum(-1).neg_()
 
 
 def ov_copying(

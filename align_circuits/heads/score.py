@@ -105,8 +105,10 @@ class _Entries:
     """The row of the chunk at which each is."""
     prompt: Int[Tensor, " entry"]
     """The prompt of each, on the CPU."""
-    keys: Bool[Tensor, "entry pos"]
-    candidates: Bool[Tensor, "entry pos"]
+    window: slice
+    """The positions from the first to the last candidate of any entry: others need no look."""
+    keys: Bool[Tensor, "entry window"]
+    candidates: Bool[Tensor, "entry window"]
     columns: Int[Tensor, "entry two"]
     """The columns of the chunk's masks that hold its keys and its candidates."""
 
@@ -123,18 +125,27 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Attention:
-    """One layer's attention at the entries of a relation."""
+    """One layer's attention at the entries of a relation; the last head is the mean of all."""
 
     entries: _Entries
     pattern: Float[Tensor, "row head pos"]
-    """Of the whole chunk."""
-    on_keys: Float[Tensor, "entry head"]
-    on_candidates: Float[Tensor, "entry head"]
+    """Of the whole chunk, without the mean."""
+    on_keys: Float[Tensor, "entry heads"]
+    on_candidates: Float[Tensor, "entry heads"]
+
+    @property
+    def in_window(self) -> Float[Tensor, "entry heads window"]:
+        """The attention of each entry to the positions of the window."""
+        return _with_mean(self.pattern[..., self.entries.window].index_select(0, self.entries.row))
+
+
+def _with_mean(values: Float[Tensor, "row head last"]) -> Float[Tensor, "row heads last"]:
+    """Appends the mean over heads as one more head."""
+    return torch.cat([values, values.mean(1, keepdim=True)], 1)
 
 
 def _hit(attention: _Attention) -> tuple[Tensor, Tensor]:
-    entries = attention.entries
-    hits = hit_rate(attention.pattern[entries.row], entries.keys, entries.candidates)
+    hits = hit_rate(attention.in_window, attention.entries.keys, attention.entries.candidates)
     return hits, torch.ones_like(hits)
 
 
@@ -151,8 +162,7 @@ def _mean(attention: _Attention) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(attention: _Attention) -> tuple[Tensor, Tensor]:
-    entries = attention.entries
-    return _where_attended(entropy(attention.pattern[entries.row], entries.candidates), attention)
+    return _where_attended(entropy(attention.in_window, attention.entries.candidates), attention)
 
 
 def _where_attended(values: Tensor, attention: _Attention) -> tuple[Tensor, Tensor]:
@@ -219,7 +229,7 @@ class ScoreAccumulator:
             rows, pattern = rows[new], pattern[new.to(pattern.device)]
         pattern = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         for chunk, part in self._chunks(rows, pattern):
-            measured = self._measure(chunk, torch.cat([part, part.mean(1, keepdim=True)], 1))
+            measured = self._measure(chunk, part)
             for name, prompt, values in measured:  # all of them or, if memory ran out above, none
                 self.sums[name][:, layer].index_add_(1, prompt, values)
             self.seen[layer, chunk.rows] = True
@@ -248,19 +258,25 @@ class ScoreAccumulator:
             place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]  # among the entries at the same row
             entry = order[first[row] + place]
             keys, candidates = on_device.expand(entry.to(device))
+            seen = candidates.any(0).nonzero()
+            window = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
             most = int(place.max()) + 1 if len(place) else 0
             columns = torch.stack([n_columns + place, n_columns + most + place], 1).to(device)
-            chunk_entries.append(_Entries(relation, row.to(device), relation.prompt[entry], keys, candidates, columns))
+            in_window = keys[:, window], candidates[:, window]
+            chunk_entries.append(
+                _Entries(relation, row.to(device), relation.prompt[entry], window, *in_window, columns)
+            )
             n_columns += 2 * most
-        masks = pattern.new_zeros(len(rows), n_columns, pattern.shape[2], dtype=torch.float32)
+        masks = pattern.new_zeros(len(rows), n_columns, pattern.shape[2])
         for entries in chunk_entries:
-            masks[entries.row[:, None], entries.columns] = torch.stack([entries.keys, entries.candidates], 1).float()
-        return _Chunk(rows, chunk_entries, masks.to(pattern.dtype).mT)
+            in_window = torch.stack([entries.keys, entries.candidates], 1).to(masks.dtype)
+            masks[..., entries.window][entries.row[:, None], entries.columns] = in_window
+        return _Chunk(rows, chunk_entries, masks.mT)
 
     def _measure(self, chunk: _Chunk, pattern: Tensor) -> list[tuple[str, Tensor, Tensor]]:
         """Each metric's name, and the prompt and [part whole count] of its entries at some rows of one layer."""
         measured = []
-        on_columns = pattern @ chunk.masks
+        on_columns = _with_mean(pattern @ chunk.masks)
         for entries in chunk.entries:
             on_keys, on_candidates = on_columns[entries.row[:, None], :, entries.columns].unbind(1)
             attention = _Attention(entries, pattern, on_keys, on_candidates)
