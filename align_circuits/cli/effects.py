@@ -32,7 +32,7 @@ def sections(table: Table, metric: str, prompts: Prompts) -> Iterator[Section]:
     else:
         maps = plots.head_maps(of_all, [metric], unit=unit or "share")
     yield "All heads", "Hover for a number and its interval.", maps
-    if "estimated" in table.keys and table.frame["estimated"].any():
+    if "estimated" in table.keys and True in set(table.frame["estimated"]):
         estimates = table.where(metric=metric, kind="all", estimated=True)
         drawn = plots.head_maps(estimates, [metric], unit=unit or "share")
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn

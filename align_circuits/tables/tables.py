@@ -427,7 +427,8 @@ class Table:
         Raises:
             ValueError: They are.
         """
-        if "estimated" in self.keys and self.frame["estimated"].nunique(dropna=False) > 1:
+        frame: Any = self.frame
+        if "estimated" in frame and frame["estimated"].nunique(dropna=False) > 1:
             raise ValueError(
                 "measured effects and estimates, which are not to be mixed: choose with .where(estimated=False) first"
             )
