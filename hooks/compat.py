@@ -224,7 +224,7 @@ def attention_function(
     register_attention(name, function)
     layers = [block.attn for block in bridge.blocks]
     norms = [getattr(owner, norm, None) for owner in (bridge, *bridge.blocks) for norm in ("ln1", "ln2", "ln_final")]
-    replaced = {layer: _attended for layer in layers} | {
+    replaced = dict.fromkeys(layers, _attended) | {
         norm: _normed for norm in norms if getattr(norm, "use_native_layernorm_autograd", False)
     }
     models = [module for module in modules if isinstance(module, PreTrainedModel)]

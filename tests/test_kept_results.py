@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -40,7 +41,8 @@ def test_every_claim_that_fails_has_one_cause_and_the_list_of_experiments_tells_
     columns = ["experiment", "scale", *kept_results.VERDICTS]
     counted = {tuple(row) for row in overview[columns].to_numpy() if sum(row[2:])}
     told = kept_verdicts()
-    of_paper = told[told["experiment"].isin(experiment.name for experiment, _ in kept_results.kept(paper))]
+    names = [experiment.name for experiment, _ in kept_results.kept(paper)]
+    of_paper: Any = told[told["experiment"].isin(names)]
     assert {tuple(row) for row in of_paper[columns].to_numpy()} == counted
     assert of_paper["claims"].to_list() == of_paper[kept_results.VERDICTS].sum(axis=1).to_list()
 

@@ -16,7 +16,7 @@ from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_n
 from align_circuits.hooks.edits import BatchContext, Edit, Patch, as_hooked, changes_of
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
-from align_circuits.hooks.names import is_pattern, name_of, site_of
+from align_circuits.hooks.names import Site, is_pattern, name_of, site_of
 from align_circuits.hooks.probes import check_hook_points, evaluating
 from align_circuits.hooks.replay import HOOKED_SITES, REPLAY_SITES, Replay, order_of, starts_from
 from align_circuits.models.protocol import check_fits, device_of, model_provenance
@@ -229,7 +229,7 @@ class _KeptRuns:
     runs: dict[Hashable, Replay] = field(default_factory=dict)
 
     def run(
-        self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Tensor], keep: set[str], starts: list[int]
+        self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Any], keep: set[str], starts: list[int]
     ) -> Replay:
         """Returns a kept run with all that edited runs start from, or a new one, which is kept if it is small enough.
 
@@ -246,7 +246,7 @@ class _KeptRuns:
         if kept is not None and kept.serves(keep, starts):
             return kept
         # The next sweep edits other layers: it finds what it starts from, too.
-        sites = {place[1] for name in keep if (place := site_of(name)) is not None}
+        sites: set[Site] = {place[1] for name in keep if (place := site_of(name)) is not None}
         every = {name_of(site, layer) for site in sites for layer in range(model.cfg.n_layers)}
         if kept is not None and kept.kept:
             every, starts = every | kept.kept.keys(), [*starts, kept.start, kept.last_start]
@@ -308,7 +308,7 @@ def _replay_batch(
     ]
     # An edit set that changes nothing up to the last query starts at `end`: its logits are those of the unedited run.
     starts = [min(max(0, start - batch.cropped), end) for start in starts]
-    inputs = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
+    inputs: dict[str, Any] = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
     keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
     kept = _KEPT.get()
     replay = (

@@ -230,7 +230,7 @@ def test_hand_built_models_replay_every_edit_at_every_site(models, kind, lengths
     source = replace(others, inputs=torch.where(torch.arange(max(lengths)) < 5, prompts.tokens, others.tokens))
     edits = product((site for site in REPLAY_SITES if site not in ROTATED_SITES), EDITS)
     places = cycle(product((None, 6), ((0, 3), (1, 1), (model.cfg.n_layers - 1, 2))))
-    specs = [(what, site, *head, first) for (site, what), (first, head) in zip(edits, places, strict=False)]
+    specs: Any = [(what, site, *head, first) for (site, what), (first, head) in zip(edits, places, strict=False)]
     edit_sets = [[edit_of(model, prompts, spec, seed)] for seed, spec in enumerate(specs)]
     edit_sets += [[ac.Clamp([(0, 1), (1, 2)], "half")], [edit for edits in edit_sets[::7] for edit in edits], []]
     rows = every_row(prompts)
@@ -276,7 +276,8 @@ def with_torch_hook() -> HandBuilt:
 
 def with_hook() -> HandBuilt:
     model = hand_built()
-    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: 2 * z)  # noqa: ARG005 - TransformerLens's keyword
+    doubled: Any = lambda z, hook: 2 * z  # noqa: ARG005, E731 - TransformerLens's keyword
+    model.add_hook("blocks.1.attn.hook_z", doubled)
     return model
 
 
@@ -545,13 +546,17 @@ def test_sweeps_share_unedited_runs_as_far_as_they_fit(most, models, monkeypatch
 
     def measured(edit_sets: Any) -> Tensor:
         logits = torch.zeros(len(edit_sets), 6, 64, dtype=torch.float64)
+
+        def keep(index: int, rows: Tensor, values: Tensor) -> None:
+            logits[index, rows] = values
+
         run_edited(
             model,
             prompts,
             edit_sets,
             prompt=torch.arange(3).repeat_interleave(2),
             query=torch.tensor([8, 11] * 3),
-            on_logits=lambda index, rows, values: logits[index].index_copy_(0, rows, values),
+            on_logits=keep,
             source=other,
         )
         return logits

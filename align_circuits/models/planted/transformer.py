@@ -378,7 +378,8 @@ class _AttentionWeights:
         for head in range(len(module.W_Q)):
             shared = head // module.num_key_value_groups
             if used[2][shared].any():
-                columns[head] = _alike(used[0][head] & used[1][shared], used[2][shared])
+                scores, values = _alike(used[0][head] & used[1][shared], used[2][shared])
+                columns[head] = scores, values
         width = module.W_Q.shape[2]
         dense = len(columns) == len(module.W_Q) and all(each[0] == slice(0, width) for each in columns.values())
         w_q, w_k, w_v = (_Projection.of(weight) for weight in (module.W_Q, module.W_K, module.W_V))
