@@ -58,7 +58,8 @@ ac.plots.accuracy(ac.evaluate(before, prompts["standard"]), "Standard prompts, b
 
 # %%
 after = ac.load(f"{name}-ica")
-ac.plots.accuracy(ac.evaluate(after, prompts["standard"]), "Standard prompts, after tuning")
+tuned = ac.evaluate(after, prompts["standard"])
+ac.plots.accuracy(tuned, "Standard prompts, after tuning")
 
 # %% [markdown]
 # With the symbols of the last line in random order (the inputs of the examples follow a small grammar), it is right as well; with wrong letters in the examples it is not, so it reads them:
@@ -66,8 +67,9 @@ ac.plots.accuracy(ac.evaluate(after, prompts["standard"]), "Standard prompts, af
 # %%
 beyond = ac.Seq2SeqTask(**shape, ood=True).sample(12, before.tokenizer, seed=2)
 corrupted = tasks["standard"].corrupt(prompts["standard"], "labels", seed=0)
-for what, batch in {"as they are": prompts["standard"], "any order": beyond, "wrong letters": corrupted}.items():
-    rows = ac.evaluate(after, batch).where(metric="accuracy", kind="first").frame.set_index("predictor")
+new = {"any order": ac.evaluate(after, beyond), "wrong letters": ac.evaluate(after, corrupted)}
+for what, table in {"as they are": tuned, **new}.items():
+    rows = table.where(metric="accuracy", kind="first").frame.set_index("predictor")
     print(f"{what:14} accuracy {rows.value['model']:.2f} [{rows.low['model']:.2f}, {rows.high['model']:.2f}]")
 
 # %% [markdown]
@@ -100,10 +102,12 @@ generator = random.Random(0)
 others = sorted({(layer, head) for layer, _ in aligners for head in range(after.cfg.n_heads)} - {*aligners})
 control = generator.sample(others, min(4, len(others)))
 baseline = ac.ablation_baseline(after, prompts["standard"], "mean")
-for what, heads in {"none": [], "best aligners": aligners, "random heads": control}.items():
-    edits = [ac.Ablate(heads, how="mean", reference=baseline)] if heads else []
-    rows = ac.evaluate(after, prompts["standard"], edits=edits).where(metric="accuracy", kind="first").frame
-    row = rows.set_index("predictor").loc["model"]
+ablated = {
+    what: ac.evaluate(after, prompts["standard"], edits=[ac.Ablate(heads, how="mean", reference=baseline)])
+    for what, heads in {"best aligners": aligners, "random heads": control}.items()
+}
+for what, table in {"none": tuned, **ablated}.items():
+    row = table.where(metric="accuracy", kind="first").frame.set_index("predictor").loc["model"]
     print(f"ablated: {what:14} accuracy {row.value:.2f} [{row.low:.2f}, {row.high:.2f}]")
 
 # %% [markdown]
