@@ -94,7 +94,7 @@ def test_a_control_set_that_is_left_early_would_not_have_done_as_well(planted, c
         complete = known.all(1)
         left_early += int((~complete).sum())
         as_well: Any = head_sets._as_extreme(claim, accuracy, float(own))
-        assert complete[as_well].all(), "who does as well is measured on all prompts"
+        assert np.asarray(complete)[as_well].all(), "who does as well is measured on all prompts"
         measured = np.nanmean(np.where(of_kind, values, np.nan), 1)
         np.testing.assert_array_equal(head_sets._as_extreme(claim, measured, own), as_well)
     assert left_early > 3
