@@ -5,9 +5,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import shape_checks
+from jaxtyping import config, install_import_hook
 
-shape_checks.install()
+install_import_hook("align_circuits", "beartype.beartype")
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from hypothesis import settings
-from jaxtyping import config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -222,11 +222,11 @@ class _EditedRuns:
     on_logits: OnLogits
 
 
-@dataclass(eq=False)
 class _KeptRuns:
     """Unedited runs by model and tokens, as many as memory should hold."""
 
-    runs: dict[Hashable, Replay] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.runs: dict[Hashable, Replay] = {}
 
     def run(
         self, model: HookedModel, decoder: Decoder, inputs: Mapping[str, Any], keep: set[str], starts: list[int]

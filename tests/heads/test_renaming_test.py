@@ -14,6 +14,17 @@ from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.papers.validation.localize_ground_truth import _RANDOM
 from align_circuits.training.toy_llama import untrained
 
+
+def every_pair(chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens and the mask of every renamed context with every token at the query: `[query context token pos]`."""
+    tokens, mask = (
+        part.unflatten(0, (-1, chosen.names))[:, :, None].repeat(1, 1, chosen.names, 1)
+        for part in (chosen.prompts.tokens, chosen.prompts.mask)
+    )
+    tokens[..., -1] = chosen.tokens
+    return tokens, mask
+
+
 MARKED = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=3, style="marked")
 
 
@@ -36,8 +47,7 @@ def test_contexts_are_renamed_and_queries_replaced():
     tokenizer: Any = bundled()
     length, marker = chosen.prompts.mask.shape[1], tokenizer.convert_tokens_to_ids("!")
     originals = {tuple(row[:at]) for row in prompts.tokens.tolist() for at, token in enumerate(row) if token == marker}
-    rows = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, length)
-    masks = chosen.prompts.mask.view(*rows.shape)
+    rows, masks = every_pair(chosen)
     names = rows[0, 0, :, -1].tolist()
     assert len(set(names)) == chosen.names == 7
     for row, mask, kept, induction, duplicate in zip(rows, masks, chosen.kept, *chosen.keys, strict=True):
@@ -66,7 +76,7 @@ def test_keys_are_those_of_the_prompt_itself():
     prompts = ac.Prompts.from_tokens([[1, 5, 2, 6, 1], [3, 1, 5, 6, 1]])
     induction = ac.Relation.from_pairs([(0, 4, [1]), (1, 4, [2])], prompts=prompts, name="induction")
     chosen = _Queries(prompts, [induction], np.random.default_rng(0))
-    first_texts = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, 5)[:, 0, 0].tolist()
+    first_texts = every_pair(chosen)[0][:, 0, 0].tolist()
     keys = [keys.nonzero()[:, 0].tolist() for keys in chosen.keys[0]]
     assert sorted(keys) == [[1], [2]] and len(first_texts) == 2
     for text, at in zip(first_texts, keys, strict=True):
@@ -79,7 +89,7 @@ def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance():
         prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, style=style).sample(12, bundled(), seed=0)
         rng = np.random.default_rng(0)
         chosen = _Queries(prompts, [prompts.relations["duplicate"]], rng)
-        texts = chosen.prompts.tokens.view(-1, chosen.names, chosen.names, chosen.prompts.tokens.shape[1])
+        texts, _ = every_pair(chosen)
         keys = chosen.keys[0].double()
         liking = rng.standard_normal((2000, 64, 64))
         by_query = zip(texts.numpy(), keys.numpy(), strict=True)
@@ -98,7 +108,8 @@ def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
     found = p_values(model, prompts, [name], seed=3)[name]
     chosen = _Queries(prompts, [prompts.relations[name]], np.random.default_rng(3))
     cube = torch.zeros(chosen.names, chosen.names, *found.shape, dtype=torch.float64)
-    for row, (tokens, mask) in enumerate(zip(chosen.prompts.tokens, chosen.prompts.mask, strict=True)):
+    pairs = (part.flatten(0, 2) for part in every_pair(chosen))
+    for row, (tokens, mask) in enumerate(zip(*pairs, strict=True)):
         query, rest = divmod(row, chosen.names**2)
         with torch.no_grad():
             _, cache = model.run_with_cache(tokens[mask][None])
