@@ -139,7 +139,7 @@ def decoder_of(model: HookedModel) -> Iterator[Decoder]:
         yield model.decoder() if isinstance(model, HasDecoder) else _BridgeDecoder(model)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _BridgeDecoder:
     """The Hugging Face model in a bridge, inside `raw_attention`; `Decoder` says what the methods do."""
 
