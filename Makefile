@@ -33,7 +33,7 @@ demos cluster docs found mutants soak test test-real: export OMP_NUM_THREADS := 
 
 PYTHONS := test-python-3.12 test-python-3.13
 
-.PHONY: demo test test-slow test-tl3 test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check lint types audit demos docs pages wheel release clean
+.PHONY: demo test test-slow test-tl3 test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check check-all environments lint types audit demos docs pages wheel release clean
 
 demo: $(PACKAGE)
 	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (20 seconds)"
@@ -96,7 +96,7 @@ soak: $(READY)
 	$(BIN)/python tests/soak/interrupts.py --tries 180
 
 # The pages of `docs` execute every demo, with SmolLM2 where they use it. Legs of one process run two at a time. At the end
-# it prints how long each leg took, and the slowest tests.
+# it prints how long each leg took, and the slowest tests. No leg is left to a later landing, so that `check-all` is the same.
 ALONE   := test-real types test-tl3 test-four-bit $(PYTHONS) wheel lint audit
 CHECKED := runs/check
 LEG      = $(MAKE) --no-print-directory
@@ -110,6 +110,8 @@ check:
 	$(LEG) leg-test
 	$(LEG) leg-test-slow
 	$(BIN)/python tests/slowest.py $(CHECKED)
+
+check-all: check
 
 environments: $(READY) $(READY3) $(READY4) $(READYREAL)
 
