@@ -1,48 +1,102 @@
-"""What circuits built by hand cost: a forward pass by the fused kernel beside one whose patterns are read.
+"""What circuits built by hand cost: passes by hooks, by the fused kernel and by parts, and all of `localize`.
 
-A planted circuit, prompts of 272 tokens, one thread. Without a hook on scores or pattern it attends by PyTorch's fused
-kernel; with one, as every pass did before, by a softmax of its own. The two take turns and processor time is counted;
-the ratio is the median over rounds of the ratio within a round, with the least and the most.
+Planted circuits, prompts of 272 tokens, one thread, processor time. Passes take turns: one by the model's `forward`,
+which attends by PyTorch's fused kernel unless a hook reads scores or pattern; the same with patterns read; and one that
+scores all heads by the reference engine (hooks) and by the fast one (parts without hooks, zeros left out). The ratio
+is the median over rounds of the ratio within a round, with the least and the most. Then `localize` runs at its defaults
+under `engine="reference"` and `"auto"`, with how many prompts passed an attention layer, and whether both give the same
+summary.
 
-    python benchmarks/hand_built.py [--rounds 7] [--prompts 6,32]
+    python benchmarks/hand_built.py [--rounds 7] [--prompts 6,32] [--seeds 0,1,2,3,4,5]
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import align_circuits as ac
+from align_circuits.models.planted.transformer import HandBuiltAttention, HandBuiltDecoder
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Processor time of a run."""
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def in_turn(name: str, slow: Callable[[], object], fast: Callable[[], object], rounds: int) -> None:
+    """Prints the times of two runs that take turns."""
+    slow(), fast()
+    times = [(seconds(slow), seconds(fast)) for _ in range(rounds)]
+    ratios = [one / other for one, other in times]
+    one, other = (1000 * median(column) for column in zip(*times, strict=True))
+    print(
+        f"{name}: {other:.0f} ms beside {one:.0f} ms, {median(ratios):.2f} times as fast "
+        f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+    )
+
+
+@contextmanager
+def counted(kind: type, name: str, place: int) -> Iterator[list[int]]:
+    """Counts the prompts in the argument at a place of a method, over all calls."""
+    method, prompts = getattr(kind, name), [0]
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prompts[0] += len(args[place])
+        return method(self, *args, **kwargs)
+
+    with patch.object(kind, name, counting):
+        yield prompts
+
+
+def localized(seed: int) -> None:
+    """Prints what `localize` costs by both engines on one circuit, and whether they agree."""
+    task = ac.Seq2SeqTask()
+    summaries = []
+    for engine, (kind, name, place) in (
+        ("reference", (HandBuiltAttention, "forward", 0)),
+        ("auto", (HandBuiltDecoder, "attend", 1)),
+    ):
+        model = ac.planted_circuit(task, seed)
+        with counted(kind, name, place) as prompts:
+            began = time.process_time()
+            found = ac.localize(model, task, options=ac.RunOptions(engine))
+        passes = prompts[0] / model.cfg.n_layers
+        print(f"seed {seed}, {engine}: {time.process_time() - began:.1f} s, {passes:,.0f} prompts through the layers")
+        summaries.append(found.summary)
+    print("the same summary" if len(set(summaries)) == 1 else f"DIFFERENT: {summaries}", summaries[0], sep="\n")
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", default="6,32", help="one or more numbers, separated by commas")
+    parser.add_argument("--seeds", default="0", help="the circuits that `localize` runs on, separated by commas")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = ac.Seq2SeqTask()
     model = ac.planted_circuit(task)
     hooks = [(name, lambda pattern, hook: pattern) for name in model.hook_dict if name.endswith("hook_pattern")]  # noqa: ARG005
-
-    def seconds(run: Callable[[], object]) -> float:
-        """Processor time of a run."""
-        began = time.process_time()
-        run()
-        return time.process_time() - began
-
-    for prompts in (int(number) for number in arguments.prompts.split(",")):
-        tokens = task.sample(prompts, model.tokenizer, seed=0).tokens
+    for number in (int(number) for number in arguments.prompts.split(",")):
+        prompts = task.sample(number, model.tokenizer, seed=0)
         with torch.no_grad():
-            passes = partial(model, tokens), partial(model.run_with_hooks, tokens, fwd_hooks=hooks)
-            for run in passes:
-                run()
-            rounds = [tuple(seconds(run) for run in passes) for _ in range(arguments.rounds)]
-        ratios = [read / fused for fused, read in rounds]
-        print(
-            f"{prompts} prompts: fused {1000 * median(fused for fused, _ in rounds):.0f} ms, patterns read "
-            f"{1000 * median(read for _, read in rounds):.0f} ms, {median(ratios):.2f} times as long "
-            f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-        )
+            read = partial(model.run_with_hooks, prompts.tokens, fwd_hooks=hooks)
+            in_turn(
+                f"{number} prompts, fused beside patterns read", read, partial(model, prompts.tokens), arguments.rounds
+            )
+        score = {
+            engine: partial(ac.score_heads, model, prompts, options=ac.RunOptions(engine))
+            for engine in ("reference", "auto")
+        }
+        in_turn(f"{number} prompts, scored by parts beside hooks", *score.values(), arguments.rounds)
+    ac.localize(model, task, n=8, draws=0)  # what is loaded on first use
+    for seed in arguments.seeds.split(","):
+        localized(int(seed))
