@@ -251,7 +251,7 @@ class HandBuiltDecoder:
     """The parts of a `HandBuilt` model; `hooks.decoders.Decoder` says what the methods do.
 
     Weights by hand are mostly zeros: heads with nothing to do, and columns of `d_head` that only the widest head needs.
-    They are left out, which changes no number, unless an edit may bring something else into them.
+    They are left out, which changes rounding at most, unless an edit may bring something else into them.
     """
 
     def __init__(self, model: HandBuilt):
