@@ -12,6 +12,7 @@ In a folder that has a table, rows that are measured again take the place of ear
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -121,8 +122,9 @@ def localized(model: Any, n: int) -> Case:
     prompts = TASK.sample(n, model.tokenizer, references=False)
     sizes = replace(sizes_of(ac.Pair(*TASK.pairs(prompts[n // 2 :], 0))), prompts=n)
     whole = found.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
-    of_roles = [sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
-    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + sum(of_roles) / 2
+    controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
+    drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)
+    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
     candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
     exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
     work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)

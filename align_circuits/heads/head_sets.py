@@ -67,8 +67,8 @@ class Verdict:
     """The upper end."""
     controls: Mapping[str, tuple[float, ...]]
     """The same for control sets of as many heads, a number for each draw, by what they share with the set
-    (`CONTROLS`), each on as many prompts as show whether it does as well as the set; none where the set's own effect is
-    too small, and no more once one does as well."""
+    (`CONTROLS`), each on as many prompts as show whether it does as well as the set. NaN where that was not found out,
+    since another had done as well already; no draw at all where the set's own effect is too small."""
     least: float
     """The accuracy that a necessary set costs at least; the share of it that a sufficient one keeps at least."""
     alpha: float
@@ -83,11 +83,13 @@ class Verdict:
         """For each kind of control, the share of sets that do as well as this one, which counts as one of them.
 
         A permutation p-value (Phipson and Smyth, 2010), exact if all sets were alike; with d draws at least 1/(1 + d).
+        A draw that is NaN counts as one that does as well: p is at most this.
         """
-        as_extreme = {
-            name: np.sum(_as_extreme(self.claim, np.array(draws), self.value)) for name, draws in self.controls.items()
-        }
-        return {name: float(1 + as_extreme[name]) / (1 + len(draws)) for name, draws in self.controls.items()}
+        p = {}
+        for name, draws in self.controls.items():
+            as_extreme = _as_extreme(self.claim, np.array(draws), self.value) | np.isnan(draws)
+            p[name] = float(1 + as_extreme.sum()) / (1 + len(draws))
+        return p
 
     @property
     def holds(self) -> bool:
@@ -109,19 +111,29 @@ class Verdict:
         return f"this {little} than is needed, so no control sets were measured"
 
     @property
+    def beside(self) -> list[str]:
+        """The accuracies of the control sets, a phrase for each kind; once the claim is lost, only what it lost to."""
+        phrases = []
+        for name, draws in self.controls.items():
+            known = np.array([draw for draw in draws if not np.isnan(draw)])
+            as_extreme = known[_as_extreme(self.claim, known, self.value)]
+            if len(known) == len(draws):
+                spread = f"{known.mean():.2f} ({known.min():.2f} to {known.max():.2f}, p = {self.p[name]:.2g})"
+                phrases.append(f"{spread} for {CONTROLS[name]}")
+            elif len(as_extreme):
+                phrases.append(f"{as_extreme[0]:.2f} for a set of {CONTROLS[name]}, which does as well")
+        return phrases
+
+    @property
     def sentence(self) -> str:
         """The verdict and its numbers."""
         count = f"{len(self.heads)} of {self.total} heads"
         which = f"the named {count}" if self.role is None else f"the heads named for {self.role} ({count})"
         which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else which
         ablated = f"{which} ablated" if self.claim == "necessary" else f"all but {which} ablated"
-        beside = [
-            f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}, p = {self.p[name]:.2g}) for {CONTROLS[name]}"
-            for name, draws in self.controls.items()
-        ]
-        controls = f", beside {' and '.join(beside)}" if beside else f" ({self.why_no_controls})"
+        controls = f", beside {' and '.join(self.beside)}" if self.controls else f" ({self.why_no_controls})"
         best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
-        if beside and self._large and self.p == best and not self.holds:
+        if self.controls and self._large and self.p == best and not self.holds:
             controls += f" (these are too few for p to reach {self.alpha:g})"
         outcome = self.claim if self.holds else f"not shown to be {self.claim}"
         return (
@@ -151,6 +163,26 @@ def _may_do_as_well(claim: Claim, value: float, right: Float[ndarray, "draw targ
         right: Which targets are right; NaN where it is not known.
     """
     return _as_extreme(claim, np.nan_to_num(right, nan=float(claim == "sufficient")).mean(1), value)
+
+
+def _next(claim: Claim, own: Float[ndarray, " target"], right: Float[ndarray, "draw target"]) -> int | None:
+    """The control set to go on with: that most likely to do as well as the tested set, which settles the claim.
+
+    A set that does as well so far, on the targets that it was measured on; else one that was not begun; else that which
+    falls short by the least. None if all are measured or cannot do as well.
+
+    Args:
+        claim: The claim.
+        own: Which targets are right with the tested set.
+        right: Which are with the control sets; NaN where it is not known.
+    """
+    known = ~np.isnan(right)
+    count = np.maximum(known.sum(1), 1)
+    behind = (1 if claim == "necessary" else -1) * (np.nan_to_num(right).sum(1) - (known * own).sum(1)) / count
+    turn = np.where(behind <= _ROUNDING, 0, 2)
+    turn[~known.any(1)] = 1
+    left = np.flatnonzero(~known.all(1) & _may_do_as_well(claim, float(own.mean()), right))
+    return int(min(left, key=lambda draw: (turn[draw], behind[draw]))) if len(left) else None
 
 
 class HeadSets:
@@ -227,55 +259,87 @@ class HeadSets:
     ) -> Table:
         """Returns accuracy with some sets ablated, with one set and its controls, or with all heads but these.
 
-        Control sets are measured only where the effect of the tested set is large enough, one draw of each kind after
-        another, and no longer than until one does as well as the tested set: then the claim is lost. The p-value of
-        `Verdict` stays valid at every level, since it is never below the sequential one of Besag and Clifford (1991),
-        "Sequential Monte Carlo p-values": 1/l where the l-th draw is the first to do as well.
+        Control sets are measured only where the effect of the tested set is large enough (`_right_beside`).
         """
         rest, measured = self._without(tested), [*sets]
         measured += [("named", None, tested)] if "necessary" in claims else []
         measured += [("rest", None, rest)] if "sufficient" in claims and rest else []
         right = self._right_targets([heads for _, _, heads in measured])
-        accuracy = {name: self._accuracy(of_set) for (name, _, _), of_set in zip(measured, right, strict=True)}
+        of_set = dict(zip([name for name, _, _ in measured], right, strict=True))
         for claim in claims:
-            own = accuracy.get("named" if claim == "necessary" else "rest")
-            if own is None or not _large(claim, accuracy["nothing"], own, self._least(claim)):
+            own = of_set.get("named" if claim == "necessary" else "rest")
+            nothing = self._accuracy(of_set["nothing"])
+            if own is None or not _large(claim, nothing, self._accuracy(own), self._least(claim)):
                 continue
-            for draw in range(max(map(len, controls.values()))):
-                drawn: list[_Set] = [
-                    (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
-                    for kind, name in _ROWS.items()
-                    for heads in controls.get(kind, ())[draw : draw + 1]
-                ]
-                of_drawn = self._right_targets([heads for _, _, heads in drawn], (claim, own))
-                measured, right = [*measured, *drawn], [*right, *of_drawn]
-                if _as_extreme(claim, np.array([*map(self._accuracy, of_drawn)]), own).any():
-                    break
+            drawn: list[_Set] = [
+                (name, draw, heads) if claim == "necessary" else (f"rest of {name}", draw, self._without(heads))
+                for draw in range(max(map(len, controls.values())))
+                for kind, name in _ROWS.items()
+                for heads in controls.get(kind, ())[draw : draw + 1]
+            ]
+            measured, right = [*measured, *drawn], [*right, *self._right_beside(claim, own, drawn)]
         return self._table(measured, right)
+
+    def _right_beside(
+        self, claim: Claim, own: Float[ndarray, " target"], drawn: Sequence[_Set]
+    ) -> list[Float[ndarray, " target"]]:
+        """Which targets are right with each control set ablated, as far as the verdict depends on it.
+
+        A set is measured batch of prompts by batch of prompts, until it cannot do as well as the tested set, whatever
+        the other prompts show. Once so many of a kind do as well that its p-value will be above `Thresholds.alpha`, the
+        claim is lost: no other is measured. So the verdict is that of all draws, whichever comes first, and a p-value
+        which counts those that are not known as doing as well is never below that of all draws.
+
+        Args:
+            claim: The claim.
+            own: Which targets are right with the tested set.
+            drawn: The control sets.
+
+        Returns:
+            NaN for targets that were not measured; for all of them if it is open whether the set does as well.
+        """
+        of_kind, batches, value = by_kind(self._tested)[self._kind], self._batches(), self._accuracy(own)
+        right = np.full((len(drawn), len(own)), np.nan)
+        measured, kinds = np.zeros(len(drawn), int), np.array([name for name, _, _ in drawn])
+        while (draw := _next(claim, own[of_kind], right[:, of_kind])) is not None:
+            rows = batches[measured[draw]]
+            values, _ = self._accuracies(self._tested, [drawn[draw][2]], rows)
+            right[draw, self._in(rows)] = values[0]
+            measured[draw] += 1
+            known = ~np.isnan(right[:, of_kind]).any(1)
+            as_extreme = known & _as_extreme(claim, right[:, of_kind].mean(1), value)
+            alike = kinds == kinds[draw]
+            if as_extreme[draw] and (1 + as_extreme[alike].sum()) / (1 + alike.sum()) > self._thresholds.alpha:
+                right[~known & _may_do_as_well(claim, value, right[:, of_kind])] = np.nan
+                break
+        return [*right]
+
+    def _batches(self) -> list[slice]:
+        """The prompts that test, a batch at a time; those without targets of the kind that decides are left out."""
+        size = max(1, CPU_TOKENS // self._tested.mask.shape[1])
+        batches = [slice(start, start + size) for start in range(0, len(self._tested), size)]
+        of_kind = by_kind(self._tested)[self._kind]
+        return [rows for rows in batches if (of_kind & self._in(rows)).any()]
+
+    def _in(self, rows: slice) -> Bool[ndarray, " target"]:
+        """Which targets are those of some of the prompts that test."""
+        prompt = self._tested.column("prompt").numpy()
+        return (prompt >= rows.start) & (prompt < rows.stop)
 
     def _least(self, claim: Claim) -> float:
         return self._thresholds.loss if claim == "necessary" else self._thresholds.kept
 
     def _accuracy(self, right: Float[ndarray, " target"]) -> float:
-        """The share of the targets that are right, of those that were measured."""
-        return float(np.nanmean(right[by_kind(self._tested)[self._kind]]))
+        """The share of the targets that are right."""
+        return float(right[by_kind(self._tested)[self._kind]].mean())
 
-    def _right_targets(
-        self, sets: Sequence[Sequence[Head]], beside: tuple[Claim, float] | None = None
-    ) -> list[Float[ndarray, " target"]]:
-        """Which targets are right with each set ablated; sets of the same heads are measured once.
-
-        Args:
-            sets: The heads of each.
-            beside: For control sets, the claim and the accuracy of the tested set: a control set is measured on no more
-                prompts than show that it does not do as well; NaN on the others.
-        """
-        known = self._whole if beside is None else {}
-        if asked := [heads for heads in dict.fromkeys(map(tuple, sets)) if heads not in known]:
-            values, engine = self._accuracies(self._tested, asked, beside)
+    def _right_targets(self, sets: Sequence[Sequence[Head]]) -> list[Float[ndarray, " target"]]:
+        """Which targets are right with each set ablated; sets of the same heads are measured once."""
+        if asked := [heads for heads in dict.fromkeys(map(tuple, sets)) if heads not in self._whole]:
+            values, engine = self._accuracies(self._tested, asked)
             self._provenance = self._provenance or provenance_of("localize", self._model, self._tested, engine)
-            known |= dict(zip(asked, values, strict=True))
-        return [known[tuple(heads)] for heads in sets]
+            self._whole |= dict(zip(asked, values, strict=True))
+        return [self._whole[tuple(heads)] for heads in sets]
 
     def _table(self, sets: Sequence[_Set], right: Sequence[Float[ndarray, " target"]]) -> Table:
         """Accuracy with each set ablated, from which targets are right."""
@@ -380,33 +444,17 @@ class HeadSets:
         )
 
     def _accuracies(
-        self, prompts: Prompts, sets: Sequence[Sequence[Head]], beside: tuple[Claim, float] | None = None
+        self, prompts: Prompts, sets: Sequence[Sequence[Head]], rows: slice = slice(None)
     ) -> tuple[Float[ndarray, "set target"], str]:
-        """Whether each target is right with each set of heads ablated to its mean, and the engine that ran.
-
-        NaN where a control set was not measured any more (`_table`).
-        """
+        """Whether each target of some prompts is right with each set ablated to its mean, and the engine that ran."""
         # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
-        # by its heads alone.
+        # by its heads alone. They are those of all prompts, also where some are measured.
         baseline = ablation_baseline(self._model, prompts, "mean", options=self._options)
         edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for heads in sets]
         targets = TargetMetrics.of(prompts, ("accuracy",))
-        size = len(prompts) if beside is None else max(1, CPU_TOKENS // prompts.mask.shape[1])
-        of_kind, engine = by_kind(prompts)[self._kind], ""
-        values, left = np.full((len(sets), len(targets.token)), np.nan), np.arange(len(sets))
-        for start in range(0, len(prompts), size):
-            rows = slice(start, start + size)
-            columns = np.flatnonzero((targets.prompt >= rows.start) & (targets.prompt < rows.stop))
-            if not len(columns):
-                continue
-            run, edits = targets.select(rows), [edit_sets[index] for index in left]
-            measured, engine = run.measure_edited(self._model, edits, options=self._options)
-            values[np.ix_(left, columns)] = measured[0]
-            if beside is not None:
-                left = left[_may_do_as_well(*beside, values[left][:, of_kind])]
-            if not len(left):
-                break
-        return values, engine
+        some = targets if rows == slice(None) else targets.select(rows)
+        values, engine = some.measure_edited(self._model, edit_sets, options=self._options)
+        return values[0], engine
 
     def _without(self, heads: Sequence[Head]) -> list[Head]:
         return [head for head in self._heads if head not in heads]

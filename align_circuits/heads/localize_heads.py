@@ -180,8 +180,8 @@ class Localization:
         for holds, claim in ((True, "Necessary"), (False, "Not shown to be necessary")):
             parts = [
                 f"{verdict.role} (accuracy {verdict.value:.2f} without {describe(verdict.heads)}; "
-                + (f"{min(controls):.2f} to {max(controls):.2f} without as many others" if controls else "")
-                + f"{verdict.why_no_controls})"
+                + (f"{_range(controls)} without as many others" if controls else verdict.why_no_controls)
+                + ")"
                 for verdict in of_roles
                 if verdict.holds == holds
                 for controls in [[value for draws in verdict.controls.values() for value in draws]]
@@ -242,9 +242,9 @@ def localize(
         roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
             default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
-        draws: How many control sets of each kind are ablated at most; none where the effect of the named heads is too
-            small, fewer once one does as well. With d of them no p-value is below 1/(1 + d), so at `thresholds.alpha` =
-            .05 a verdict needs at least 19.
+        draws: How many control sets of each kind are drawn; none where the effect of the named heads is too small. They
+            are measured until enough do as well for the claim to be lost. With d of them no p-value is below 1/(1 + d),
+            so at `thresholds.alpha` = .05 a verdict needs at least 19.
         smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
             tested on the second; takes several times as long.
         groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
@@ -342,6 +342,12 @@ def _localized(
         _interchanges(model, pair, heads, heads_by_role, named, controls, options),
         members,
     )
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the most of the numbers that are known."""
+    least, most = f"{np.nanmin(values):.2f}", f"{np.nanmax(values):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _example_positions(prompt: Prompts) -> Int[Tensor, " row"]:

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.files import replacing_in
-from align_circuits.heads.head_sets import CONTROLS, Verdict
+from align_circuits.heads.head_sets import Verdict
 from align_circuits.heads.localize_heads import Localization
 from align_circuits.hooks.heads import describe
 from align_circuits.prompts.prompts import KINDS
@@ -277,12 +277,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Html:
             "claim": verdict.claim,
             "accuracy": f"{verdict.value:.2f} [{verdict.low:.2f}, {verdict.high:.2f}]",
             "intact": f"{verdict.intact:.2f}",
-            "controls": "; ".join(
-                f"{np.mean(draws):.2f} ({min(draws):.2f} to {max(draws):.2f}), p = {verdict.p[name]:.2g}: "
-                f"{CONTROLS[name]}"
-                for name, draws in verdict.controls.items()
-            )
-            or verdict.why_no_controls,
+            "controls": "; ".join(verdict.beside) or verdict.why_no_controls,
             "holds": "yes" if verdict.holds else "not shown",
         }
         for verdict in verdicts

@@ -1,5 +1,6 @@
 """What the verbs cost, beside a count of what they run."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -262,8 +263,9 @@ def test_localize_is_the_sum_of_its_parts():
     with counting(model) as counts:
         found = ac.localize(model, task, n=n, draws=3)
     whole = found.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
-    of_roles = [sum(map(len, verdict.controls.values())) for verdict in found.verdicts if verdict.role]
-    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + sum(of_roles) / 2
+    controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
+    drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)
+    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
     candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
     exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
     assert candidates > 4
