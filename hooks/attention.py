@@ -52,9 +52,9 @@ class PatternProbe:
 
     def rows(
         self,
-        query: Float[Tensor, "prompt head pos d_head"],
+        query: Float[Tensor, "prompt head query d_head"],
         key: Float[Tensor, "prompt key_head pos d_head"],
-        mask: Bool[Tensor, "#prompt #head pos pos"] | None,
+        mask: Bool[Tensor, "#prompt #head query pos"] | None,
         scaling: float,
     ) -> Float[Tensor, "row head pos"]:
         """Returns softmax(q k^T scaling + mask) of the probed rows, from queries and keys after rotation.
@@ -62,9 +62,9 @@ class PatternProbe:
         Prompts may have different numbers of rows. So row i of a prompt takes slot i of a `[prompt slot]` grid, where
         one matrix product serves all prompts; slots that no row takes compute the row of position 0, which is not read.
         Heads that share a key head are folded into the slots, so keys are never expanded. The softmax runs in float32
-        at least, as in Hugging Face's eager attention. No mask means causal.
+        at least, as in Hugging Face's eager attention. No mask means causal, with a query for each position.
         """
-        (prompts, heads, length, width), key_heads = query.shape, key.shape[1]
+        (prompts, heads, _, width), (_, key_heads, length, _) = query.shape, key.shape
         prompt, queries = self.on(query.device)
         # rows ascend by prompt: a row's slot is its distance from the first row of its prompt
         slot = torch.arange(len(prompt), device=prompt.device) - torch.searchsorted(prompt, prompt)

@@ -89,7 +89,7 @@ class _Batch:
     past: dict[int, tuple[Tensor, Tensor]] | None = None
     """Where keys and values of each layer are kept, if they are."""
     probe: PatternProbe | None = None
-    """What reads rows of the pattern of every layer, if anything does."""
+    """What reads rows of the pattern, of prompts of all edit sets in a row and of positions counted from `start`."""
 
     @cached_property
     def joining(self) -> dict[tuple[int, int], list[int]]:
@@ -200,6 +200,29 @@ class Replay:
         replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in past.items()}
         return replay
 
+    def continued(self, tokens: Int[Tensor, "prompt pos"], queries: Int[Tensor, " query"]) -> "Replay":
+        """Returns a run of longer prompts, kept where edited runs of them start: behind what this run has read.
+
+        Args:
+            tokens: Prompts without padding that begin with those of this run, which ended at `start`.
+            queries: The columns whose logits are needed, from `start` on.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        residual = self.decoder.embed(tokens[:, self.start :], positions[:, self.start :])
+        return Replay(
+            self.decoder,
+            tokens,
+            None,
+            positions,
+            self.decoder.rotation(residual, positions),
+            queries,
+            self.start,
+            self.start,
+            {name_of("resid_pre", 0): residual},
+            self.past,
+            residual.new_empty(len(tokens), len(queries), 0),
+        )
+
     def other(
         self, tokens: Int[Tensor, "prompt pos"], names: Collection[str]
     ) -> dict[str, Float[Tensor, "prompt later ..."]]:
@@ -232,15 +255,21 @@ class Replay:
         return sum(part.numel() for part in parts)
 
     def replay(
-        self, edit_sets: Sequence[EditSet], start: int
+        self, edit_sets: Sequence[EditSet], start: int, probe: PatternProbe | None = None
     ) -> Iterator[tuple[int, Float[Tensor, "prompt query d_vocab"]]]:
         """Runs edit sets side by side from a column on, and yields the index and the logits of each.
 
         The batch begins empty in the layer of the first edit. An edit set joins it where its own first edit is, with
         the activations that the unedited run has there: all that it would have computed before is the same. Queries
         before `start` keep the logits of the unedited run.
+
+        Args:
+            edit_sets: The edits of each run.
+            start: The column.
+            probe: Reads rows of the pattern in layers that all edit sets run. Prompt i of edit set s is its prompt
+                s n + i, of n; its queries count from `start`.
         """
-        batch = _Batch(start, self.queries[self.queries >= start] - start, edit_sets)
+        batch = _Batch(start, self.queries[self.queries >= start] - start, edit_sets, probe=probe)
         prompts, length = self.tokens.shape
         kept = self.kept[next(iter(self.kept))]
         # No edit set runs yet: each joins where its own first edit is.
@@ -368,8 +397,14 @@ class Replay:
         if batch.past is not None:
             batch.past[layer] = key, value
         if batch.probe is not None:
-            mask = None if window is None and self.real is None else self._visible(0, window, None, key.device)[:, None]
-            batch.probe.reduce(layer, batch.probe.rows(query, key, mask, scaling))
+            keys, mask = key, None
+            if batch.start:
+                past = self.past[layer][0][:, :, : batch.start]
+                keys = torch.cat([past.repeat(len(batch.running), 1, 1, 1), key], 2)
+            if batch.start or window is not None or self.real is not None:
+                copies = len(batch.running) if self.real is not None else 1
+                mask = self._visible(batch.start, window, None, key.device).repeat(copies, 1, 1)[:, None]
+            batch.probe.reduce(layer, batch.probe.rows(query, keys, mask, scaling))
         at_queries = query if queries is None else query[:, :, queries]
         if batch.start:
             z = self._with_past(batch, layer, queries, at_queries, key, value, scaling, window)

@@ -100,7 +100,7 @@ def run_edited(
     if options.engine != "reference":
         reason = _why_not_replayed(model, set().union(*names), patterns_of_source)
         if reason is None:
-            with _replaying(model) as decoder:
+            with replaying(model) as decoder:
                 _replay_in_batches(runs, decoder, options)
             return "replay"
         if options.engine == "fast" and isinstance(model, HasDecoder):  # a bridge may be fast without replay
@@ -177,7 +177,7 @@ def run_with_last_tokens(
             for name, layer in layers.items():
                 batch.hand_over(partial(on_pattern, index), layer, kept[name][:, :, -1])
 
-    with _replaying(model) as decoder:
+    with replaying(model) as decoder:
         if options.batch_size == "auto":
             in_batches(partial(run, decoder), each, length, fitting_tokens(model, prompts, device), halve_to=length)
         else:
@@ -186,7 +186,7 @@ def run_with_last_tokens(
 
 
 @contextmanager
-def _replaying(model: HookedModel) -> Iterator[Decoder]:
+def replaying(model: HookedModel) -> Iterator[Decoder]:
     """Gives the parts of a model for replay: in evaluation mode, with merged adapters, without gradients."""
     with torch.no_grad(), evaluating(model), compat.merged_adapters(modules_in(model)), decoder_of(model) as decoder:
         yield decoder

@@ -15,7 +15,7 @@ from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import REFERENCES, Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Table
+from align_circuits.tables.tables import Provenance, Table
 
 ALL_OFFSETS = None
 """The `offset` of rows that are about all places in a phrase: missing in the table."""
@@ -62,7 +62,12 @@ def evaluate(
     metrics = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
     values, engine = metrics.measure(model, edits, options=options)
     provenance = provenance_of("evaluate", model, prompts, engine, edits_provenance(edits))
-    keys, means, weights = summarize_targets(prompts, values[:, 0])
+    return evaluation_table(prompts, values[:, 0], provenance)
+
+
+def evaluation_table(prompts: Prompts, values: Float[ndarray, "metric target"], provenance: Provenance) -> Table:
+    """Returns what `evaluate` does, from accuracy and log-probability of each target."""
+    keys, means, weights = summarize_targets(prompts, values)
     return Table.from_prompts(keys, means, weights, provenance, bounded=(keys["metric"] == "accuracy").to_numpy())
 
 

@@ -9,22 +9,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from torch import Tensor
 
 from align_circuits.files import replacing
-from align_circuits.heads.score import ScoreAccumulator, resolve
+from align_circuits.heads.one_pass import OnePass
 from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.alike_prompts import forward_alike
 from align_circuits.run.evaluation import ALL_OFFSETS, summarize_targets
-from align_circuits.run.forward_pass import forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.tables import Provenance, Table
 
 PROBED = ("align_query", "align_key", "lookup")
@@ -57,9 +54,12 @@ class Probe:
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures the model, keeps the results, and returns their summary for the log."""
-        parts = [
-            (ood, *_measure(self.model, prompts, self.scored, self.edits)) for ood, prompts in self.prompts.items()
-        ]
+        passes = {ood: OnePass(self.model, prompts, self._metrics(prompts)) for ood, prompts in self.prompts.items()}
+        # In and out of distribution most of a prompt is the same: the examples, of which only the last differs.
+        forward_alike(
+            self.model, [both.rows for both in passes.values()], edits=self.edits, options=RunOptions(engine="fast")
+        )
+        parts = [(ood, *_measured(self.prompts[ood], both)) for ood, both in passes.items()]
         keys = pd.concat([keys.assign(ood=ood) for ood, keys, _ in parts], ignore_index=True)
         numbers = {name: np.concatenate([part[name] for *_, part in parts]) for name in COLUMNS}
         if self.folder is None:
@@ -79,6 +79,10 @@ class Probe:
         table = Table.from_prompts(keys[order], value, weight, provenance, bounded=bounded)
         return replace(table, values=None, weights=None)
 
+    def _metrics(self, prompts: Prompts) -> list[str]:
+        """The relations that are scored on some prompts; without any the attention to the first token."""
+        return [name for name in self.scored if len(prompts.relations.get(name, ()))] or ["sink"]
+
     def _path(self, step: int) -> Path:
         assert self.folder is not None
         return self.folder / f"step-{step:06d}.safetensors"
@@ -89,51 +93,15 @@ class Probe:
             return keys, {name: file.get_tensor(name) for name in COLUMNS}
 
 
-def _measure(
-    model: HookedModel, prompts: Prompts, scored: Sequence[str], edits: Sequence[Edit]
-) -> tuple[pd.DataFrame, dict[str, ndarray]]:
-    """Accuracy and heads from a single pass: the keys, and for each row and prompt value and weight."""
-    metrics = [name for name in scored if len(prompts.relations.get(name, ()))]
-    scores = ScoreAccumulator(
-        resolve(prompts, metrics or ["sink"]), model.cfg.n_layers, model.cfg.n_heads, len(prompts)
-    )
-    targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
-    values = np.full((2, len(targets.token)), np.nan)
-
-    # One pass reads every position that either of the two needs, once. `index` says where each of these rows stands
-    # among those of the scores (0) and of the targets (1); -1: it is not among them.
-    needed = torch.cat([torch.stack([reader.prompt, reader.query], 1) for reader in (scores, targets)])
-    rows, inverse = needed.unique(dim=0, return_inverse=True)
-    index = torch.full((2, len(rows)), -1)
-    index[0, inverse[: len(scores.prompt)]] = torch.arange(len(scores.prompt))
-    index[1, inverse[len(scores.prompt) :]] = torch.arange(len(targets.prompt))
-
-    def rows_of(reader: int, row: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        own = index[reader, row]
-        return own[own >= 0], values[(own >= 0).to(values.device)]
-
-    def add_pattern(row: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        own, pattern = rows_of(0, row, pattern)
-        scores.add(own, layer, pattern)
-
-    prompt, query = rows.T.contiguous()
-    forward(
-        model,
-        prompts,
-        prompt=prompt,
-        query=query,
-        on_pattern=add_pattern,
-        on_logits=lambda row, logits: targets.assign(values, *rows_of(1, row, logits)),
-        edits=edits,
-        options=RunOptions(engine="fast"),
-    )
-    heads, value, weight = scores.measured()
+def _measured(prompts: Prompts, both: OnePass) -> tuple[pd.DataFrame, dict[str, ndarray]]:
+    """The keys of a probe's rows on some prompts, and for each row and prompt value and weight."""
+    heads, value, weight = both.scores.measured()
     heads = heads.assign(kind="all", offset=ALL_OFFSETS)
-    model_keys, means, counts = summarize_targets(prompts, values)
+    model_keys, means, counts = summarize_targets(prompts, both.values)
     metric = model_keys["predictor"].where(model_keys["predictor"] != "model", model_keys["metric"])
     model_keys = model_keys.assign(metric=metric, level="model", layer=None, head=None).drop(columns="predictor")
     numbers = {"value": (value, means), "weight": (weight, counts)}
-    joined = {name: np.concatenate(both) for name, both in numbers.items()}
+    joined = {name: np.concatenate(pair) for name, pair in numbers.items()}
     return pd.concat([heads, model_keys], ignore_index=True), joined
 
 

@@ -200,7 +200,9 @@ def test_probes_measure_what_evaluate_and_score_heads_do(llama):
                 )
                 model_rows: Any = probe.where(metric=metric).frame
                 assert (model_rows["level"] == "model").all() and model_rows[["layer", "head"]].isna().all(axis=None)
-                np.testing.assert_allclose(model_rows[columns], expected.frame[columns], atol=1e-5)
+                np.testing.assert_allclose(model_rows["value"], expected.frame["value"], atol=1e-5)
+                # Correcting three prompts for their skew makes hundreds of times as much of rounding.
+                np.testing.assert_allclose(model_rows[columns], expected.frame[columns], atol=1e-5, rtol=1e-3)
         first = tuned.table.where(metric="accuracy", kind="first", ood=ood, offset=ALL_OFFSETS).frame["value"]
         assert tuned.log["ood_first" if ood else "first"].tolist() == pytest.approx(first.tolist())
         best = tuned.table.where(metric="align_query", ood=ood).heads().frame.groupby("step")["value"].max()

@@ -1,0 +1,140 @@
+"""Runs a model on several sets of prompts that begin alike: what they share is run once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from align_circuits.hooks.attention import PatternProbe
+from align_circuits.hooks.decoders import Decoder, why_no_decoder
+from align_circuits.hooks.edits import Edit
+from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
+from align_circuits.hooks.probes import Change
+from align_circuits.hooks.replay import Replay
+from align_circuits.models.protocol import check_fits, device_of
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.run.batching import fitting_prompts, in_batches
+from align_circuits.run.edited_runs import replaying
+from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_rows, forward
+from align_circuits.run.options import RunOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Prompts, the positions whose attention and logits are read, and what reads them: arguments of `forward`."""
+
+    prompts: Prompts
+    prompt: Int[Tensor, " row"]
+    query: Int[Tensor, " row"]
+    on_pattern: OnPattern
+    on_logits: OnLogits
+
+
+@leaves_as_found
+def forward_alike(
+    model: HookedModel, sets: Sequence[Rows], *, edits: Sequence[Edit] = (), options: RunOptions = RunOptions()
+) -> str:
+    """Does what `forward` does for each set; where prompts of all sets begin alike, the beginnings are run once.
+
+    That is so where prompt i of every set has the same tokens in at least the first half of its columns, and no row is
+    read there. The numbers then differ from those of `forward` by rounding. Prompts with padding, edits, and engines
+    other than the fast one make `forward` run each set.
+
+    Args:
+        model: A model with TransformerLens's hooks.
+        sets: What is read of which prompts.
+        edits: What is changed while the model runs.
+        options: Engine and batch size, in prompts of one set.
+
+    Returns:
+        The engine that ran, `"fast"` or `"reference"`.
+
+    Raises:
+        ValueError: As `forward` does.
+    """
+    shared = 0 if edits or options.engine == "reference" or why_no_decoder(model) else _shared_columns(sets)
+    if not shared:
+        engines = [
+            forward(
+                model,
+                rows.prompts,
+                prompt=rows.prompt,
+                query=rows.query,
+                on_pattern=rows.on_pattern,
+                on_logits=rows.on_logits,
+                edits=edits,
+                options=options,
+            )
+            for rows in sets
+        ]
+        return engines[0]
+    for rows in sets:
+        check_fits(model, rows.prompts)
+        check_rows(rows.prompts, rows.prompt, rows.query)
+    device, prompts = device_of(model), sets[0].prompts
+    (count, length), auto = prompts.tokens.shape, options.batch_size == "auto"
+    size = fitting_prompts(model, prompts, device, "fast") if options.batch_size == "auto" else options.batch_size
+    if auto and 2 * count <= 3 * size:
+        size = count  # a few more at once: a small second batch would cost about as much as a whole one
+
+    def run_batch(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
+        beginnings = Replay.run(
+            decoder,
+            prompts.tokens[selected, :shared].to(device),
+            prompts.mask[selected, :shared].to(device),
+            queries=torch.tensor([shared - 1], device=device),
+            keep=(),
+            starts=[shared],
+        )
+        _continue(beginnings, sets, selected)
+
+    with replaying(model) as decoder:
+        in_batches(partial(run_batch, decoder), torch.arange(count), length, size * length, halve_to=length if auto else None)
+    return "fast"
+
+
+def _shared_columns(sets: Sequence[Rows]) -> int:
+    """How many columns of prompts are run once; 0 where that does not pay."""
+    prompts = sets[0].prompts
+    if len(sets) < 2 or any(rows.prompts.tokens.shape != prompts.tokens.shape for rows in sets):
+        return 0
+    if not all(bool(rows.prompts.mask.all()) and len(rows.query) for rows in sets):
+        return 0
+    differs = torch.stack([rows.prompts.tokens != prompts.tokens for rows in sets]).any(0).any(0).nonzero()
+    first = min(int(rows.query.min()) for rows in sets)
+    shared = min(first, int(differs[0])) if len(differs) else first
+    return shared if 2 * shared >= prompts.tokens.shape[1] else 0
+
+
+def _continue(beginnings: Replay, sets: Sequence[Rows], selected: Int[Tensor, " prompt"]) -> None:
+    """Runs some prompts of each set, side by side, from where their beginnings end, and hands over what is read."""
+    device, start = beginnings.tokens.device, beginnings.start
+    batches = [Batch.of(rows.prompts, selected, rows.prompt, rows.query, device) for rows in sets]
+    queries = torch.cat([batch.query for batch in batches]).unique()
+
+    # To replay, prompts of another set are those of the first with another residual stream at the first layer.
+    runs = [beginnings.continued(batch.tokens, queries) for batch in batches]
+    edit_sets: list[dict[str, Change]] = [
+        {name: lambda _, own=own: own for name, own in run.kept.items()} for run in runs
+    ]
+
+    def read(layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+        parts = pattern.split([len(batch.rows) for batch in batches])
+        for rows, batch, part in zip(sets, batches, parts, strict=True):
+            batch.hand_over(rows.on_pattern, layer, part)
+
+    probe = PatternProbe(
+        torch.cat([batch.prompt + place * len(selected) for place, batch in enumerate(batches)]),
+        torch.cat([batch.query - start for batch in batches]),
+        read,
+    )
+    for index, logits in runs[0].replay(edit_sets, start, probe):
+        rows, batch = sets[index], batches[index]
+        if logits.amax(-1).isnan().any():
+            raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+        logits = logits[batch.prompt, torch.searchsorted(queries, batch.query)]
+        rows.on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
