@@ -392,6 +392,26 @@ def _normed(norm: Any, residual: Tensor, **options: Any) -> Tensor:
     return norm.hook_out(component(norm)(norm.hook_in(residual)))
 
 
+def skip_unread(model: Any) -> None:
+    """Makes the last layer's MLP compute only the positions that the keyword `read` names, if it is given, for good.
+
+    The others reach no logits that are read. For Llama, Qwen2, Qwen3 and Mistral, whose layers are alike.
+    """
+    layer = model.model.layers[-1]
+    vars(layer)["forward"] = partial(_last_layer, layer)
+
+
+def _last_layer(layer: Any, residual: Tensor, *, read: Tensor | None = None, **options: Any) -> Tensor:
+    """A layer of Llama, whose residual stream after the MLP is right at the read positions alone."""
+    if read is None:
+        return type(layer).forward(layer, residual, **options)
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(residual), **options)
+    middle = residual + attended
+    added = layer.mlp(layer.post_attention_layernorm(middle[:, read]))
+    wide = torch.promote_types(middle.dtype, added.dtype)  # under autocast they differ
+    return middle.to(wide).index_add(1, read, added.to(wide))
+
+
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     """Returns the residual stream before the first layer, without hooks; GPT-2 adds an embedding of positions."""
     residual = component(bridge.embed)(tokens)

@@ -5,20 +5,18 @@ from typing import Any
 
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
-from align_circuits.heads.score import score_heads
+from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.report import plots
-from align_circuits.run.evaluation import evaluate
 
 
 @dataclass(frozen=True)
 class Score(PromptVerb):
-    """Scores every head with `score_heads`."""
+    """Scores every head, as `score_heads` does, and evaluates the model in the same pass."""
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         model, prompts, _ = self.prepare()
-        table = score_heads(model, prompts, options=self.options)
-        accuracy = evaluate(model, prompts, options=self.options)
+        table, accuracy = score_and_evaluate(model, prompts, options=self.options)
         known: Any = table.frame[table.frame["value"].notna()]
         metrics = [metric for metric in METRICS if metric in set(known["metric"])]
         best = {metric: table.top(metric, 3).frame for metric in metrics}

@@ -10,7 +10,7 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import METRICS, PromptVerb, first_token, head_value
 from align_circuits.heads.localize_heads import localize
-from align_circuits.heads.score import score_heads
+from align_circuits.heads.one_pass import score_and_evaluate
 from align_circuits.report import plots
 from align_circuits.report.localize_report import save_localization
 from align_circuits.report.page import Section
@@ -67,8 +67,8 @@ class Tune(PromptVerb):
             prompts = replace(self.task, n_examples=0).sample(self.count, model.tokenizer, seed=self.seed)
         run = tune(model, self.task, self.config, seed=self.seed, out=results.new, state=results.folder)
         print(run.log.to_string(index=False, float_format="{:.3f}".format))
-        before, after = (evaluate(each, prompts, options=self.options) for each in (model, run.model))
-        scores = score_heads(run.model, prompts, options=self.options)
+        before = evaluate(model, prompts, options=self.options)
+        scores, after = score_and_evaluate(run.model, prompts, options=self.options)
         metrics = [name for name in METRICS[:3] if len(prompts.relations[name])]
         best = ", ".join(f"{name} {head_value(scores.top(name, 1).frame.iloc[0])}" for name in metrics)
         summary = (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.alike_prompts import Rows, forward_alike
@@ -53,6 +54,7 @@ class OnePass:
         self.targets.assign(self.values, *self._rows_of(1, row, logits))
 
 
+@leaves_as_found
 def score_and_evaluate(
     model: HookedModel, prompts: Prompts, *, options: RunOptions = RunOptions()
 ) -> tuple[Table, Table]:

@@ -93,7 +93,9 @@ def forward_alike(
         _continue(beginnings, sets, selected)
 
     with replaying(model) as decoder:
-        in_batches(partial(run_batch, decoder), torch.arange(count), length, size * length, halve_to=length if auto else None)
+        in_batches(
+            partial(run_batch, decoder), torch.arange(count), length, size * length, halve_to=length if auto else None
+        )
     return "fast"
 
 

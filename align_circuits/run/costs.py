@@ -222,22 +222,34 @@ def tune_work(
 ) -> Work:
     """Returns the work of `tune` on q, k and v of all layers: each step, and probes in and out of distribution.
 
-    A step goes forward and back; the adapters do so too, with dropout, and get gradients of their weights besides.
+    A step goes forward and back, the last MLP at the targets alone; the adapters do so too, with dropout, and get
+    gradients of their weights besides. A probe runs once what its prompts in and out of distribution share.
 
     Args:
         shape: Of the model.
-        sizes: Of the prompts of one step.
+        sizes: Of the prompts of one step, with `changed` for prompts out of distribution; 0 if they share no beginning.
         steps: The number of updates.
         probes: How often the model is probed.
         probe_prompts: Prompts in a probe, this many in distribution and as many out of it.
         rank: Of the adapters.
     """
-    one = PromptSizes(1, sizes.tokens, sizes.targets)
     width = 3 * shape.d_model + (shape.heads + 2 * shape.key_heads) * shape.d_head
     of_token = 3 * rank * width + 3 * _DROPPED * shape.d_model
     adapters = Work(products=sizes.prompts * sizes.tokens * shape.layers * of_token)
-    step = forward_work(shape, sizes) + backward_work(shape, sizes) + adapters
-    return steps * step + 2 * probes * probe_prompts * score_work(shape, one)
+    step = base_work(shape, sizes) + backward_work(shape, sizes) + adapters
+    step += Work(mlp=sizes.prompts * (sizes.targets - sizes.tokens))
+    return steps * step + probes * probe_prompts * _probe_work(shape, sizes)
+
+
+def _probe_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of scoring a prompt in distribution and one out of it."""
+    one = PromptSizes(1, sizes.tokens, sizes.targets)
+    if not sizes.changed:
+        return 2 * score_work(shape, one)
+    rows = score_work(shape, one).products
+    shared = base_work(shape, PromptSizes(1, sizes.tokens - sizes.changed, 1))
+    rest = edited_work(one, sizes.changed, shape.layers, 1) + Work(mlp=-sizes.changed, products=rows)
+    return shared + 2 * rest
 
 
 def localize_work(

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from align_circuits.checks import checked
 from align_circuits.files import replacing_in, writable_folder
+from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, take_parts
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -222,8 +223,8 @@ def tune(
     on from the last probe of a run that was killed, and ends as if it had not been, bit for bit.
 
     The loss is the mean over output tokens of -log p(token): of the last example, given the k examples before it
-    (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model with fused attention; logits are
-    computed only where the loss reads them, and gradients flow no deeper than the lowest tuned layer.
+    (Eq. 3), or of single examples (Eq. 4). Training runs Hugging Face's own model with fused attention; logits and the
+    last MLP are computed only where the loss reads them, and gradients flow no deeper than the lowest tuned layer.
 
     Args:
         model: What `load` returns, for a decoder with separate q, k and v projections (Llama, Qwen2, Qwen3, Mistral).
@@ -276,6 +277,10 @@ def tune(
         recompute(trained)
     if clamps:
         take_parts(trained)
+    if not (
+        config.dropout and {"gate", "up", "down"} & {*config.matrices}
+    ):  # dropout would be drawn for fewer positions
+        compat.skip_unread(trained)
     probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored, clamps)
     run = train(
         trained,
@@ -420,7 +425,7 @@ def _loss(model: Callable[..., Any], batch: tuple[Tensor, ...]) -> Float[Tensor,
     if padded:  # Hugging Face counts positions from the padding unless it is told not to
         mask = padded[0].long()
         inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    logits = model(ids, logits_to_keep=positions, use_cache=False, **inputs).logits
+    logits = model(ids, logits_to_keep=positions, read=positions, use_cache=False, **inputs).logits
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 

@@ -15,7 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import align_circuits as ac
+from align_circuits.hooks import compat
 from align_circuits.models import quantization
+from align_circuits.models.lora import recompute, unwrapped
 from align_circuits.models.protocol import parameters_of
 from align_circuits.models.quantization import dequantised
 from align_circuits.prompts.prompts import Role
@@ -508,3 +510,47 @@ def test_a_run_shows_itself(llama, tmp_path):
     assert repr(tuned) == f"TuneRun(ica, 4 steps, loss {last:.3g}, {probes} probes, folder='{tmp_path / '<run>'}')"
     page = tuned._repr_html_()
     assert "<table" in page and "&lt;run&gt;" in page and "<run>" not in page and f"{last:.3g}" in page
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_last_mlp_skips_what_no_loss_reads(name, checkpointing, random_hf_model, char_tokenizer):
+    """Loss and gradients are those of the whole layer."""
+    model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
+    batch, module = _TuningData.of(model, TASK, QUICK, seed=0).batch(1, 7), sys.modules[tune.__module__]
+    found = []
+    for skipping in (False, True):
+        plain, seen = unwrapped(model).train(), []
+        for weight in plain.parameters():
+            weight.requires_grad_()
+        if skipping:
+            compat.skip_unread(plain)
+        if checkpointing:
+            recompute(plain)
+        hook = plain.model.layers[-1].mlp.register_forward_hook(lambda _m, given, _o, seen=seen: seen.append(given[0]))
+        loss = module._loss(plain, batch)
+        hook.remove()
+        loss.backward()
+        assert seen[0].shape[1] == (len(batch[1]) if skipping else batch[0].shape[1])
+        found.append([loss.detach(), *(weight.grad for weight in plain.parameters())])
+        assert torch.equal(plain(batch[0]).logits, unwrapped(model)(batch[0]).logits), "read is not always given"
+    for whole, fewer in zip(*found, strict=True):
+        torch.testing.assert_close(fewer, whole, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dropout", "reads"), [(0.0, 4), (0.5, 17)])
+def test_dropout_in_mlps_is_drawn_for_all_positions(llama, monkeypatch, dropout, reads):
+    module, seen = sys.modules[tune.__module__], set()
+    real = module._loss
+
+    def recording(model, batch):
+        mlp = model.model.layers[-1].mlp
+        hook = mlp.register_forward_hook(lambda _m, given, _o: seen.add(given[0].shape[1]))
+        try:
+            return real(model, batch)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(module, "_loss", recording)
+    run(llama, config=replace(QUICK, projections=("q", "up"), dropout=dropout))
+    assert len(seen) == 1 and (seen == {reads}) == (dropout == 0), seen
