@@ -281,6 +281,7 @@ def tune(
         config.dropout and {"gate", "up", "down"} & {*config.matrices}
     ):  # dropout would be drawn for fewer positions
         compat.skip_unread(trained)
+    compat.fuse_adapters(trained)
     probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored, clamps)
     run = train(
         trained,

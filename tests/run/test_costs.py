@@ -222,11 +222,17 @@ def test_edges_are_products_of_senders_and_receivers():
 
 
 def test_probes_are_scored_in_and_out_of_distribution():
-    alone, probed = tune_work(SHAPE, SIZES, 9), tune_work(SHAPE, SIZES, 9, probes=2, probe_prompts=3)
+    apart = replace(SIZES, changed=0)
+    alone, probed = tune_work(SHAPE, apart, 9), tune_work(SHAPE, apart, 9, probes=2, probe_prompts=3)
     one = score_work(SHAPE, PromptSizes(1, 7, 5))
     assert probed == alone + 2 * 2 * 3 * one
-    assert tune_work(SHAPE, SIZES, 9, probes=2) == alone + 2 * 2 * one
+    assert tune_work(SHAPE, apart, 9, probes=2) == alone + 2 * 2 * one
     assert alone.attention == 9 * 2 * RUN
+    # Of 7 tokens 5 are run once; the last MLP computes one of them, and the 5 targets of either prompt.
+    shared = Work(
+        (5 + 2 * 2) * 2, 5 + 1 + 2 * (2 + 5), 2 * (1 + 2 + 3 + 4 + 5) + 2 * 2 * 12, 1 + 2 * 5, 2 * one.products
+    )
+    assert tune_work(SHAPE, SIZES, 9, probes=2, probe_prompts=3) == alone + 2 * 3 * shared
 
 
 def test_localize_by_hand():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import align_circuits as ac
 from align_circuits.hooks import compat
 from align_circuits.models import quantization
-from align_circuits.models.lora import recompute, unwrapped
+from align_circuits.models.lora import recompute, unwrapped, with_adapter
 from align_circuits.models.protocol import parameters_of
 from align_circuits.models.quantization import dequantised
 from align_circuits.prompts.prompts import Role
@@ -555,3 +555,57 @@ def test_dropout_in_mlps_is_drawn_for_all_positions(llama, monkeypatch, dropout,
     monkeypatch.setattr(module, "_loss", recording)
     run(llama, config=replace(QUICK, projections=("q", "up"), dropout=dropout))
     assert len(seen) == 1 and (seen == {reads}) == (dropout == 0), seen
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fused_adapters_train_as_peft_does(name, checkpointing, random_hf_model, char_tokenizer):
+    """Qwen2 has biases; a few tokens are left to PEFT, for which a sum of weights would cost more."""
+    model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
+    batch, module = (
+        _TuningData.of(model, TASK, replace(QUICK, batch=8), seed=0).batch(1, 7),
+        sys.modules[tune.__module__],
+    )
+    found, outputs = [], []
+    for fused in (False, True):
+        plain = unwrapped(model)
+        with_adapter(plain, names=("q", "k", "v", "o", "up"), layers=None, r=3, alpha=5.0, dropout=0.0, seed=0)
+        generator = torch.Generator().manual_seed(1)
+        for parameter_name, weight in plain.named_parameters():
+            if "lora_B" in parameter_name:
+                weight.data.normal_(0, 0.1, generator=generator)
+        weights = {key: weight.clone() for key, weight in plain.named_parameters()}
+        if fused:
+            compat.fuse_adapters(plain)
+        if checkpointing:
+            recompute(plain)
+        inner, seen = plain.model.layers[0].self_attn.q_proj.lora_A["default"], []
+        hook = inner.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        loss = module._loss(plain.train(), batch)
+        assert bool(seen) != fused
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad for weight in plain.parameters() if weight.requires_grad)])
+        outputs.append(plain(batch[0][:1, :2]).logits.detach())
+        assert seen, "two tokens went through the sum of weights"
+        hook.remove()
+        assert all(torch.equal(weight, weights[key]) for key, weight in plain.named_parameters())
+        assert all(weight.grad is None for weight in plain.parameters() if not weight.requires_grad)
+    for apart, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, apart, atol=1e-6, rtol=1e-4)
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dropout": 0.1}, {"precision": "bf16"}, {"dropout": 0.0}], ids=["dropout", "bf16", "neither"]
+)
+def test_adapters_are_fused_where_nothing_else_is_computed(llama, monkeypatch, settings):
+    fused = []
+    real = compat._AdaptedLinear.apply
+    monkeypatch.setattr(compat._AdaptedLinear, "apply", lambda *given: (fused.append(1), real(*given))[1])
+    run(llama, config=replace(QUICK, batch=8, **settings))
+    assert bool(fused) == (settings == {"dropout": 0.0})
+
+
+def test_narrow_weights_are_not_fused(folder, monkeypatch):
+    monkeypatch.setattr(compat._AdaptedLinear, "apply", None)
+    run(ac.load(folder, dtype=torch.bfloat16), config=replace(QUICK, batch=8, dropout=0.0))
