@@ -9,21 +9,31 @@ of processor time, which on one thread and a quiet machine is the time on the cl
 Then the share of the time that probes every 10 steps take, at 1, 8 and 16 prompts a step: probes of their default size,
 and of 10 prompts where a step has one.
 
+With `--loop`, instead, `tune` as the command line calls it, probes and checkpoints included, beside a plain loop:
+`get_peft_model` on the model that transformers loads, the same LoRA and drawn prompts, all logits, AdamW, clipping,
+linear decay. Both run in one process, a step of the loop before each of `tune`'s, so that they meet the same machine.
+Loading is not counted; all that `tune` does is.
+
 The vocabulary is that of Llama 3 by default, since logits are what `Trainer` computes at all positions; `--vocab 64`
 shows what is left of the difference without them.
 
     python benchmarks/tuning.py [--steps 12] [--rounds 3] [--vocab 128256]
+    python benchmarks/tuning.py --loop toy-llama --steps 200
+    python benchmarks/tuning.py --loop smollm2 --steps 100
 """
 
 import argparse
 import itertools
 import json
+import math
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +41,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import align_circuits as ac
+from align_circuits.models.loading import BUNDLED
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.training import tuning
 from align_circuits.training.loop import _seeds
@@ -139,18 +157,78 @@ def theirs(vocab: int, steps: int) -> tuple[list[float], float, dict[str, Tensor
     return times, peak() - before, weights
 
 
+def looped(name: str, config: ac.TuneConfig) -> Iterator[float]:
+    """Runs the plain loop; yields the loss of each step."""
+    data = tuning._TuningData.of(ac.load(name, dtype=torch.float32), ac.Seq2SeqTask(), config, 0)
+    base = AutoModelForCausalLM.from_pretrained(BUNDLED[name](), dtype=torch.float32)
+    torch.manual_seed(0)
+    names = [f"{matrix}_proj" for matrix in config.matrices]
+    lora = LoraConfig(r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names)
+    model = get_peft_model(base, lora).train()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=config.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / config.steps)
+    yield math.nan  # all of this is not counted
+    for step in range(1, config.steps + 1):
+        drawn = data._drawn(_seeds(0, step)[0])
+        _, positions, tokens = data._tensors(drawn)
+        labels = torch.full_like(drawn.tokens, -100)
+        labels[:, positions + 1] = tokens
+        loss = model(input_ids=drawn.tokens, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, config.clip or math.inf)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def beside_a_loop(name: str, steps: int) -> None:
+    """Prints how much longer `tune` takes than the loop, a step of which is run before each of its own."""
+    config = replace(ac.TuneConfig(**(tuning.TOY_LLAMA if name == "toy-llama" else {})), steps=steps)
+    model, loop, losses, plain, probes = ac.load(name, dtype=torch.float32), looped(name, config), [], [], []
+    next(loop)
+    real, probed = tuning._loss, Probe.measure
+
+    def timed(call: Callable[[], Any], spent: list[float]) -> Any:
+        start = time.process_time()
+        result = call()
+        spent.append(time.process_time() - start)
+        return result
+
+    def step(*given: Any) -> Tensor:
+        losses.append(timed(lambda: next(loop), plain))
+        return real(*given)
+
+    tuning._loss, Probe.measure = step, lambda *given: timed(lambda: probed(*given), probes)
+    whole: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = timed(lambda: tuning.tune(model, ac.Seq2SeqTask(), config, out=folder, progress=False), whole)
+    ours = whole[0] - sum(plain)
+    print(f"{name}, {steps} steps as on the command line, one thread, torch {torch.__version__}")
+    print(f"loop {sum(plain):.1f} s, tune {ours:.1f} s, of which {len(probes)} probes take {sum(probes):.1f} s")
+    print(
+        f"loss of the last steps {statistics.mean(losses[-config.probe_every :]):.4f}, {run.log['loss'].iloc[-1]:.4f}"
+    )
+    print(f"tune takes {ours / sum(plain):.2f} times the loop, {(ours - sum(probes)) / sum(plain):.2f} without probes")
+
+
 def main() -> None:
     """Runs both in turn and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--loop", choices=["toy-llama", "smollm2"], help="the bundled Llama, or SmolLM2")
     parser.add_argument("--only", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("--probes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.loop:
+        beside_a_loop(arguments.loop, arguments.steps)
+        return
     if arguments.probes:
         print(share_of_probes(arguments.vocab, arguments.probes, arguments.size))
         return
