@@ -1,5 +1,6 @@
 """The entry point: reads the arguments, runs the verb, and turns errors into one line."""
 
+import gc
 import os
 import sys
 import warnings
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Bad input, a full disk and an interrupt end in one line on stderr and status 2 (an interrupt: 130). Results are
     moved to their folder together, once they are complete; also if whoever reads the output stops reading.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        with uncollected():
+            return main(sys.argv[1:])
     out, err = PipeSafe(sys.stdout), PipeSafe(sys.stderr)
     with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)), warnings_as_lines():
         try:
@@ -69,6 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             out.flush()  # here, where a closed pipe is no error, and not when the interpreter ends
             err.flush()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Spares what a process imports the garbage collector, which would look through a million objects many times.
+
+    They all live until the process ends. For a process that runs one verb: whatever there is when the verb begins, and
+    when it ends, is never collected. What it makes between is.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _main(arguments: Sequence[str]) -> int:
@@ -91,6 +108,9 @@ def _main(arguments: Sequence[str]) -> int:
         print((Path(__file__).parent / "help" / f"{name}.txt").read_text(encoding="utf-8"), end="")
         return 0
     verb = parse_verb(name, *options)
+    if not gc.isenabled():  # see `uncollected`
+        gc.freeze()
+        gc.enable()
     from safetensors import SafetensorError
 
     from align_circuits.checks import WrongArgument  # after the verb, since both import torch
