@@ -113,7 +113,7 @@ class Line:
     """Whether a single round is enough, since it takes many minutes."""
 
 
-CLI = "import sys; from align_circuits.cli import main; sys.exit(main(sys.argv[1:]))"
+CLI = "import sys; from align_circuits.cli import main; sys.exit(main())"
 LINES = {
     "toy": Line("localize, bundled Llama", "processor", 30, partial(localized, "toy-llama-ica")),
     "toy-bfloat16": Line(

@@ -190,14 +190,14 @@ class Replay:
         residual = decoder.embed(tokens, positions)
         rotation = decoder.rotation(residual, positions)
         replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
-        past: dict[int, tuple[Tensor, Tensor]] = {}
+        past: dict[int, tuple[Tensor, Tensor]] | None = {} if max(starts) else None
         unedited = _Batch(0, queries, [{}], [0], keep, past=past, probe=probe)
         last = replay._through(unedited, residual[None], 0, decoder.cfg.n_layers)
         replay.logits = decoder.unembed(last)[0]
         replay.kept = {name: value[:, replay.start :] for name, value in unedited.kept.items()}
         # A run that starts at a column computes the keys from there on itself, so later ones are never read from here.
         end = replay.last_start
-        replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in past.items()}
+        replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in (past or {}).items()}
         return replay
 
     def continued(self, tokens: Int[Tensor, "prompt pos"], queries: Int[Tensor, " query"]) -> "Replay":

@@ -102,7 +102,9 @@ def forward(
         if decoder is None:
             run = partial(_run_reference, model)
         else:
-            run = partial(_run_decoder, decoder) if isinstance(model, HasDecoder) else partial(_run_fast, model)
+            # Parts skip what no logits need; where a hook is to fire, the model itself runs.
+            by_parts = isinstance(model, HasDecoder) or not names
+            run = partial(_run_decoder, decoder) if by_parts else partial(_run_fast, model)
         in_batches(partial(run_batch, run), selected, length, size * length, halve_to=length if auto else None)
     return engine
 
@@ -287,7 +289,7 @@ def _run_fast(
 def _run_decoder(
     decoder: Decoder, batch: Batch, on_pattern: OnPattern | None, _within: Hooks, *, keep_logits: bool
 ) -> Float[Tensor, "row d_vocab"]:
-    """Runs the parts of a model that is no bridge; hooks do not fire."""
+    """Runs the parts of a model; hooks do not fire."""
     kept = batch.query.unique() if keep_logits else batch.query[:1]
     run = Replay.run(
         decoder, batch.tokens, batch.mask, queries=kept, keep=(), starts=[0], probe=batch.probe(on_pattern)
