@@ -33,6 +33,7 @@ from align_circuits.run.costs import (
     Work,
     ablate_work,
     attribute_work,
+    evaluate_work,
     forward_work,
     localize_work,
     patch_work,
@@ -98,7 +99,7 @@ def cases(model: Any, clean: ac.Prompts, steps: int) -> Iterator[Case]:
     sizes, whole = sizes_of(query), sizes_of(labels)
     every = max(1, shape.layers // 10)
     some = [(layer, 0) for layer in range(every // 2, shape.layers, every)]
-    yield "evaluate", lambda: ac.evaluate(model, clean), forward_work(shape, sizes)
+    yield "evaluate", lambda: ac.evaluate(model, clean), evaluate_work(shape, sizes)
     yield "score", lambda: ac.score_heads(model, clean), score_work(shape, sizes)
     above = sum(shape.layers - 1 - layer for layer, _ in some)
     yield "ablate", lambda: ac.ablate_heads(model, clean, heads=some), ablate_work(shape, sizes, len(some), above)

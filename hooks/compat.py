@@ -352,6 +352,28 @@ _HOOKS = (
 """Where PyTorch keeps the hooks of a module, in dictionaries to which handles refer; then TransformerLens, in lists."""
 
 
+_LIBRARIES = ("transformer_lens", "transformers", "accelerate", "peft", "torch")
+"""Whose own hooks on modules change nothing of what a model computes."""
+
+
+def hooked_modules(modules: Sequence[nn.Module]) -> list[str]:
+    """Returns the types of modules with a PyTorch hook of the user's, which may change what they compute."""
+
+    def of_library(hook: Any) -> bool:
+        while isinstance(hook, partial):
+            hook = hook.func
+        return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _LIBRARIES
+
+    return sorted(
+        {
+            type(module).__name__
+            for module in modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+            if not all(map(of_library, hooks.values()))
+        }
+    )
+
+
 def remembered(model: Any) -> Callable[..., None]:
     """Returns a function that puts a model and the process back to where they are now; see `hooks.left_as_found`.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionFunction, raw_attention, why_not_fast
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.hooks.left_as_found import modules_in
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change
 
@@ -125,7 +126,12 @@ class HasDecoder(Protocol):
 
 def why_no_decoder(model: HookedModel) -> str | None:
     """Returns why a model's parts cannot be run without its hooks, or None where they can."""
-    return model.why_no_decoder() if isinstance(model, HasDecoder) else why_not_fast(model)
+    if isinstance(model, HasDecoder):
+        return model.why_no_decoder()
+    if reason := why_not_fast(model):
+        return reason
+    hooked = compat.hooked_modules(modules_in(model))
+    return f"PyTorch hooks are attached to its modules ({hooked[0]}), which replay might not fire" if hooked else None
 
 
 @contextmanager
@@ -133,7 +139,7 @@ def decoder_of(model: HookedModel) -> Iterator[Decoder]:
     """Gives the parts of a model for the length of a `with`.
 
     Raises:
-        ValueError: A bridge whose parts cannot be run without its hooks (`why_no_decoder`).
+        ValueError: A bridge that the fast path does not apply to (`why_not_fast`).
     """
     with nullcontext() if isinstance(model, HasDecoder) else raw_attention(model):
         yield model.decoder() if isinstance(model, HasDecoder) else _BridgeDecoder(model)

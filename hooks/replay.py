@@ -182,11 +182,7 @@ class Replay:
             starts: The columns from which edited runs will start.
             probe: Reads rows of the pattern of every layer.
         """
-        real = None if bool(mask.all()) else mask
-        if real is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        else:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        real, positions = _places(mask)
         residual = decoder.embed(tokens, positions)
         rotation = decoder.rotation(residual, positions)
         replay = cls(decoder, tokens, real, positions, rotation, queries, min(starts), max(starts))
@@ -200,19 +196,22 @@ class Replay:
         replay.past = {layer: (_first(key, end), _first(value, end)) for layer, (key, value) in (past or {}).items()}
         return replay
 
-    def continued(self, tokens: Int[Tensor, "prompt pos"], queries: Int[Tensor, " query"]) -> "Replay":
+    def continued(
+        self, tokens: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], queries: Int[Tensor, " query"]
+    ) -> "Replay":
         """Returns a run of longer prompts, kept where edited runs of them start: behind what this run has read.
 
         Args:
-            tokens: Prompts without padding that begin with those of this run, which ended at `start`.
+            tokens: Prompts that begin with those of this run, which ended at `start`.
+            mask: Where a token stands; from `start` on, everywhere.
             queries: The columns whose logits are needed, from `start` on.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        real, positions = _places(mask)
         residual = self.decoder.embed(tokens[:, self.start :], positions[:, self.start :])
         return Replay(
             self.decoder,
             tokens,
-            None,
+            real,
             positions,
             self.decoder.rotation(residual, positions),
             queries,
@@ -508,6 +507,13 @@ class Replay:
             self._masks[start, window, device] = seen
         seen = self._masks[start, window, device]
         return seen if queries is None else seen[:, queries]
+
+
+def _places(mask: Bool[Tensor, "prompt pos"]) -> tuple[Tensor | None, Int[Tensor, "#prompt pos"]]:
+    """Where a token stands, None if everywhere, and the position of each in its prompt."""
+    if bool(mask.all()):
+        return None, torch.arange(mask.shape[1], device=mask.device)[None]
+    return mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _first(part: Float[Tensor, "row head pos d_head"], columns: int) -> Float[Tensor, "row head column d_head"]:

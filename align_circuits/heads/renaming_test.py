@@ -9,6 +9,8 @@ tokens stay, so the null keeps a head's positional bias, and its preference for 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from math import factorial
 
@@ -21,7 +23,8 @@ from torch import Tensor
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.relations import Relation
-from align_circuits.run.edited_runs import run_with_last_tokens
+from align_circuits.run.alike_prompts import Rows, forward_alike
+from align_circuits.run.forward_pass import OnPattern
 from align_circuits.run.options import RunOptions
 
 EQUALITIES = ("induction", "duplicate")
@@ -105,8 +108,7 @@ def renamed_p_values(
             else:
                 attention[name][layer][:, rows] = torch.einsum("rhk,rk->hr", pattern, keys[query].double())
 
-    last_tokens = chosen.tokens.expand(len(chosen.prompts), -1)
-    run_with_last_tokens(model, chosen.prompts, last_tokens, on_pattern=add, options=options)
+    forward_alike(model, [chosen.rows(token, partial(add, token)) for token in range(chosen.names)], options=options)
     orders = np.array(list(permutations(range(chosen.names))))  # the first is the identity
     p = {}
     for name in names:
@@ -155,6 +157,13 @@ class _Queries:
             self.kept[row, -len(tokens) :] = ~torch.isin(tokens, self.tokens) & (tokens != tokens[-1])
             texts += [_exchanged(tokens, new).tolist() for new in self.tokens]
         self.prompts = Prompts.from_tokens(texts)
+
+    def rows(self, token: int, on_pattern: OnPattern) -> Rows:
+        """Returns what `forward_alike` takes: the attention from the last token, with a token in its place."""
+        inputs = self.prompts.inputs.clone()
+        inputs[:, -1] = self.tokens[token]
+        each = torch.arange(len(inputs))
+        return Rows(replace(self.prompts, inputs=inputs), each, torch.full_like(each, inputs.shape[1] - 1), on_pattern)
 
 
 def _names(prompts: Prompts) -> Int[Tensor, " token"]:

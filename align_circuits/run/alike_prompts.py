@@ -31,7 +31,7 @@ class Rows:
     prompt: Int[Tensor, " row"]
     query: Int[Tensor, " row"]
     on_pattern: OnPattern
-    on_logits: OnLogits
+    on_logits: OnLogits | None = None
 
 
 @leaves_as_found
@@ -41,8 +41,8 @@ def forward_alike(
     """Does what `forward` does for each set; where prompts of all sets begin alike, the beginnings are run once.
 
     That is so where prompt i of every set has the same tokens in at least the first half of its columns, and no row is
-    read there. The numbers then differ from those of `forward` by rounding. Prompts with padding, edits, and engines
-    other than the fast one make `forward` run each set.
+    read there. The numbers then differ from those of `forward` by rounding. Edits, engines other than the fast one, and
+    prompts of other lengths than those of the first set make `forward` run each set.
 
     Args:
         model: A model with TransformerLens's hooks.
@@ -82,15 +82,17 @@ def forward_alike(
         size = count  # a few more at once: a small second batch would cost about as much as a whole one
 
     def run_batch(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
+        batches = [Batch.of(rows.prompts, selected, rows.prompt, rows.query, device) for rows in sets]
+        start = shared - batches[0].cropped
         beginnings = Replay.run(
             decoder,
-            prompts.tokens[selected, :shared].to(device),
-            prompts.mask[selected, :shared].to(device),
-            queries=torch.tensor([shared - 1], device=device),
+            batches[0].tokens[:, :start],
+            batches[0].mask[:, :start],
+            queries=torch.tensor([start - 1], device=device),
             keep=(),
-            starts=[shared],
+            starts=[start],
         )
-        _continue(beginnings, sets, selected)
+        _continue(beginnings, sets, batches)
 
     with replaying(model) as decoder:
         in_batches(
@@ -104,22 +106,22 @@ def _shared_columns(sets: Sequence[Rows]) -> int:
     prompts = sets[0].prompts
     if len(sets) < 2 or any(rows.prompts.tokens.shape != prompts.tokens.shape for rows in sets):
         return 0
-    if not all(bool(rows.prompts.mask.all()) and len(rows.query) for rows in sets):
+    if not all(torch.equal(rows.prompts.mask, prompts.mask) and len(rows.query) for rows in sets):
         return 0
     differs = torch.stack([rows.prompts.tokens != prompts.tokens for rows in sets]).any(0).any(0).nonzero()
     first = min(int(rows.query.min()) for rows in sets)
     shared = min(first, int(differs[0])) if len(differs) else first
-    return shared if 2 * shared >= prompts.tokens.shape[1] else 0
+    pays = 2 * shared >= prompts.tokens.shape[1] and bool(prompts.mask[:, shared - 1 :].all())
+    return shared if pays else 0
 
 
-def _continue(beginnings: Replay, sets: Sequence[Rows], selected: Int[Tensor, " prompt"]) -> None:
+def _continue(beginnings: Replay, sets: Sequence[Rows], batches: Sequence[Batch]) -> None:
     """Runs some prompts of each set, side by side, from where their beginnings end, and hands over what is read."""
-    device, start = beginnings.tokens.device, beginnings.start
-    batches = [Batch.of(rows.prompts, selected, rows.prompt, rows.query, device) for rows in sets]
+    start, prompts = beginnings.start, len(beginnings.tokens)
     queries = torch.cat([batch.query for batch in batches]).unique()
 
     # To replay, prompts of another set are those of the first with another residual stream at the first layer.
-    runs = [beginnings.continued(batch.tokens, queries) for batch in batches]
+    runs = [beginnings.continued(batch.tokens, batch.mask, queries) for batch in batches]
     edit_sets: list[dict[str, Change]] = [
         {name: lambda _, own=own: own for name, own in run.kept.items()} for run in runs
     ]
@@ -130,7 +132,7 @@ def _continue(beginnings: Replay, sets: Sequence[Rows], selected: Int[Tensor, " 
             batch.hand_over(rows.on_pattern, layer, part)
 
     probe = PatternProbe(
-        torch.cat([batch.prompt + place * len(selected) for place, batch in enumerate(batches)]),
+        torch.cat([batch.prompt + place * prompts for place, batch in enumerate(batches)]),
         torch.cat([batch.query - start for batch in batches]),
         read,
     )
@@ -138,5 +140,6 @@ def _continue(beginnings: Replay, sets: Sequence[Rows], selected: Int[Tensor, " 
         rows, batch = sets[index], batches[index]
         if logits.amax(-1).isnan().any():
             raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
-        logits = logits[batch.prompt, torch.searchsorted(queries, batch.query)]
-        rows.on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        if rows.on_logits is not None:
+            of_rows = batch.rows_of(logits, queries)
+            rows.on_logits(batch.rows, of_rows.to(torch.promote_types(of_rows.dtype, torch.float32)))

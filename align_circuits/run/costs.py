@@ -119,15 +119,20 @@ class PromptSizes:
 
 
 def forward_work(shape: ModelShape, sizes: PromptSizes) -> Work:
-    """Returns the work of running the prompts once, and so of `evaluate`: the unit of all others."""
+    """Returns the work of running the prompts once: the unit of all others."""
     run = sizes.prompts * sizes.tokens * shape.layers
     return Work(run, run, run * (sizes.tokens + 1) / 2, sizes.prompts * sizes.targets)
 
 
+def evaluate_work(shape: ModelShape, sizes: PromptSizes) -> Work:
+    """Returns the work of `evaluate`: one run, the last layer's MLP at the targets alone."""
+    return forward_work(shape, sizes) + Work(mlp=-sizes.prompts * (sizes.tokens - sizes.targets))
+
+
 def score_work(shape: ModelShape, sizes: PromptSizes) -> Work:
-    """Returns the work of `score_heads`: one run, and every head's row of attention at every target."""
+    """Returns the work of `score_heads`: that of `evaluate`, and every head's row of attention at every target."""
     rows = sizes.prompts * sizes.targets * sizes.tokens * shape.layers * shape.heads
-    return forward_work(shape, sizes) + Work(products=_OF_A_ROW * rows)
+    return evaluate_work(shape, sizes) + Work(products=_OF_A_ROW * rows)
 
 
 def edited_work(sizes: PromptSizes, edited: Number, layers: Number, last: Number = 0) -> Work:

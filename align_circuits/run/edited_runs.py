@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,70 +118,6 @@ def run_edited(
             options=options,
         )
     return engine
-
-
-@leaves_as_found
-def run_with_last_tokens(
-    model: HookedModel,
-    prompts: Prompts,
-    last_tokens: Int[Tensor, "prompt other"],
-    *,
-    on_pattern: Callable[[int, Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None],
-    options: RunOptions = RunOptions(),
-) -> str:
-    """Runs prompts with other tokens at their end, and passes the attention of the last token to a callback.
-
-    Where it can, by replay: what stands before is run once for all of them.
-
-    Args:
-        model: A model with TransformerLens's hooks.
-        prompts: What it reads.
-        last_tokens: Which tokens take the place of each prompt's last one, in turn.
-        on_pattern: Called with the index of a token, prompts, layer and the attention `[row head pos]` from the last
-            token, 0 at padding; assign by row, since after an out-of-memory the same rows come again.
-        options: As for `run_edited`.
-
-    Returns:
-        What ran: `"replay"`, `"fast"` or `"reference"`.
-
-    Raises:
-        ValueError: As `forward` does.
-    """
-    each, length = torch.arange(len(prompts)), prompts.mask.shape[1]
-    others = [
-        replace(prompts, inputs=torch.cat([prompts.inputs[:, :-1], tokens[:, None]], 1)) for tokens in last_tokens.T
-    ]
-    check_fits(model, prompts)
-    for other in others:
-        check_fits(model, other)
-    query = torch.full((len(prompts),), length - 1)
-    if options.engine == "reference" or why_no_decoder(model):
-        engine = ""
-        for index, other in enumerate(others):
-            read = partial(on_pattern, index)
-            engine = forward(model, other, prompt=each, query=query, on_pattern=read, options=options)
-        return engine
-    layers = {name_of("pattern", layer): layer for layer in range(model.cfg.n_layers)}
-    device = device_of(model)
-
-    def run(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
-        batch = Batch.of(prompts, selected, each, query, device)
-        last = batch.tokens.shape[1] - 1
-        end = torch.tensor([last], device=device)
-        replay = Replay.run(decoder, batch.tokens, batch.mask, queries=end, keep=(), starts=[last])
-        if replay.logits.isnan().any():
-            raise ValueError(_NAN)
-        for index, other in enumerate(others):
-            kept = replay.other(other.tokens[selected, batch.cropped :].to(device), layers)
-            for name, layer in layers.items():
-                batch.hand_over(partial(on_pattern, index), layer, kept[name][:, :, -1])
-
-    with replaying(model) as decoder:
-        if options.batch_size == "auto":
-            in_batches(partial(run, decoder), each, length, fitting_tokens(model, prompts, device), halve_to=length)
-        else:
-            in_batches(partial(run, decoder), each, length, options.batch_size * length, halve_to=None)
-    return "replay"
 
 
 @contextmanager

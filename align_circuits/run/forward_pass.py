@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from align_circuits.hooks import compat
-from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention
+from align_circuits.hooks.attention import AttentionParts, PatternProbe, raw_attention, why_not_fast
 from align_circuits.hooks.decoders import Decoder, HasDecoder, decoder_of, why_no_decoder
 from align_circuits.hooks.edits import BatchContext, Edit, as_hooked, changes_of, in_order
 from align_circuits.hooks.hooked_model import HookedModel
@@ -103,7 +103,7 @@ def forward(
             run = partial(_run_reference, model)
         else:
             # Parts skip what no logits need; where a hook is to fire, the model itself runs.
-            by_parts = isinstance(model, HasDecoder) or not names
+            by_parts = isinstance(model, HasDecoder) or not (names or why_no_decoder(model))
             run = partial(_run_decoder, decoder) if by_parts else partial(_run_fast, model)
         in_batches(partial(run_batch, run), selected, length, size * length, halve_to=length if auto else None)
     return engine
@@ -170,7 +170,7 @@ def choose_engine(
     """
     if options.engine == "reference":
         return "reference"
-    reason = why_no_decoder(model)
+    reason = model.why_no_decoder() if isinstance(model, HasDecoder) else why_not_fast(model)
     if not reason and (options.engine == "auto" or by_hooks):
         reason = why_silent(model, names, by_hooks=by_hooks)
     if options.engine == "fast" and reason:

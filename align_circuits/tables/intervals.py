@@ -95,7 +95,8 @@ def t_interval(values: Float[ndarray, "row seed"]) -> tuple[Float[ndarray, " row
     mean = weighted_mean(values, known.astype(float))
     square = (np.where(known, values - mean[:, None], 0) ** 2).sum(1) / np.maximum(n - 1, 1)
     equal = np.sqrt(square) <= 1e-12 * np.abs(mean)  # but for rounding
-    half = np.where((n < 2) | equal, np.nan, stdtrit(np.maximum(n - 1, 1), TAILS[1]) * np.sqrt(square / np.maximum(n, 1)))
+    quantile = stdtrit(np.maximum(n - 1, 1), TAILS[1])  # of Student's t
+    half = np.where((n < 2) | equal, np.nan, quantile * np.sqrt(square / np.maximum(n, 1)))
     return mean - half, mean + half
 
 

@@ -57,7 +57,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     run, found = Replay.run.__func__, []
 
     def counted(cls: Any, decoder: Any, tokens: Any, *given: Any, **more: Any) -> Any:
-        found.append(tuple(tokens.shape))
+        if more["starts"] != [0]:  # `forward` runs whole prompts
+            found.append(tuple(tokens.shape))
         return run(cls, decoder, tokens, *given, **more)
 
     monkeypatch.setattr(Replay, "run", classmethod(counted))
@@ -105,10 +106,32 @@ def test_where_nothing_is_shared_each_set_is_run(random_hf_model: Any, sets: Any
     both_ways(model, sets, edits=[ac.Ablate([(0, 1)])])
     both_ways(model, sets[:1])
     both_ways(model, [sets[0], sets[1][:4]])
-    mask = sets[0].mask.clone()
-    mask[0, 0] = False
-    both_ways(model, [replace(prompts, mask=mask) for prompts in sets])
+    both_ways(model, [sets[0], padded(sets[1], 1)])
     assert not shared
+
+
+def padded(prompts: ac.Prompts, *lengths: int) -> ac.Prompts:
+    """Prompts of which the first ones begin with padding."""
+    mask = prompts.mask.clone()
+    for row, length in enumerate(lengths):
+        mask[row, :length] = False
+    return replace(prompts, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("batch_size", ["auto", 2])
+def test_padding_is_attended_to_by_none(
+    name: str, batch_size: Any, random_hf_model: Any, sets: Any, char_tokenizer: Any, shared: Any
+):
+    model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
+    some = [padded(prompts, 3, 7, 30, 30, 31) for prompts in sets]
+    both_ways(model, some, options=ac.RunOptions(batch_size=batch_size))
+    assert len(shared) == (1 if batch_size == "auto" else 3)
+    read = Read(some[0], model)
+    forward_alike(model, [replace(read.rows, on_logits=None)] * 2)
+    assert read.patterns.isfinite().all() and read.logits.isnan().all(), "no logits were asked for"
+    both_ways(model, [padded(prompts, FIRST + 3) for prompts in sets])
+    assert len(shared) == (2 if batch_size == "auto" else 4), "a prompt without a beginning"
 
 
 def test_broken_weights_are_refused(random_hf_model: Any, sets: Any, char_tokenizer: Any):

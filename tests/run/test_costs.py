@@ -26,6 +26,7 @@ from align_circuits.run.costs import (
     backward_work,
     base_work,
     edited_work,
+    evaluate_work,
     forward_work,
     localize_work,
     patch_work,
@@ -64,23 +65,24 @@ def sizes_of(pair: ac.Pair) -> PromptSizes:
 def counting(model: Any) -> Iterator[Counter[str]]:
     """Counts the tokens that go through attention, MLPs and the unembedding."""
     counts: Counter[str] = Counter()
-    hooks = []
     for name, module in model.original_model.named_modules():
         parts = [part for part in name.split(".") if part != "_original_component"]
         if parts and parts[-1] in COUNTED and isinstance(module, nn.Linear):
+            vars(module)["counted_as"] = COUNTED[parts[-1]]  # also in the copy that is tuned
 
-            def count(module: nn.Linear, given: Any, result: Any, of: str = COUNTED[parts[-1]]) -> None:
-                tokens = given[0].numel() // module.in_features
-                counts[of] += tokens
-                if result.requires_grad:
-                    result.register_hook(lambda _: counts.update({f"{of} back": tokens}))
+    def count(module: Any, given: Any, result: Any) -> None:
+        if of := vars(module).get("counted_as"):
+            tokens = given[0].numel() // module.in_features
+            counts[of] += tokens
+            if result.requires_grad:
+                result.register_hook(lambda _: counts.update({f"{of} back": tokens}))
 
-            hooks.append(module.register_forward_hook(count))
+    # For all modules: with a hook of its own, a model is not replayed.
+    hook = nn.modules.module.register_module_forward_hook(count)
     try:
         yield counts
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def agree(counts: Counter[str], expected: Work, slack: int) -> None:
@@ -103,7 +105,7 @@ def test_the_shape_is_that_of_the_model(model: Any):
 @pytest.mark.parametrize(
     ("verb", "work"),
     [
-        (lambda model, pair: ac.evaluate(model, pair.clean), forward_work),
+        (lambda model, pair: ac.evaluate(model, pair.clean), evaluate_work),
         (lambda model, pair: ac.ablate_heads(model, pair.clean), ablate_work),
         (lambda model, pair: ac.patch_heads(model, pair), patch_work),
     ],
@@ -282,7 +284,7 @@ def test_localize_is_the_sum_of_its_parts():
 
 
 def test_scores_read_a_row_of_attention_for_each_head_and_target():
-    run, scores = forward_work(SHAPE, SIZES), score_work(SHAPE, SIZES)
+    run, scores = evaluate_work(SHAPE, SIZES), score_work(SHAPE, SIZES)
     assert scores == replace(run, products=_OF_A_ROW * 2 * 3 * 4 * 5 * 7)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_hand_built import hand_built
-from torch import Tensor
+from torch import Tensor, nn
 
 import align_circuits as ac
 from align_circuits.heads.ablate import ablation_baseline
@@ -354,15 +354,15 @@ def test_earlier_positions_and_lower_layers_are_run_once(models):
     edit_sets = [[ac.Patch([(layer, head)])] for layer in (1, 2) for head in range(4)]
     rows = [torch.arange(3), torch.full((3,), 7)]
     passed = dict.fromkeys(range(3), 0)
-    hooks = [
-        block.mlp.original_component.down_proj.register_forward_pre_hook(
-            lambda _, args, layer=layer: passed.update({layer: passed[layer] + args[0].shape[:-1].numel()})
-        )
-        for layer, block in enumerate(model.blocks)
-    ]
+    layers = {block.mlp.original_component.down_proj: layer for layer, block in enumerate(model.blocks)}
+
+    def count(module: Any, args: Any) -> None:
+        if module in layers:
+            passed[layers[module]] += args[0].shape[:-1].numel()
+
+    hook = nn.modules.module.register_module_forward_pre_hook(count)
     _, ran = logits_of(model, prompts, edit_sets, rows, source=source)
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     once, other, one = 3 * 8, 3 * 3, 3 * 1  # columns up to the query, from the first other token on, and the query
     assert ran == "replay"
     assert passed == {0: once + other, 1: once + other + 4 * other, 2: one + one + 8 * one}
@@ -383,19 +383,42 @@ def test_a_batch_that_runs_out_of_memory_is_halved(random_hf_model):
     model, prompts = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0)
     edit_sets = [[ac.Ablate([(layer, head)])] for layer in (0, 1) for head in range(4)]
     expected, _ = logits_of(model, prompts, edit_sets, every_row(prompts))
-    sizes = []
+    sizes, last = [], model.blocks[1].mlp.original_component.down_proj
 
-    def small_memory(_: Any, args: Any) -> None:
-        sizes.append(args[0].shape[:-1].numel())
-        if sizes[-1] > 30:
-            raise torch.OutOfMemoryError("out of memory")
+    def small_memory(module: Any, args: Any) -> None:
+        if module is last:
+            sizes.append(args[0].shape[:-1].numel())
+            if sizes[-1] > 30:
+                raise torch.OutOfMemoryError("out of memory")
 
-    model.blocks[1].mlp.original_component.down_proj.register_forward_pre_hook(small_memory)
-    found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
-    assert ran == "replay" and max(sizes) > 30 >= sizes[-1]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    with pytest.raises(torch.OutOfMemoryError):
-        logits_of(model, prompts, edit_sets, every_row(prompts), batch_size=8)
+    hook = nn.modules.module.register_module_forward_pre_hook(small_memory)
+    try:
+        found, ran = logits_of(model, prompts, edit_sets, every_row(prompts))
+        assert ran == "replay" and max(sizes) > 30 >= sizes[-1]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        with pytest.raises(torch.OutOfMemoryError):
+            logits_of(model, prompts, edit_sets, every_row(prompts), batch_size=8)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("at", ["model.layers.0", "model.layers.1.mlp", "model.norm", "lm_head"])
+def test_a_hook_of_pytorch_on_any_module_counts(at, random_hf_model):
+    """Replay runs few modules as a whole, so that a hook of the user's might not fire."""
+    model, prompts, edits = ac.load(random_hf_model("llama")), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]]
+    plain, ran = logits_of(model, prompts, edits, every_row(prompts))
+    assert ran == "replay"
+    hf = {name.replace("._original_component", ""): each for name, each in model.original_model.named_modules()}
+
+    def double(_module: Any, _given: Any, result: Any) -> Any:
+        return (2 * result[0], *result[1:]) if isinstance(result, tuple) else 2 * result
+
+    hf[at].register_forward_hook(double)
+    hooked, ran = logits_of(model, prompts, edits, every_row(prompts))
+    expected, _ = logits_of(model, prompts, edits, every_row(prompts), engine="reference")
+    assert ran == "fast"
+    torch.testing.assert_close(hooked, expected, atol=1e-5, rtol=1e-5)
+    assert ((hooked - plain).abs().amax((1, 2)) > 1e-3).all()
 
 
 def test_bfloat16_stays_near(random_hf_model):
@@ -489,40 +512,6 @@ def test_of_the_other_run_as_much_is_kept_as_memory_should_hold(models, monkeypa
     both = [edits[:2], edits[2:]]
     logits_of(model, prompts, both, every_row(prompts), source=prompts, engine="reference")
     assert list(map(set, captured)) == [set(names[:2]), set(names[2:])]
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("engine", ["auto", "reference"])
-@pytest.mark.parametrize("batch_size", ["auto", 2])
-def test_other_last_tokens_have_the_attention_of_whole_prompts(kind, engine, batch_size, models):
-    """Beside a run of every prompt; lengths differ, so that there is padding."""
-    model, generator = models(kind, torch.float64), torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (9, 12, 5)]
-    last = torch.randint(3, 64, (3, 4), generator=generator)
-    n_layers = model.cfg.n_layers
-    attention = torch.full((4, n_layers, 3, 4, 12), torch.nan, dtype=torch.float64)
-
-    def keep(other: int, rows: Tensor, layer: int, pattern: Tensor) -> None:
-        attention[other, layer, rows] = pattern
-
-    prompts, options = Prompts.from_tokens(texts), ac.RunOptions(engine, batch_size)
-    ran = edited_runs.run_with_last_tokens(model, prompts, last, on_pattern=keep, options=options)
-    assert ran == ("reference" if engine == "reference" else "replay")
-    for other, tokens in enumerate(last.T.tolist()):
-        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            _, cache = model.run_with_cache(torch.tensor([[*text[:-1], token]]))
-            for layer in range(n_layers):
-                expected = cache[f"blocks.{layer}.attn.hook_pattern"][0, :, -1]
-                torch.testing.assert_close(attention[other, layer, row, :, -len(text) :], expected, atol=1e-10, rtol=0)
-                assert not attention[other, layer, row, :, : -len(text)].any()
-
-
-def test_last_tokens_that_the_model_does_not_have_are_refused(models):
-    prompts = Prompts.from_tokens([[3, 4, 5]])
-    with pytest.raises(ValueError, match="token ids from 3 to 99, but the model's vocabulary has 64"):
-        edited_runs.run_with_last_tokens(
-            models("llama", torch.float32), prompts, torch.tensor([[99]]), on_pattern=print
-        )
 
 
 @pytest.mark.parametrize("most", [2**28, 4000, 0])

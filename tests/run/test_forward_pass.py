@@ -137,7 +137,7 @@ def test_out_of_memory_halves_the_batch(which, random_hf_model, prompts):
             raise torch.OutOfMemoryError("out of memory, after the layers were handed over")
 
     model.original_model.lm_head.register_forward_pre_hook(small_memory)
-    torch.testing.assert_close(run(model, prompts, engine=which)[:2], expected[:2], atol=5e-6, rtol=0)
+    torch.testing.assert_close(run(model, prompts, engine=which)[:2], expected[:2], atol=2e-5, rtol=0)
     assert sizes == [4, 2, 2], "only the four prompts that have rows are run"
     with pytest.raises(torch.OutOfMemoryError):
         run(model, prompts, engine=which, batch_size=3)
@@ -197,7 +197,7 @@ def test_adapter_on_and_off(random_hf_model, prompts):
     plain = run(ac.load(random_hf_model("llama")), prompts, engine="fast")
     on, reference = run(model, prompts, engine="fast"), run(model, prompts, engine="reference")
     torch.testing.assert_close(off[:2], plain[:2], atol=1e-6, rtol=0)
-    torch.testing.assert_close(on[:2], reference[:2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(on[:2], reference[:2], atol=2e-5, rtol=0)
     assert (on[0] - off[0]).abs().max() > 0.01
 
 
