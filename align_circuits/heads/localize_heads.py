@@ -18,8 +18,9 @@ from align_circuits.heads.attention import attention_from
 from align_circuits.heads.head_groups import GroupMember, GroupSearch
 from align_circuits.heads.head_sets import HeadSets, Verdict
 from align_circuits.heads.interchange_interventions import answers_differ, interchange
+from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
-from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, p_values
+from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
 from align_circuits.heads.renaming_test import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
@@ -295,10 +296,9 @@ def _localized(
     candidates = _candidates(discovered, names, thresholds)
     diffuse = _diffuse_candidates(discovered, names, thresholds, candidates)
 
-    scores = score_heads(model, tested, metrics, options=options)
+    scores, p = score_and_test(model, tested, metrics, names, seed=seed, options=options)
     other = task.control()
     control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), names, options=options)
-    p = p_values(model, tested, names, seed=seed, options=options)
     heads = sorted({head for head, _ in [*candidates, *diffuse]})
     ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
     patching_effects = patch_heads(model, pair, heads=heads, options=options)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Float
+from numpy import ndarray
 
+from align_circuits.heads.permutation_tests import PermutationTests
 from align_circuits.heads.score import ScoreAccumulator, resolve
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
@@ -33,25 +34,42 @@ class OnePass:
         self.scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
         self.targets = TargetMetrics.of(prompts, ("accuracy", "log_prob"))
         self.values = np.full((2, len(self.targets.token)), np.nan)
-        # Every position that either of the two needs is read once. `_index` says where each of these rows stands among
-        # those of the scores (0) and of the targets (1); -1: it is not among them.
-        needed = torch.cat([torch.stack([reader.prompt, reader.query], 1) for reader in (self.scores, self.targets)])
-        rows, inverse = needed.unique(dim=0, return_inverse=True)
-        self._index = torch.full((2, len(rows)), -1)
-        self._index[0, inverse[: len(self.scores.prompt)]] = torch.arange(len(self.scores.prompt))
-        self._index[1, inverse[len(self.scores.prompt) :]] = torch.arange(len(self.targets.prompt))
-        self.rows = Rows(prompts, *rows.T.contiguous(), self._add_pattern, self._add_logits)
+        self.rows = Rows.joined(
+            prompts,
+            [(self.scores.prompt, self.scores.query, self.scores.add)],
+            [(self.targets.prompt, self.targets.query, partial(self.targets.assign, self.values))],
+        )
 
-    def _rows_of(self, reader: int, row: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        own = self._index[reader, row]
-        return own[own >= 0], values[(own >= 0).to(values.device)]
 
-    def _add_pattern(self, row: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        own, pattern = self._rows_of(0, row, pattern)
-        self.scores.add(own, layer, pattern)
+@leaves_as_found
+def score_and_test(
+    model: HookedModel,
+    prompts: Prompts,
+    metrics: Sequence[str],
+    relations: Sequence[str],
+    *,
+    seed: int = 0,
+    options: RunOptions = RunOptions(),
+) -> tuple[Table, dict[str, Float[ndarray, "layer head"]]]:
+    """Returns the table of `score_heads` and the p-values of `p_values`, from one pass over the prompts.
 
-    def _add_logits(self, row: Int[Tensor, " row"], logits: Float[Tensor, "row d_vocab"]) -> None:
-        self.targets.assign(self.values, *self._rows_of(1, row, logits))
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        prompts: Prompts of one task, alike in layout.
+        metrics: As `score_heads` takes them.
+        relations: Those that are tested.
+        seed: Of the redraws.
+        options: Engine and batch size.
+
+    Raises:
+        KeyError, ValueError: As `score_heads` and `p_values` do.
+    """
+    scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
+    tests = PermutationTests(model, prompts, relations, seed=seed, options=options)
+    rows = Rows.joined(prompts, [(scores.prompt, scores.query, scores.add), *tests.readers])
+    engine = forward_alike(model, [rows], options=options)
+    provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(scores.metrics)})
+    return scores.table(provenance), tests.p_values()
 
 
 @leaves_as_found

@@ -7,6 +7,7 @@ these included.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations
 from math import comb, factorial, prod
 
@@ -28,7 +29,7 @@ from align_circuits.hooks.edits import Edit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
-from align_circuits.run.forward_pass import forward
+from align_circuits.run.alike_prompts import Reader, Rows, forward_alike
 from align_circuits.run.options import RunOptions
 
 REDRAWS = 9999
@@ -89,32 +90,51 @@ def p_values(
         ValueError: Fewer than two prompts, prompts whose targets lie at different positions, or edits of a model whose
             tokens are to be renamed.
     """
-    if unknown := [name for name in relations if name not in prompts.relations]:
-        raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
-    if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
-    shape = (model.cfg.n_layers, model.cfg.n_heads)
-    renamed = [name for name in relations if redraws_tokens(prompts, name)]
-    if renamed and edits:
-        raise ValueError(f"{renamed[0]!r} is tested by renaming tokens, in prompts that edits were not made for")
-    tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
-    by_renaming = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
-    if not tests:
-        return by_renaming
-    places = torch.cat([torch.stack([test.prompt, test.query], 1) for test in tests.values()])
-    rows, row_of = places.unique(dim=0, return_inverse=True)
-    rows_of_test = dict(zip(tests, row_of.split([len(test.prompt) for test in tests.values()]), strict=True))
+    tests = PermutationTests(model, prompts, relations, seed=seed, edits=edits, options=options)
+    if tests.readers:
+        forward_alike(model, [Rows.joined(prompts, tests.readers)], edits=edits, options=options)
+    return tests.p_values()
 
-    def add(batch: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        pattern = pattern.cpu()
-        for name, test in tests.items():
-            in_batch = torch.isin(rows_of_test[name], batch)
-            test.add(in_batch.nonzero()[:, 0], layer, pattern[torch.searchsorted(batch, rows_of_test[name][in_batch])])
 
-    prompt, query = rows.T.contiguous()
-    forward(model, prompts, prompt=prompt, query=query, on_pattern=add, edits=edits, options=options)
-    redrawn = {name: test.p_values(np.random.default_rng(seed)) for name, test in tests.items()} | by_renaming
-    return {name: redrawn[name] for name in relations}
+class PermutationTests:
+    """What `p_values` returns, once every reader was given the attention at its rows.
+
+    Tokens are renamed, in prompts that are run for it alone, when this is made.
+    """
+
+    readers: Sequence[Reader]
+
+    def __init__(
+        self,
+        model: HookedModel,
+        prompts: Prompts,
+        relations: Sequence[str],
+        *,
+        seed: int,
+        edits: Sequence[Edit] = (),
+        options: RunOptions = RunOptions(),
+    ):
+        if unknown := [name for name in relations if name not in prompts.relations]:
+            raise KeyError(f"no relation {unknown[0]!r} in these prompts; they have {', '.join(prompts.relations)}")
+        if len(prompts) < 2:
+            raise ValueError(f"{len(prompts)} prompt: a permutation test takes at least two")
+        shape = model.cfg.n_layers, model.cfg.n_heads
+        renamed = [name for name in relations if redraws_tokens(prompts, name)]
+        if renamed and edits:
+            raise ValueError(f"{renamed[0]!r} is tested by renaming tokens, in prompts that edits were not made for")
+        self._relations, self._seed = relations, seed
+        self._tests = {name: _test_of(name, prompts, *shape) for name in relations if name not in renamed}
+        self._renamed = renamed_p_values(model, prompts, renamed, seed=seed, options=options) if renamed else {}
+        self.readers = [(test.prompt, test.query, partial(_add, test)) for test in self._tests.values()]
+
+    def p_values(self) -> dict[str, Float[ndarray, "layer head"]]:
+        """Returns the p-value of every head for each relation."""
+        redrawn = {name: test.p_values(np.random.default_rng(self._seed)) for name, test in self._tests.items()}
+        return {name: (redrawn | self._renamed)[name] for name in self._relations}
+
+
+def _add(test: "_Test", rows: Int[Tensor, " row"], layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
+    test.add(rows, layer, pattern.cpu())
 
 
 def smallest_p_values(prompts: Prompts, relations: Sequence[str]) -> dict[str, float]:

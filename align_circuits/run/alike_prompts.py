@@ -1,6 +1,6 @@
 """Runs a model on several sets of prompts that begin alike: what they share is run once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,9 @@ from align_circuits.run.edited_runs import replaying
 from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_rows, forward
 from align_circuits.run.options import RunOptions
 
+Reader = tuple[Tensor, Tensor, Callable[..., None]]
+"""Prompts and queries of the rows that something reads, then what is called as `OnPattern`, or as `OnLogits`, is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -32,6 +35,28 @@ class Rows:
     query: Int[Tensor, " row"]
     on_pattern: OnPattern
     on_logits: OnLogits | None = None
+
+    @classmethod
+    def joined(cls, prompts: Prompts, of_pattern: Sequence[Reader], of_logits: Sequence[Reader] = ()) -> "Rows":
+        """Returns the rows of several readers, each position once; every reader is called with its own row indices."""
+        places = [torch.stack([prompt, query], 1) for prompt, query, _ in (*of_pattern, *of_logits)]
+        rows, inverse = torch.cat(places).unique(dim=0, return_inverse=True)
+        rows_of = inverse.split([len(place) for place in places])
+
+        def hand_on(readers: Sequence[Reader], rows_of: Sequence[Tensor], batch: Tensor, *layer: int, values: Tensor):
+            for (*_, read), of_reader in zip(readers, rows_of, strict=True):
+                in_batch = torch.isin(of_reader, batch)
+                at = torch.searchsorted(batch, of_reader[in_batch]).to(values.device)
+                if len(at):
+                    read(in_batch.nonzero()[:, 0], *layer, values[at])
+
+        split = len(of_pattern)
+        return cls(
+            prompts,
+            *rows.T.contiguous(),
+            lambda batch, layer, pattern: hand_on(of_pattern, rows_of[:split], batch, layer, values=pattern),
+            (lambda batch, logits: hand_on(of_logits, rows_of[split:], batch, values=logits)) if of_logits else None,
+        )
 
 
 @leaves_as_found

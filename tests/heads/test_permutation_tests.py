@@ -162,13 +162,14 @@ def attending(monkeypatch):
     """Makes a model of one layer that attends as one says."""
 
     def make(attention: Attention) -> Any:
-        def forward(_model, _prompts, *, prompt, query, on_pattern, **_):
-            pattern = [attention(*row) for row in zip(prompt.tolist(), query.tolist(), strict=True)]
-            for rows in torch.arange(len(prompt)).split(len(prompt) // 2 + 1):
-                on_pattern(rows, 0, torch.stack([pattern[row] for row in rows.tolist()]))
+        def forward(_model, sets, **_):
+            (read,) = sets
+            pattern = [attention(*row) for row in zip(read.prompt.tolist(), read.query.tolist(), strict=True)]
+            for rows in torch.arange(len(read.prompt)).split(len(read.prompt) // 2 + 1):
+                read.on_pattern(rows, 0, torch.stack([pattern[row] for row in rows.tolist()]))
             return "fast"
 
-        monkeypatch.setattr(nulls, "forward", forward)
+        monkeypatch.setattr(nulls, "forward_alike", forward)
         heads = len(attention(0, 1))
         unused: dict[str, Any] = dict.fromkeys(("hook_dict", "hooks", "run_with_hooks", "__call__"), print)
         return type("Attending", (), unused | {"cfg": SimpleNamespace(n_layers=1, n_heads=heads)})()
