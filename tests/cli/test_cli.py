@@ -21,6 +21,15 @@ from align_circuits.training.tuning import TOY_LLAMA, TuneConfig
 SMALL = ["--n", "6", "--x-len", "3", "--n-examples", "4"]
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, random_hf_model, char_tokenizer):
+    """A folder with a random Llama of two layers that reads the bundled vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny")
+    random_hf_model("llama", max_position_embeddings=256).save_pretrained(folder)
+    char_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def test_score_writes_a_table_a_report_and_its_provenance(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["score", *SMALL, "--out", str(out)]) == 0
@@ -204,10 +213,10 @@ def test_scores_without_examples_have_no_lookup(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", ["ica", "standard"])
-def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tmp_path, capsys, method):
+def test_tune_writes_a_report_and_an_adapter_and_is_repeated(tiny, tmp_path, capsys, method):
     task = ["--x-len", "2", "--n-examples", "2", "--automata", "task", "--n", "8"]
     config = ["--method", method, "--steps", "2", "--batch", "2", "--probe-prompts", "2", "--layers", "1"]
-    first = ["tune", *task, *config, "--out", str(tmp_path / "first")]
+    first = ["tune", "--model", tiny, *task, *config, "--out", str(tmp_path / "first")]
     assert main(first) == 0
     printed = capsys.readouterr().out
     assert "is correct in" in printed and str(tmp_path / "first" / "adapter") in printed
@@ -254,8 +263,8 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         raise AssertionError("a socket was opened")
 
     monkeypatch.setattr("socket.socket.connect", refuse)
-    arguments = ["--model", "planted", "--style", "standard", "--n", "16", "--n-examples", "4", "--draws", "2"]
-    assert main(["localize", *arguments, "--out", str(tmp_path / "first")]) == 0
+    arguments = ["--model", "planted", "--style", "standard", "--n", "8", "--x-len", "4", "--n-examples", "4"]
+    assert main(["localize", *arguments, "--draws", "1", "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
     assert "induction    none" in printed
@@ -266,17 +275,16 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
         "group_ablations",
         "interchanges",
     }
+    assert "Heads that stand in for each other" not in (tmp_path / "first" / "report.html").read_text()
     assert main(["rerun", str(tmp_path / "first"), "--out", str(tmp_path / "second")]) == 0
     assert "same: all " in capsys.readouterr().out
 
 
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
-    arguments = ["--n", "12", "--n-examples", "3", "--draws", "0", "--groups"]
+    arguments = ["--n", "8", "--x-len", "4", "--n-examples", "2", "--draws", "0", "--groups"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Heads that stand in for each other" in page and "named alone" in page
-    assert main(["localize", "--model", "planted", *arguments[:-1], "--out", str(tmp_path), "--overwrite"]) == 0
-    assert "Heads that stand in for each other" not in (tmp_path / "report.html").read_text()
 
 
 def test_benchmark_compares_methods_and_is_repeated_from_its_provenance(tmp_path, capsys):
@@ -324,11 +332,10 @@ def test_results_are_numbered_and_never_overwritten_by_accident(tmp_path, monkey
     assert (runs / "0001" / "table.csv").read_bytes() != before
 
 
-def test_effects_are_those_of_the_functions(tmp_path, capsys):
-    task = ac.Seq2SeqTask(x_len=3, n_examples=4)
-    model = ac.planted_circuit(task, seed=0)
+def test_effects_are_those_of_the_functions(tiny, tmp_path, capsys):
+    task, model = ac.Seq2SeqTask(x_len=3, n_examples=4), ac.load(tiny)
     pair = ac.Pair(*task.pairs(task.sample(6, model.tokenizer, seed=0), 0), metric="prob", direction="noise")
-    common = ["--metric", "prob", *SMALL]
+    common = ["--model", tiny, "--metric", "prob", *SMALL]
     expected = {
         ("patch", "--direction", "noise", "--site", "v"): ac.patch_heads(model, pair, sites=("v",)),
         ("attribute", "--direction", "noise", "--method", "ig_inputs"): ac.attribute_heads(
@@ -385,11 +392,11 @@ def pairs_file(tmp_path):
     return path
 
 
-def test_verbs_take_a_file_of_prompts(pairs_file, tmp_path, capsys):
-    model = ac.load("toy-llama")
+def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
+    model = ac.load(tiny)
     clean, corrupted = ac.Prompts.from_jsonl(pairs_file, model.tokenizer)
     assert corrupted is not None
-    common = ["--model", "toy-llama", "--prompts", str(pairs_file)]
+    common = ["--model", tiny, "--prompts", str(pairs_file)]
     expected = {
         "patch": ac.patch_heads(model, ac.Pair(clean, corrupted, metric="logit_diff")),
         "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff",)),
@@ -420,9 +427,9 @@ def test_a_file_that_does_not_serve_is_refused(pairs_file, tmp_path, capsys):
     assert "has no corrupted texts to patch from" in capsys.readouterr().err
 
 
-def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, llama_tokenizer, capsys):
-    random_hf_model("llama", vocab_size=len(llama_tokenizer)).save_pretrained(tmp_path / "model")
-    llama_tokenizer.save_pretrained(tmp_path / "tokenizer")
+def test_a_tokenizer_comes_from_another_folder(tmp_path, random_hf_model, char_tokenizer, capsys):
+    random_hf_model("llama", max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    char_tokenizer.save_pretrained(tmp_path / "tokenizer")
     common = ["score", "--model", str(tmp_path / "model"), *SMALL, "--out", str(tmp_path / "run")]
     assert main(common) == 2
     assert "give --tokenizer, a folder that has it" in capsys.readouterr().err
