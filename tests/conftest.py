@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -47,23 +48,32 @@ def char_tokenizer():
 
 @pytest.fixture(scope="session")
 def llama_tokenizer(tmp_path_factory):
-    """The real Llama 3 vocabulary of 128k tokens, converted from the file that the package `llama-models` carries."""
+    """The real Llama 3 vocabulary of 128k tokens, converted from the file that the package `llama-models` carries.
+
+    Once for all workers, in seconds.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with FileLock(shared / "llama3-tokenizer.lock"):
+        if not (shared / "llama3-tokenizer").exists():
+            _converted().save_pretrained(shared / "llama3-tokenizer")
+    return PreTrainedTokenizerFast.from_pretrained(shared / "llama3-tokenizer")
+
+
+def _converted():
     spec = importlib.util.find_spec("llama_models")
     assert spec is not None, "install the development requirements: make .venv"
     assert spec.submodule_search_locations is not None
     path = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
     special = ["<|begin_of_text|>", "<|end_of_text|>"]
     fast = TikTokenConverter(vocab_file=str(path), extra_special_tokens=special).converted()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=fast,
         bos_token=special[0],
         eos_token=special[1],
         pad_token=special[1],
         clean_up_tokenization_spaces=False,
     )
-    folder = tmp_path_factory.mktemp("llama3-tokenizer")
-    tokenizer.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

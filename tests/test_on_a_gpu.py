@@ -22,28 +22,14 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
-QUICK = " or ".join(
-    (
-        "mixed",
-        "crosses",
-        "test_load",
-        "scores",
-        "evaluation",
-        "ablations",
-        "edits",
-        "training",
-        "model_on_two",
-        "measures",
-    )
-)
+QUICK = "mixed or crosses or test_load or scores or evaluation or ablations or edits or training or measures"
 """A few seconds: what raises, loading, both engines on one device and on two, edits, the training loop."""
+REST = pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="built for CUDA, no GPU")
 @pytest.mark.skipif(torch.version.cuda is None and compiler() is None, reason="no C++ compiler to pretend a GPU with")
-@pytest.mark.parametrize(
-    "which", [QUICK, pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)], ids=["quick", "rest"]
-)
+@pytest.mark.parametrize("which", [QUICK, REST], ids=["quick", "rest"])
 def test_on_a_gpu(tmp_path, which):
     library = str(build(tmp_path)) if torch.version.cuda is None else ""
     here = str(HERE / "on_a_gpu.py")

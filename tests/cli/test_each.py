@@ -1,9 +1,8 @@
 """`each` runs a verb for several models, seeds and variants: numbers of single runs, jobs that resume, t intervals."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from legs import slow_but
 from scipy.stats import t
 
 from align_circuits.cli import main
@@ -18,34 +18,44 @@ from align_circuits.cli.each_command import over_seeds
 from align_circuits.tables.tables import Provenance, Table
 
 SMALL = ["--n", "4", "--x-len", "3", "--n-examples", "3"]
-TUNE = ["tune", "--n", "4", "--x-len", "2", "--n-examples", "2", "--steps", "4", "--batch", "2", "--probe-every", "2"]
-TUNE += ["--probe-prompts", "2", "--layers", "1", "--automata", "task", "--no-heads"]
+TUNE = ["tune", "--model", "tiny", "--n", "4", "--x-len", "2", "--n-examples", "2", "--steps", "4", "--batch", "2"]
+TUNE += ["--probe-every", "2", "--probe-prompts", "2", "--layers", "1", "--automata", "task", "--no-heads"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, random_hf_model, char_tokenizer):
+    """A folder with a random Llama of two layers that reads the bundled vocabulary."""
+    folder = tmp_path_factory.mktemp("tiny")
+    random_hf_model("llama", max_position_embeddings=256).save_pretrained(folder)
+    char_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tiny, tmp_path, monkeypatch):
+    """In a folder where "tiny" names the model."""
     monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(tiny)
 
 
-def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsys):
-    wanted = ["each", "--models", "planted", "toy-llama", "--seeds", "3", "5", "--out"]
-    for jobs in ("1", "2"):
-        assert main([*wanted, jobs, "--jobs", jobs, "--", "score", *SMALL]) == 0
+@pytest.mark.parametrize("jobs", slow_but(["1"], ["1", "2"]))
+def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsys, jobs):
+    wanted = ["each", "--models", "planted", "tiny", "--seeds", "3", "5", "--out", "runs"]
+    assert main([*wanted, "--jobs", jobs, "--", "score", *SMALL]) == 0
     printed = capsys.readouterr().out
-    assert "== planted, seed 3: 1/planted_seed-3\n" in printed and "metric       best heads" in printed
-    one, two = (Table.load(folder).frame for folder in ("1", "2"))
-    pd.testing.assert_frame_equal(one, two)
-    for model in ("planted", "toy-llama"):
+    assert "== planted, seed 3: runs/planted_seed-3\n" in printed and "metric       best heads" in printed
+    found = Table.load("runs").frame
+    for model in ("planted", "tiny"):
         assert main(["score", "--model", model, "--seed", "5", "--out", f"alone-{model}", *SMALL]) == 0
         alone = Table.load(f"alone-{model}").frame
-        mine: Any = one[(one["model"] == model) & (one["seed"] == 5)]
+        mine: Any = found[(found["model"] == model) & (found["seed"] == 5)]
         pd.testing.assert_frame_equal(mine[list(alone.columns)].reset_index(drop=True), alone)
-    means = Table.load("1/over_seeds").frame
+    means = Table.load("runs/over_seeds").frame
     assert set(means["n"]) == {2} and "seed" not in means
-    assert main(["status", "1"]) == 0
+    assert main(["status", "runs"]) == 0
     assert "4 done, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out
-    assert main(["collect", "1", "--out", "rows"]) == 0
-    assert len(pd.read_csv("rows/rows.csv")) == len(one)
+    assert main(["collect", "runs", "--out", "rows"]) == 0
+    assert len(pd.read_csv("rows/rows.csv")) == len(found)
 
 
 def test_intervals_over_seeds_are_t_intervals_of_those_that_have_the_number():
@@ -60,22 +70,7 @@ def test_intervals_over_seeds_are_t_intervals_of_those_that_have_the_number():
 def test_variants_are_columns():
     variants = ["--variants", "x-len=2", "x-len=3 style=pre-aligned"]
     assert (
-        main(
-            [
-                "each",
-                *variants,
-                "--out",
-                "run",
-                "--",
-                "evaluate",
-                "--model",
-                "toy-llama",
-                "--n",
-                "4",
-                "--n-examples",
-                "2",
-            ]
-        )
+        main(["each", *variants, "--out", "run", "--", "evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"])
         == 0
     )
     table = Table.load("run")
@@ -92,21 +87,25 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(capsys):
     assert "the same command with --out run goes on" in said
     kept = Path("run/planted_seed-0/table.csv").stat().st_mtime_ns
     assert not Path("run/table.csv").exists()
-    assert main([word if word != "nowhere/at/all" else "toy-llama" for word in command]) == 0
+    assert main([word if word != "nowhere/at/all" else "tiny" for word in command]) == 0
     assert Path("run/planted_seed-0/table.csv").stat().st_mtime_ns == kept
     assert len(Table.load("run").frame["model"].unique()) == 2
 
 
 def test_a_killed_tuning_goes_on_where_it_was():
     assert main(["each", "--seeds", "0", "1", "--out", "whole", "--", *TUNE]) == 0
-    code = "import sys; from align_circuits.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "each", "--seeds", "0", "1", "--out", "killed", "--", *TUNE]
     first = Path("killed/seed-0/table.csv")
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not first.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+    child = os.fork()  # one thread, so there is no lock that the child would wait for
+    if child == 0:
+        try:
+            main(["each", "--seeds", "0", "1", "--out", "killed", "--", *TUNE])
+        finally:
+            os._exit(0)
+    while not first.exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert not Path("killed/table.csv").exists()
     assert main(["each", "--seeds", "0", "1", "--out", "killed", "--", *TUNE]) == 0
     pd.testing.assert_frame_equal(Table.load("killed").frame, Table.load("whole").frame)

@@ -12,16 +12,16 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
 from align_circuits.run.target_metrics import TargetMetrics
 
-TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=4, alignment="permutation")
+TASK = ac.Seq2SeqTask(x_len=5, phrase_len=1, n_examples=3, alignment="permutation")
 
 
 @pytest.fixture(scope="module")
 def split():
     """Roles of three heads each, which single ablation misses, and a lookup head that repairs."""
     model = planted_circuit(
-        TASK, seed=2, n_heads=8, n_layers=5, strength=0.7, copies=dict.fromkeys(CIRCUIT_ROLES, 3), self_repair=True
+        TASK, seed=2, n_heads=6, n_layers=5, strength=0.7, copies=dict.fromkeys(CIRCUIT_ROLES, 3), self_repair=True
     )
-    return model, ac.localize(model, TASK, 24, seed=1, draws=0, groups=True)
+    return model, ac.localize(model, TASK, 20, seed=1, draws=0, groups=True)
 
 
 def test_heads_that_stand_in_for_each_other_are_found_together(split):

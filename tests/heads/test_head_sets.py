@@ -9,6 +9,7 @@ import align_circuits as ac
 from align_circuits.heads import head_sets
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.tables.tables import Provenance
+from tests.legs import slow_but
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
 
@@ -101,7 +102,7 @@ def sets(planted):
 
 
 @pytest.mark.parametrize("claim", ["necessary", "sufficient"])
-@pytest.mark.parametrize("alpha", [0.05, 1.0])
+@pytest.mark.parametrize("alpha", slow_but([0.05], [0.05, 1.0]))
 def test_a_control_set_that_is_left_early_would_not_have_done_as_well(planted, sets, claim, alpha, monkeypatch):
     """Beside the accuracy on all prompts, which decides the same."""
     model, prompts = planted

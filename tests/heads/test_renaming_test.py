@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import p_values
@@ -83,25 +84,25 @@ def test_keys_are_those_of_the_prompt_itself():
         assert at == [text.index(text[-1]) + 1]
 
 
-def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance():
+@pytest.mark.parametrize("style", slow_but(["marked"], ["marked", "standard"]))
+def test_a_liking_for_pairs_of_tokens_passes_as_often_as_chance(style):
     """Heads that attend by a random number for each pair of tokens, whether or not all queries are one token."""
-    for style in ("marked", "standard"):
-        prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, style=style).sample(12, bundled(), seed=0)
-        rng = np.random.default_rng(0)
-        chosen = _Queries(prompts, [prompts.relations["duplicate"]], rng)
-        texts, _ = every_pair(chosen)
-        keys = chosen.keys[0].double()
-        liking = rng.standard_normal((2000, 64, 64))
-        by_query = zip(texts.numpy(), keys.numpy(), strict=True)
-        cube = np.sum([liking[:, text[..., -1:], text] @ on_keys for text, on_keys in by_query], axis=0)
-        orders = np.array(list(permutations(range(chosen.names))))
-        scores = np.sum([cube[:, i, order] for i, order in enumerate(orders.T)], axis=0)
-        p = share_at_least_first(scores[None])
-        for level in (0.01, 0.05, 0.3):
-            assert abs((p <= level).mean() - level) < 3.5 * (level / 2000) ** 0.5
+    prompts = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, style=style).sample(12, bundled(), seed=0)
+    rng = np.random.default_rng(0)
+    chosen = _Queries(prompts, [prompts.relations["duplicate"]], rng)
+    texts, _ = every_pair(chosen)
+    keys = chosen.keys[0].double()
+    liking = rng.standard_normal((2000, 64, 64))
+    by_query = zip(texts.numpy(), keys.numpy(), strict=True)
+    cube = np.sum([liking[:, text[..., -1:], text] @ on_keys for text, on_keys in by_query], axis=0)
+    orders = np.array(list(permutations(range(chosen.names))))
+    scores = np.sum([cube[:, i, order] for i, order in enumerate(orders.T)], axis=0)
+    p = share_at_least_first(scores[None])
+    for level in (0.01, 0.05, 0.3):
+        assert abs((p <= level).mean() - level) < 3.5 * (level / 2000) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["induction", "duplicate"])
+@pytest.mark.parametrize("name", slow_but(["induction"], ["induction", "duplicate"]))
 def test_p_values_beside_a_loop_over_orders(random_hf_model, name):
     model = ac.load(random_hf_model("llama"), tokenizer=bundled())
     prompts = ac.RepeatedTokensTask(length=4, bos=False).sample(6, 20, seed=0)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from legs import product
 from torch import Tensor
 
 import align_circuits as ac
@@ -136,8 +137,7 @@ def values_of(table: ac.Table) -> dict[tuple, float]:
     return found
 
 
-@pytest.mark.parametrize("metric", ["log_prob", "logit_diff", "kl"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("metric", "name"), product(["log_prob", "logit_diff", "kl"], ["llama", "gpt2"]))
 def test_every_site_and_column_equals_a_loop(models, alone, name, metric):
     model = models[name]
     sites = LAYER_SITES if metric == "log_prob" else ("resid_mid", "mlp_post")

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from legs import product
 from torch import Tensor
 
 import align_circuits as ac
@@ -179,16 +180,14 @@ def assert_edit_is(model: Any, prompts: Prompts, edit: Edit, expected: Tensor) -
 
 
 class TestBesideHooksByHand:
-    @pytest.mark.parametrize("site", SITES)
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product(SITES, NAMES))
     def test_zero(self, models, name, site):
         model = models(name)
         for positions in (None, POSITIONS):
             expected = by_hand(model, PADDED, site, lambda *_: 0.0, positions)
             assert_edit_is(model, PADDED, ac.Ablate(**place(site), positions=positions), expected)
 
-    @pytest.mark.parametrize("site", [site for site in SITES if site != "pattern"])
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product((site for site in SITES if site != "pattern"), NAMES))
     def test_steer(self, models, name, site):
         model = models(name)
         vector = torch.randn(size_of(model, site), generator=torch.Generator().manual_seed(5))
@@ -199,8 +198,7 @@ class TestBesideHooksByHand:
         expected = by_hand(model, PADDED, site, new, POSITIONS)
         assert_edit_is(model, PADDED, ac.Steer(**place(site), positions=POSITIONS, vector=vector, scale=1.5), expected)
 
-    @pytest.mark.parametrize("site", SITES)
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product(SITES, NAMES))
     def test_patch(self, models, name, site):
         model, other = models(name), random_prompts((9, 6, 10), seed=7)
         names = [name_of(site, layer) for layer in LAYERS]
@@ -215,8 +213,7 @@ class TestBesideHooksByHand:
         )
         assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
 
-    @pytest.mark.parametrize("site", [site for site in SITES if site != "pattern"])
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product((site for site in SITES if site != "pattern"), NAMES))
     def test_mean_by_role(self, models, name, site):
         model, others = models(name), random_prompts((8, 10, 7, 10), seed=9)
         means: dict[tuple[int, int, int], list[Tensor]] = {}
@@ -241,8 +238,7 @@ class TestBesideHooksByHand:
         edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", reference=reference)
         assert_edit_is(model, PADDED, edit, expected)
 
-    @pytest.mark.parametrize("site", SITES)
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product(SITES, NAMES))
     def test_resample(self, models, name, site):
         model, others = models(name), random_prompts((9, 9, 9), seed=9)
         cached = {layer: computed(model, others, site, layer) for layer in LAYERS}
@@ -291,8 +287,7 @@ class TestBesideHooksByHand:
 class TestParts:
     """Neurons, directions, named positions, and hook points by their full names."""
 
-    @pytest.mark.parametrize("site", ["mlp_post", "resid_mid", "z", "v"])
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("site", "name"), product(["mlp_post", "resid_mid", "z", "v"], NAMES))
     def test_neurons(self, models, name, site):
         model, neurons = models(name), [5, 0, 3]
         vector = torch.randn(size_of(model, site), generator=torch.Generator().manual_seed(5))

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from legs import product
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
@@ -73,7 +74,7 @@ VERBS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("verb", "folder"), product(VERBS, ["llama", "gpt2"]), indirect=["folder"])
 def test_a_layer_on_disk_changes_no_number(models, verb):
     whole, offloaded = (VERBS[verb](model) for model in models)
     assert whole.provenance.engine == offloaded.provenance.engine

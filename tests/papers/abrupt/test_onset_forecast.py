@@ -47,6 +47,7 @@ def test_the_clock_sums_the_learning_rates():
     assert clock(np.array([0.0, 1, 2, 4]), TrainConfig(4, schedule="linear")).tolist() == [0, 1, 1.75, 2.5]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_known_parameters_are_recovered():
     known = [Onset(LOSS, 0.4, (1.0, 1.5, beta, kappa)) for beta, kappa in ((0.4, 0.8), (0.0, 0.5))]
     courses = [one.curves(STEPS, SCHEDULE) for one in known]
@@ -70,6 +71,7 @@ def error_saved(forecasts: Any) -> float:
     return (others - theory) / forecasts["observed"].mean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_a_run_of_the_theory_is_forecast_and_one_that_tells_nothing_is_not():
     possible: Any = forecast([simulated(LOSS, SCHEDULE, 20, seed) for seed in range(3)], LOSS, SCHEDULE)

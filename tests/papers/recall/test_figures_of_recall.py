@@ -256,6 +256,7 @@ def test_a_size_follows_its_world():
     assert (full.world.n_values, full.n_seen) == ((8, 4, 4), 2)
 
 
+@pytest.mark.slow
 def test_trainings_in_two_processes_are_those_of_one(tmp_path):
     setup = replace(SMOKE, seeds=2, pretraining=replace(SMOKE.pretraining, steps=2), n_prompts=8)
     setup = replace(setup, finetuning=replace(setup.finetuning, steps=2))
