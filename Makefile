@@ -36,10 +36,10 @@ PYTHONS := test-python-3.12 test-python-3.13
 .PHONY: demo test test-slow test-tl3 test-four-bit test-real test-pythons $(PYTHONS) cluster gpu found mutants soak check check-all environments lint types audit demos docs pages wheel release clean
 
 demo: $(PACKAGE)
-	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (20 seconds)"
+	@echo "Demo, step 1 of 2: naming the heads of a circuit built by hand, whose heads are known (15 seconds)"
 	@$(BIN)/align-circuits localize --model planted --overwrite --out runs/demo/planted
-	@echo "Demo, step 2 of 2: naming the heads of the bundled Llama, which was tuned in context (40 seconds)"
-	@$(BIN)/align-circuits localize --model toy-llama-ica --smallest --overwrite --out runs/demo/toy-llama-ica
+	@echo "Demo, step 2 of 2: naming the heads of the bundled Llama, which was tuned in context (30 seconds)"
+	@$(BIN)/align-circuits localize --model toy-llama-ica --overwrite --out runs/demo/toy-llama-ica
 
 # Those marked `slow` are left out. `make test SEED=7` runs the others in a random order. Nothing is seeded then: a test that
 # draws without a seed of its own is to fail.

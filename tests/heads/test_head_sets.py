@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.heads import head_sets
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.tables.tables import Provenance
-from tests.legs import slow_but
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
 
