@@ -1,12 +1,12 @@
 """What exact attention rows cost: the fast engine beside the ways one would get them otherwise.
 
-A random Llama of 8 layers, width 512, 8 heads (4 key heads), prompts of 630 tokens, float32 on the CPU. The rows
-are the 32 predicting positions, reduced as a metric reduces them; `score_heads` asks at 8 more, and computes all
-its metrics and intervals. The contestants take turns on one thread, and processor time is counted, so that a busy
-machine disturbs little; the ratio is the median over rounds of the ratio within a round. Then the peak memory of
-scoring more and more prompts.
+A random Llama of 8 layers, width 512, 8 heads (4 key heads), prompts of 630 tokens, or of 1,302 with `--examples 30`,
+float32 on the CPU. The rows are the 32 predicting positions, reduced as a metric reduces them; `score_heads` asks at 8
+more, and computes all its metrics and intervals. The contestants take turns on one thread, and processor time is
+counted, so that a busy machine disturbs little; the ratio is the median over rounds of the ratio within a round. Then
+the peak memory of scoring more and more prompts.
 
-    python benchmarks/probe_rows.py [--rounds 7] [--prompts 12] [--batch 4]
+    python benchmarks/probe_rows.py [--rounds 7] [--prompts 12] [--batch 4] [--examples 14]
 """
 
 import argparse
@@ -24,8 +24,9 @@ import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.run.forward_pass import forward
 
-TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=14)
-LENGTH, ROWS, LAYERS, HEADS = 630, 32, 8, 8
+EXAMPLES = int(sys.argv[sys.argv.index("--examples") + 1]) if "--examples" in sys.argv else 14
+TASK = ac.Seq2SeqTask(x_len=8, phrase_len=4, n_examples=EXAMPLES)
+LENGTH, ROWS, LAYERS, HEADS = 42 * (EXAMPLES + 1), 32, 8, 8
 
 
 def network(attention: str) -> LlamaForCausalLM:
@@ -108,7 +109,10 @@ def memory(counts: tuple[int, ...]) -> None:
     """Prints the peak memory of fresh processes that score more and more prompts."""
     for count in counts:
         done = subprocess.run(
-            [sys.executable, __file__, "--peak", str(count)], capture_output=True, text=True, check=True
+            [sys.executable, __file__, "--peak", str(count), "--examples", str(EXAMPLES)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         print(f"  {count:5d} prompts: {done.stdout.strip()}")
 
@@ -133,6 +137,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=EXAMPLES, help="in a prompt, of 42 tokens each")
     parser.add_argument("--peak", type=int, help="score so many prompts and print the peak memory only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

