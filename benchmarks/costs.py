@@ -1,4 +1,4 @@
-"""What the verbs cost beside what `align_circuits.run.costs` predicts, from 1 million to 135 million parameters.
+"""What the verbs cost beside what `align_circuits.validation.costs` predicts, from 1 million to 135 million parameters.
 
 Random Llamas on the CPU, one thread, time of the processor. What is predicted is the verb's work as a multiple of the
 forward pass over the same prompts, times what that pass took in the same round; so the prediction knows one number of
@@ -27,7 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import align_circuits as ac
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.run.costs import (
+from align_circuits.run.forward_pass import forward
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.validation.costs import (
     ModelShape,
     PromptSizes,
     Work,
@@ -40,8 +42,6 @@ from align_circuits.run.costs import (
     score_work,
     tune_work,
 )
-from align_circuits.run.forward_pass import forward
-from align_circuits.tables.tables import Provenance, Table
 
 # Layers, width, heads, key heads, width of the MLP, vocabulary.
 MODELS = {

@@ -31,6 +31,9 @@ from align_circuits.tables.tables import Table
 
 RESULTS = Path("docs/results")
 
+CODE = ("align_circuits", "benchmarks/validation")
+"""Where claims stand."""
+
 LIKE = 0.75
 """How alike two wordings of a claim are, from 0 to 1 (`difflib`)."""
 
@@ -74,7 +77,8 @@ Written = tuple[str, float, bool]
 
 def claims_in(commit: str) -> list[Written]:
     """Returns the claims in a commit's code; `SLOT` stands where a value is filled in."""
-    with tarfile.open(fileobj=io.BytesIO(git("archive", commit, "align_circuits"))) as archive:
+    folders = git("ls-tree", "--name-only", commit, *CODE).decode().split()  # those that it had
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit, *folders))) as archive:
         files = [archive.extractfile(member) for member in archive if member.name.endswith(".py")]
         trees = [ast.parse(file.read()) for file in files if file is not None]
     return [claim for tree in trees for claim in _claims_of(tree)]

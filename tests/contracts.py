@@ -22,7 +22,8 @@ class NamesOfFiles(Contract):
         everywhere = {name.rpartition(".")[2] for name in modules}
         exported = set(_exported(PACKAGE / "__init__.py"))
         clashes = []
-        for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "hooks").glob("*.py")]):  # rglob follows no symlink
+        linked = [path for room in ("hooks", "validation") for path in (PACKAGE / room).glob("*.py")]
+        for path in sorted([*PACKAGE.rglob("*.py"), *linked]):  # rglob follows no symlink
             room = ".".join((PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]))
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and (

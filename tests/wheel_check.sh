@@ -25,6 +25,11 @@ for name in ("toy-llama", "toy-llama-ica"):
 from align_circuits.cli import main
 
 assert main(["tune", "--help"]) == 0, "the wheel lacks the help of verbs"
+assert main(["reproduce", "localize/null"]) == 2, "what validates the package is run from a checkout"
+from align_circuits.papers.experiments import EXPERIMENTS
+
+assert "localizers/zoo" in EXPERIMENTS, "the wheel lacks what methods are compared on"
+assert not (site / "align_circuits" / "validation").exists(), "the wheel holds what validates the package"
 assert "hooks" not in sys.modules, "hooks/ was imported under a second name"
 print("the wheel imports and carries its data")
 EOF

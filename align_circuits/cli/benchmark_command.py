@@ -40,7 +40,7 @@ class Benchmark(Verb):
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
         from align_circuits.localizers.registry import localizer, method_names
-        from align_circuits.papers.validation.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO, Zoo, overview
+        from align_circuits.papers.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO, Zoo, overview
 
         methods = self.methods or tuple(method_names())
         for method in methods:

@@ -17,7 +17,16 @@ PAPERS = {
     "recall": "Contextual recall (Vasudeva et al., 2026)",
     "abrupt": "Abrupt learning (Reddy, 2024)",
 }
-"""The papers, by the part of an experiment's name before the slash; other experiments validate this package."""
+"""The papers, by the part of an experiment's name before the slash."""
+
+VALIDATION, OTHERS = "validation", "others"
+"""What is listed after the papers."""
+
+TITLES = PAPERS | {VALIDATION: "Validation of this package", OTHERS: "Experiments of other packages"}
+"""The headings of the list, in its order."""
+
+_VALIDATED = ("attribution", "localize", "localizers", "toy-llama", "wild")
+"""The parts before the slash of what validates this package."""
 
 DURATIONS = files("align_circuits.papers") / "durations.csv"
 """What `benchmarks/experiments.py` measured."""
@@ -55,10 +64,11 @@ def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
         "and no earlier results. Claims are those of the results that the project keeps; its documentation says which",
         "fail, and why.",
     ]
-    ordered = sorted(experiments, key=lambda each: [*PAPERS, ""].index(_paper(each)))  # stable: else as they stand
-    for paper, in_order in groupby(ordered, key=_paper):
+    ordered = sorted(experiments, key=lambda each: [*TITLES].index(part_of(each.name)))  # stable: else as they stand
+    for part, in_order in groupby(ordered, key=lambda each: part_of(each.name)):
         group = list(in_order)
-        lines.append(f"\n{PAPERS.get(paper, 'Validation of this package')}:")
+        paper = part in PAPERS
+        lines.append(f"\n{TITLES[part]}:")
         own = [each.name for each in group if each.of_its_paper or not paper]
         others = [each.name for each in group if each.name not in own]
         for whose, of in (("claims of the paper" if paper else "claims", own), ("claims beyond it", others)):
@@ -85,9 +95,10 @@ def _counted(kept: pd.DataFrame, experiments: Sequence[str]) -> list[str]:
     ]
 
 
-def _paper(experiment: Experiment) -> str:
-    name = experiment.name.partition("/")[0]
-    return name if name in PAPERS else ""
+def part_of(name: str) -> str:
+    """Returns under which of `TITLES` an experiment of this name is listed."""
+    part = name.partition("/")[0]
+    return part if part in PAPERS else VALIDATION if part in _VALIDATED else OTHERS
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from align_circuits.cli.entry import did_you_mean
-from align_circuits.cli.experiments_list import listing
+from align_circuits.cli.experiments_list import VALIDATION, listing, part_of
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, command_line, write_results
 from align_circuits.cli.workers import Workers
@@ -59,10 +59,15 @@ class Reproduce(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        from align_circuits.papers.experiments import EXPERIMENTS
+        from align_circuits.papers.experiments import EXPERIMENTS, of_the_checkout
 
         if self.list or self.name not in EXPERIMENTS:
             if not self.list:
+                if part_of(self.name) == VALIDATION and not of_the_checkout():
+                    raise ValueError(
+                        f"no experiment {self.name!r} in this installation: what validates the package itself is run "
+                        "from a checkout of its repository; align-circuits reproduce --list names the others"
+                    )
                 raise ValueError(
                     f"no experiment {self.name!r}: {did_you_mean(self.name, EXPERIMENTS)}"
                     "align-circuits reproduce --list names all"

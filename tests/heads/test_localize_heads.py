@@ -16,9 +16,9 @@ from align_circuits.heads import head_sets, localize_heads
 from align_circuits.heads.head_groups import GroupMember
 from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.papers.validation.localize_ground_truth import of_random
 from align_circuits.report import save_localization
 from align_circuits.tables.tables import Provenance
+from align_circuits.validation.localize_ground_truth import of_random
 
 TASK = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
 ROLES = TASK.roles

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from align_circuits.circuits.pruning import prune_edges
@@ -14,11 +12,10 @@ from align_circuits.localizers.comparison import agreement
 from align_circuits.localizers.edge_methods import EDGE_METHODS, pruning
 from align_circuits.localizers.registry import edge_localizer, edge_method_names
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.validation.localizer_edges import EDGE_ZOO, Edges, known_edges, overview
 from align_circuits.run.pairs import Pair
-from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 from align_circuits.tasks.task import exchanged
+from align_circuits.validation.localizer_edges import known_edges
 
 TASK = Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3, alignment="permutation")
 
@@ -56,28 +53,3 @@ def test_other_packages_add_methods(monkeypatch):
     assert edge_method_names() == [*EDGE_METHODS, "mine"]
     assert "mine" not in registry.method_names()
     assert edge_localizer("mine") is circuit
-
-
-def test_the_experiment_takes_circuits_of_one_shape_and_checks_what_was_measured():
-    assert len(Edges(100).seeds) == EDGE_ZOO.scales["cpu"].circuits
-    rows = [
-        {"method": method, "shared": shared, "metric": metric, "seed": seed, "value": value + 0.01 * seed}
-        for method, value in {**dict.fromkeys(EDGE_METHODS, 0.97), "random order": 0.02}.items()
-        for shared in ("all", "alone", "5 or more")
-        for metric in (
-            *("auroc", "average_precision", "recall_at_size", "circuit_performance_ratio", "circuit_model_distance"),
-            *("kept at 0.1", "kept at 0.01", "false, kept at 0.01", "cost"),
-        )
-        for seed in (0, 1)
-    ]
-    table = Table(EDGE_ZOO.study.summarize(Edges(2), {"compare_edges": pd.DataFrame(rows)}), Provenance("test"))
-    checks = {check.claim: check for check in EDGE_ZOO.check(table)}
-    assert len(checks) == 15 and all(np.isfinite(check.measured.value) for check in checks.values())
-    assert checks["EAP finds the edges (average precision)"].measured.value == pytest.approx(0.975)
-    assert checks["EAP finds the edges (average precision)"].control.value == pytest.approx(0.025)
-    distance = checks["EAP-IG (inputs) comes close to edge patching (average precision, difference)"]
-    assert (distance.measured.value, distance.control.value) == pytest.approx((0, -0.95))
-    assert not checks["ACDC keeps few others, cut 0.01 (share)"].met
-    assert list(overview(table).index) == [*EDGE_METHODS, "random order"]
-    others: Any = table.frame.query("method != 'ACDC'")
-    assert not EDGE_ZOO.check(Table(others, table.provenance))

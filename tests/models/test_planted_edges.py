@@ -12,10 +12,10 @@ from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.residual_edges import PatchEdges, sent_from
 from align_circuits.models.planted.circuit import CONTENT
 from align_circuits.models.planted.model import OTHER_DECOYS, planted_circuit, planted_competitors
-from align_circuits.papers.validation.localizer_edges import known_edges
 from align_circuits.run.forward_pass import capture
 from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tasks.task import exchanged
+from align_circuits.validation.localizer_edges import known_edges
 
 DECOYS = ("random", "off_by_one", "gold_without_output", "positional_lookup")
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
 from typing import Any, get_args
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from legs import slow_but
 
 from align_circuits.cli import main
-from align_circuits.cli.experiments_list import durations, listing
+from align_circuits.cli.experiments_list import VALIDATION, durations, listing, part_of
 from align_circuits.papers import study as study_module
 from align_circuits.papers.claims import (
     SCALES,
@@ -27,9 +28,9 @@ from align_circuits.papers.claims import (
     value_of,
     verdicts,
 )
-from align_circuits.papers.experiments import EXPERIMENTS
+from align_circuits.papers.experiments import EXPERIMENTS, GROUP, of_other_packages, of_the_checkout
 from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
-from align_circuits.papers.study import Inputs, Measurement, Study, training_folder
+from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, training_folder
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -205,6 +206,9 @@ def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
     assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").met
 
 
+OF_ANOTHER_PACKAGE = Experiment("mine/fig1", "A title", "somebody", Study("mine/fig1", {}))
+
+
 @dataclass(frozen=True)
 class Numbers:
     """The config of a study."""
@@ -339,15 +343,43 @@ def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path
     experiment = EXPERIMENTS["icatune/prior"]
     experiment.run(experiment.scales["smoke"], folder=tmp_path).save(tmp_path / experiment.name / "smoke")
     of_two_papers = [EXPERIMENTS["localize/power"], EXPERIMENTS["abrupt/fig7"], experiment]
-    parts = listing(of_two_papers, tmp_path, "smoke").split("\n\n")
+    parts = listing([OF_ANOTHER_PACKAGE, *of_two_papers], tmp_path, "smoke").split("\n\n")
     assert [part.partition(":")[0] for part in parts[1:]] == [
         "The missing alignment link (Agarwal and Sarawagi, 2025)",
         "Abrupt learning (Reddy, 2024)",
         "Validation of this package",
+        "Experiments of other packages",
     ]
     assert "takes: smoke 1 s, cpu 2 min" in parts[1] and "done at scale smoke: " in parts[1]
     assert all("takes: smoke not measured, cpu not measured" in part for part in parts[2:])
-    assert "done at" not in parts[2] + parts[3]
+    assert "done at" not in parts[2] + parts[3] + parts[4]
+
+
+def test_what_other_packages_register_is_found_and_what_is_broken_stops_nothing(monkeypatch):
+    places = {"mine/fig1": "OF_ANOTHER_PACKAGE", "mine/fig2": "OF_ANOTHER_PACKAGE", "mine/fig3": "NOWHERE"}
+    entries = [EntryPoint(name, f"{__name__}:{place}", GROUP) for name, place in places.items()]
+    monkeypatch.setattr(
+        "align_circuits.papers.experiments.entry_points", lambda group: entries if group == GROUP else []
+    )
+    with pytest.warns(UserWarning) as warned:
+        assert [*of_other_packages()] == [OF_ANOTHER_PACKAGE]
+    assert [str(each.message).partition(" ")[0] for each in warned] == ["'mine/fig2'", "'mine/fig3'"]
+    assert "no attribute 'NOWHERE'" in str(warned[1].message)
+
+
+def test_what_validates_the_package_is_run_from_a_checkout(monkeypatch, capsys):
+    """An installed wheel has no such room, but the zoo on which methods of others are measured."""
+    validation = of_the_checkout()
+    assert {part_of(each.name) for each in validation} == {VALIDATION}
+    assert [name for name in EXPERIMENTS if part_of(name) == VALIDATION] == [each.name for each in validation]
+    monkeypatch.setattr("align_circuits.papers.experiments.find_spec", lambda _: None)
+    assert of_the_checkout() == ()
+    installed = {name: each for name, each in EXPERIMENTS.items() if each not in validation}
+    monkeypatch.setattr("align_circuits.papers.experiments.EXPERIMENTS", installed)
+    assert main(["reproduce", "localize/null"]) == 2
+    assert "no experiment 'localize/null' in this installation: what validates" in capsys.readouterr().err
+    assert main(["reproduce", "icatune/fig99"]) == 2
+    assert "this installation" not in capsys.readouterr().err
 
 
 def test_the_list_counts_the_claims_of_kept_results_by_paper_and_scale(tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from align_circuits.models.planted.model import CIRCUIT_ROLES, planted_circuit
-from align_circuits.papers.validation.circuits_in_trained_models import trained_task
 from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.rng import Rng
-from align_circuits.training import trained_circuits
-from align_circuits.training.trained_circuits import SURE, _length, _pairs, _Student, train_circuit, what_was_reached
+from align_circuits.validation import trained_circuits
+from align_circuits.validation.circuits_in_trained_models import trained_task
+from align_circuits.validation.trained_circuits import SURE, _length, _pairs, _Student, train_circuit, what_was_reached
 
 TASK = trained_task(3)
 

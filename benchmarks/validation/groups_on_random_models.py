@@ -10,10 +10,10 @@ from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.papers.claims import Check, Claim, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
-from align_circuits.papers.validation.localize_ground_truth import FAMILIES, random_model, random_task
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
+from align_circuits.validation.localize_ground_truth import FAMILIES, random_model, random_task
 
 PLANTED, ALL = "planted", "all random"
 

@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 from align_circuits.heads.localize_heads import ALIGNERS
 from align_circuits.papers.claims import Check, Claim, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
-from align_circuits.papers.validation.localize_ground_truth import of_planted
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
+from align_circuits.validation.localize_ground_truth import of_planted
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import pytest
 from torch import nn
 
 import align_circuits as ac
+from align_circuits.checks import WrongArgument
 from align_circuits.heads import renaming_test
 from align_circuits.hooks.graph import Graph
-from align_circuits.run.costs import (
+from align_circuits.validation.costs import (
     _DROPPED,
     _OF_A_ROW,
     _THROUGH_A_NORM,
@@ -286,6 +287,12 @@ def test_localize_is_the_sum_of_its_parts():
 def test_scores_read_a_row_of_attention_for_each_head_and_target():
     run, scores = evaluate_work(SHAPE, SIZES), score_work(SHAPE, SIZES)
     assert scores == replace(run, products=_OF_A_ROW * 2 * 3 * 4 * 5 * 7)
+
+
+@pytest.mark.parametrize("sizes", [ModelShape, PromptSizes])
+def test_sizes_check_their_arguments(sizes: Any):
+    with pytest.raises(WrongArgument, match="; it takes "):
+        sizes(no_such_argument=0)
 
 
 def test_works_add_up(model: Any, pair: ac.Pair):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.papers.validation import induction_in_the_wild
-from align_circuits.papers.validation.induction_in_the_wild import in_context_gain, prose
+from align_circuits.validation import induction_in_the_wild
+from align_circuits.validation.induction_in_the_wild import in_context_gain, prose
 
 EARLY, LATE, BAND, WINDOWS = 8, 40, 6, 3
 

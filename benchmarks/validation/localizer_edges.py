@@ -20,8 +20,8 @@ from align_circuits.models.planted.circuit import CONTENT
 from align_circuits.models.planted.model import CIRCUIT_KINDS, PlantedModel
 from align_circuits.models.planted.zoo import PUBLIC, zoo_circuit
 from align_circuits.papers.claims import Check, Claim, Measured, seed_rows, value_of
+from align_circuits.papers.localizer_zoo import auroc_map, seconds_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
-from align_circuits.papers.validation.localizer_zoo import auroc_map, seconds_of
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged

@@ -13,10 +13,10 @@ import torch
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.papers.claims import Check, Claim, Measured, seed_rows
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
-from align_circuits.papers.validation.localize_ground_truth import LEVELS, random_model, random_task
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
+from align_circuits.validation.localize_ground_truth import LEVELS, random_model, random_task
 
 SAMPLES = ("first prompts", "other prompts", "other embeddings", "random tokens")
 """What each head reads: prompts; other prompts; the first with all token embeddings drawn anew; and the first with

@@ -7,7 +7,9 @@ import pytest
 
 from align_circuits.localizers.methods import METHODS
 from align_circuits.models.planted.model import CIRCUIT_ROLES
-from align_circuits.papers.validation.circuits_in_trained_models import (
+from align_circuits.papers.localizer_zoo import BY_SCORE, overview
+from align_circuits.tables.tables import Provenance, Table
+from align_circuits.validation.circuits_in_trained_models import (
     BEFORE,
     ENOUGH,
     MISSED,
@@ -16,8 +18,6 @@ from align_circuits.papers.validation.circuits_in_trained_models import (
     TrainedZoo,
     trained_task,
 )
-from align_circuits.papers.validation.localizer_zoo import BY_SCORE, overview
-from align_circuits.tables.tables import Provenance, Table
 
 SEEDS = range(10)
 
