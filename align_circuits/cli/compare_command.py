@@ -115,9 +115,9 @@ def claims_of(first: Table, second: Table) -> pd.DataFrame:
     names = {table.provenance.settings.get("name") for table in (first, second)}
     if first.provenance.verb != "reproduce" or len(names) != 1:
         return pd.DataFrame(columns=columns)
-    from align_circuits.papers.experiments import EXPERIMENTS
+    from align_circuits.cli.experiments_list import experiment_named
 
-    experiment = EXPERIMENTS[first.provenance.settings["name"]]
+    experiment = experiment_named(first.provenance.settings["name"])
     checks = [{check.claim: check for check in experiment.check(table)} for table in (first, second)]
     rows = [
         (claim, *(text for each in checks for text in (f"{each[claim].measured}", each[claim].verdict)))

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pandas as pd
 
+from align_circuits.cli.entry import did_you_mean
 from align_circuits.papers.claims import Verdict, verdicts
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
@@ -47,6 +48,26 @@ def kept_verdicts() -> pd.DataFrame:
     """Returns the number of claims with each verdict, by experiment and scale, in the results that are kept."""
     with KEPT.open(encoding="utf-8") as lines:
         return pd.read_csv(lines, dtype={"commit": str})
+
+
+def experiment_named(name: str) -> Experiment:
+    """Returns an experiment by its name.
+
+    Raises:
+        ValueError: There is none; or it is run from a checkout, and this is an installed wheel.
+    """
+    from align_circuits.papers.experiments import EXPERIMENTS, of_the_checkout
+
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]
+    if part_of(name) == VALIDATION and not of_the_checkout():
+        raise ValueError(
+            f"no experiment {name!r} in this installation: what validates the package itself is run from a checkout "
+            "of its repository; align-circuits reproduce --list names the others"
+        )
+    raise ValueError(
+        f"no experiment {name!r}: {did_you_mean(name, EXPERIMENTS)}align-circuits reproduce --list names all"
+    )
 
 
 def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:

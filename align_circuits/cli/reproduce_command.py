@@ -6,8 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from align_circuits.cli.entry import did_you_mean
-from align_circuits.cli.experiments_list import VALIDATION, listing, part_of
+from align_circuits.cli.experiments_list import experiment_named, listing
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb, command_line, write_results
 from align_circuits.cli.workers import Workers
@@ -59,22 +58,12 @@ class Reproduce(Verb):
 
     def __call__(self, results: Results) -> None:
         """Runs the verb."""
-        from align_circuits.papers.experiments import EXPERIMENTS, of_the_checkout
+        from align_circuits.papers.experiments import EXPERIMENTS
 
-        if self.list or self.name not in EXPERIMENTS:
-            if not self.list:
-                if part_of(self.name) == VALIDATION and not of_the_checkout():
-                    raise ValueError(
-                        f"no experiment {self.name!r} in this installation: what validates the package itself is run "
-                        "from a checkout of its repository; align-circuits reproduce --list names the others"
-                    )
-                raise ValueError(
-                    f"no experiment {self.name!r}: {did_you_mean(self.name, EXPERIMENTS)}"
-                    "align-circuits reproduce --list names all"
-                )
+        if self.list:
             print(listing(EXPERIMENTS.values(), self.out or Path("runs"), self.scale))
             return
-        experiment = EXPERIMENTS[self.name]
+        experiment = experiment_named(self.name)
         if self.scale not in experiment.scales:
             raise ValueError(f"{self.name} has no scale {self.scale!r}: give --scale {', '.join(experiment.scales)}")
         config = experiment.scales[self.scale]
