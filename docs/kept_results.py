@@ -10,7 +10,7 @@ import pandas as pd
 from IPython.display import HTML, Markdown, display
 
 from align_circuits.cli.experiments_list import kept_verdicts
-from align_circuits.papers.claims import Check, Verdict, checks_html, verdicts
+from align_circuits.papers.claims import Check, Measured, Verdict, checks_html, verdicts
 from align_circuits.papers.experiments import EXPERIMENTS
 from align_circuits.papers.study import Experiment
 from align_circuits.tables.tables import Table
@@ -20,6 +20,9 @@ CAUSES = Path("results/causes.toml")
 
 FRESH = Path("results/fresh_seeds.toml")
 """Which claims about emergence were tested on fresh seeds."""
+
+ARCHIVE = Path("results/archive")
+"""The results of experiments whose code has gone."""
 
 PAPERS = ("icatune", "recall", "abrupt")
 VERDICTS = [*get_args(Verdict)]
@@ -35,9 +38,37 @@ def kept(paper: str) -> Iterator[tuple[Experiment, Path]]:
 
 
 @cache
+def archived() -> dict[str, dict[str, str]]:
+    """Returns what is known of each archived experiment."""
+    return tomllib.loads((ARCHIVE / "experiments.toml").read_text(encoding="utf-8"))
+
+
+def results_of(paper: str) -> list[tuple[str, str, Path]]:
+    """Returns name, title and folder of each result of a paper, of "validation" or of the "archive"."""
+    if paper != "archive":
+        return [(experiment.name, experiment.title, folder) for experiment, folder in kept(paper)]
+    folders = {name: sorted((ARCHIVE / name.replace("/", "-")).iterdir()) for name in archived()}
+    return [(name, archived()[name]["title"], folder) for name, of_name in folders.items() for folder in of_name]
+
+
+@cache
 def checked(name: str, folder: Path) -> list[Check]:
-    """Returns the checks of an experiment on the results in a folder, made once."""
-    return list(EXPERIMENTS[name].check(Table.load(folder)))
+    """Returns the checks of an experiment on the results in a folder, made once; of an archived one, those it left."""
+    if name not in archived():
+        return list(EXPERIMENTS[name].check(Table.load(folder)))
+    rows: Any = pd.read_csv(folder / "claims.csv", dtype={"published": str}).fillna({"published": ""})
+    return [
+        Check(
+            row.claim,
+            Measured(row.value, row.low, row.high),
+            row.relation,
+            row.threshold,
+            Measured(row.control_value, row.control_low, row.control_high),
+            row.control_is,
+            row.published,
+        )
+        for row in rows.itertuples()
+    ]
 
 
 def show(paper: str) -> None:
@@ -62,6 +93,8 @@ def show(paper: str) -> None:
 
 def folder_of(name: str, scale: str) -> Path:
     """Returns where the results of an experiment are kept."""
+    if name in archived():
+        return ARCHIVE / name.replace("/", "-") / scale
     return Path("results") / EXPERIMENTS[name].study.name.replace("/", "-") / scale
 
 
@@ -77,9 +110,27 @@ def claims_of(name: str, scale: str) -> None:
     display(HTML(checks_html(checks)))
 
 
+def show_archived(name: str) -> None:
+    """Shows the claims of an archived experiment, why some fail, and where its table and its code are."""
+    about = archived()[name]
+    for result in results_of("archive"):
+        if result[0] == name:
+            claims_of(name, result[2].name)
+            if len(causes := causes_of([result])):
+                display(HTML(f'<div style="overflow-x:auto">{causes.to_html(index=False, border=0)}</div>'))
+            display(Markdown(f"Kept table: `docs/{result[2]}/table.csv.xz`, with its provenance and `claims.csv`."))
+    code = f"`{about['code']}`, last changed in commit {about['commit']}"
+    display(Markdown(f"Code: {code}. There `align-circuits reproduce {name}` runs it again."))
+
+
+def all_verdicts() -> pd.DataFrame:
+    """Returns `kept_verdicts`, and the same of archived experiments."""
+    return pd.concat([kept_verdicts(), pd.read_csv(ARCHIVE / "kept_results.csv", dtype={"commit": str})])
+
+
 def preregistered(name: str, scale: str) -> str:
     """Returns, as a sentence, whether the thresholds of an experiment stood in the code before its result was kept."""
-    known = kept_verdicts()
+    known = all_verdicts()
     row: Any = next(known[(known["experiment"] == name) & (known["scale"] == scale)].itertuples(), None)
     if row is None:
         return "*Preregistered: not known.*"
@@ -95,32 +146,37 @@ def preregistered(name: str, scale: str) -> str:
 def overview(paper: str) -> pd.DataFrame:
     """Returns how many claims of each experiment have which verdict."""
     rows = []
-    for experiment, folder in kept(paper):
-        found = [check.verdict for check in checked(experiment.name, folder)]
+    for name, title, folder in results_of(paper):
+        found = [check.verdict for check in checked(name, folder)]
         counts = {verdict: found.count(verdict) for verdict in VERDICTS}
-        rows.append({"experiment": experiment.name, "what": experiment.title, "scale": folder.name, **counts})
+        rows.append({"experiment": name, "what": title, "scale": folder.name, **counts})
     return pd.DataFrame(rows)
 
 
-def failing(paper: str) -> Iterator[tuple[str, str, str, str]]:
+def failing(results: list[tuple[str, str, Path]]) -> Iterator[tuple[str, str, str, str]]:
     """Yields experiment, scale, claim and measured number of every claim that fails."""
-    for experiment, folder in kept(paper):
-        for check in checked(experiment.name, folder):
+    for name, _, folder in results:
+        for check in checked(name, folder):
             if check.verdict == "fails":
-                yield experiment.name, folder.name, check.claim, check.row()["measured"]
+                yield name, folder.name, check.claim, check.row()["measured"]
 
 
 def why(paper: str) -> pd.DataFrame:
-    """Returns the causes of the claims of a paper that fail, with the claims and the experiment that shows the cause.
+    """Returns the causes of the claims of a paper that fail, as `causes_of`."""
+    return causes_of(results_of(paper))
+
+
+def causes_of(results: list[tuple[str, str, Path]]) -> pd.DataFrame:
+    """Returns the causes of the claims that fail in some results, with the claims and the experiment that shows it.
 
     Raises:
         LookupError: A failing claim without a cause, or with several; or a cause of a claim that does not fail.
     """
     causes = tomllib.loads(CAUSES.read_text(encoding="utf-8"))["cause"]
     left = {(place, *claim) for place, cause in enumerate(causes) for claim in map(tuple, cause["claims"])}
-    left = {key for key in left if key[1] in {experiment.name for experiment, _ in kept(paper)}}
+    left = {key for key in left if key[1] in {name for name, _, _ in results}}
     claims: dict[int, list[str]] = {}
-    for name, scale, claim, measured in failing(paper):
+    for name, scale, claim, measured in failing(results):
         found = [key for key in left if key[1:3] == (name, scale) and claim.startswith(key[3])]
         if len(found) != 1:
             raise LookupError(f"{name}, {scale}: {len(found)} causes for {claim!r}")
@@ -128,7 +184,7 @@ def why(paper: str) -> pd.DataFrame:
         claims.setdefault(found[0][0], []).append(f"{name} ({scale}): {claim}: {measured}")
     if left:
         raise LookupError(f"causes of claims that do not fail: {sorted(left)}")
-    return pd.DataFrame(
+    rows = [
         {
             "why": causes[place]["what"],
             "shown by": causes[place].get("shown_by", "not shown"),
@@ -136,7 +192,8 @@ def why(paper: str) -> pd.DataFrame:
             "which": "; ".join(own),
         }
         for place, own in sorted(claims.items())
-    )
+    ]
+    return pd.DataFrame(rows, columns=["why", "shown by", "claims that fail", "which"])
 
 
 def seeds_of(table: Table) -> list[int]:

@@ -2,6 +2,5 @@
 
 What comes in is an `ExemplarTask` (`task`); networks trained as one (`ensembles`, `models`, `grid`) give curves of
 `progress_measures` (read by `curves`), also under `interventions`; what goes out are the paper's `figures`, beside its
-`theory`. What goes beyond the paper: `interventions_while_training`, `stalling` over many seeds, a `slow_head`, and
-forecasts of the onset of alignment.
+`theory`. What goes beyond the paper: `interventions_while_training`, and forecasts of the onset of alignment.
 """

@@ -3,7 +3,6 @@
 from align_circuits.papers.icatune.alignment_given import ORDER
 from align_circuits.papers.icatune.alignment_probes import POSTERIOR
 from align_circuits.papers.icatune.build_or_unmask import UNMASK
-from align_circuits.papers.icatune.causal_heads import CAUSAL
 from align_circuits.papers.icatune.conjecture import CONJECTURE
 from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
@@ -34,7 +33,6 @@ ICATUNE = (
     PRIOR,
     APPF,
     STANDARD,
-    CAUSAL,
     UNMASK,
     ORDER,
     LENGTHS,

@@ -25,8 +25,6 @@ from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ense
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
 from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
 from align_circuits.papers.abrupt.progress_measures import MEASURES
-from align_circuits.papers.abrupt.slow_head import SLOW_HEAD
-from align_circuits.papers.abrupt.stalling import STALLING, direction, waiting
 from align_circuits.papers.abrupt.task import ExemplarTask
 from align_circuits.papers.claims import SCALES
 from align_circuits.report import plots
@@ -108,42 +106,6 @@ def overridden(**at: float) -> Table:
             for each, middle in middles.items()
         )
     )
-
-
-def test_who_waits_and_which_way_it_goes_are_read_off_planted_curves():
-    planted = table(
-        *(
-            curves({"icl": middle}, n_labels=labels, spread=spread, noise=noise)
-            for labels, spread, noise, middle in (
-                (2, 0.0, 0.0, 195.0),
-                (2, 0.5, 0.0, 100.0),
-                (2, 0.0, 0.4, 1e9),
-                (2, 0.5, 0.4, 100.0),
-                (8, 0.0, 0.0, 50.0),
-            )
-        )
-    )
-    plain = {"n_labels": 2, "spread": 0.0, "noise": 0.0}
-    assert waiting(planted, 0.5, **plain).tolist() == [False, True, True], "195, 205 and 215 of 400 steps"
-    assert not waiting(planted, 1.0, **plain).any() and waiting(planted, 1.0, **plain | {"noise": 0.4}).all()
-    more, less = direction(np.array([0.2, 0.21, 0.05, 0.19, 0.6]), 2)
-    assert more.tolist() == [False, True, False, False, True] and less.tolist() == [False, False, True, True, False]
-    assert direction(np.array([0.2, 0.21, 0.05, 0.19, 0.6]), 2, 0.5)[1].tolist() == [False, False, True, False, False]
-    met = {check.claim: check.met for check in STALLING.check(planted)}
-    (spread,) = (claim for claim in met if claim.startswith("Initial spread"))
-    (noise,) = (claim for claim in met if claim.startswith("Noise lengthens"))
-    (avoid,) = (claim for claim in met if claim.startswith("Some heads"))
-    assert met[spread] and met[noise] and met[avoid], "TILA2 stays at 0 in the planted curves"
-
-
-def test_a_head_is_seen_to_form_before_the_guess_only_where_it_does():
-    def checks(own: float, slow: float, guess: float) -> list[bool]:
-        parts = (("three", 1.0, own, own), ("three", 0.1, slow, 150.0), ("none", 1.0, 1e9, guess))
-        frames = [curves({"icl": icl, "cla": cla}, model=model, head_rate=rate) for model, rate, icl, cla in parts]
-        return [check.met for check in SLOW_HEAD.check(table(*frames))]
-
-    assert checks(100.0, 250.0, 250.0) == [True, True, True]
-    assert checks(250.0, 120.0, 100.0) == [True, False, False]
 
 
 def test_an_override_is_credited_only_if_the_transition_comes_sooner():
@@ -281,5 +243,3 @@ def test_conditions_of_one_shape_share_an_ensemble():
     (task,) = (ExemplarTask(**each) for each in ensemble["tasks"])
     assert task == ExemplarTask(n_classes=16, n_labels=8, n_pairs=2, d_content=8, n_positions=0)
     assert not network(SMOKE, task, "two", [0]).beta_2.requires_grad  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match=r"spread=0.5, head_rate=1.0: of the full network"):
-        network(SMOKE, task, "network", [0], spread=0.5)

@@ -13,7 +13,7 @@ import torch
 import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.icatune import causal_heads, conjecture
+from align_circuits.papers.icatune import conjecture
 from align_circuits.papers.icatune import figs_1_5_8_11_attention as attention_figures
 from align_circuits.papers.icatune import tuned_models as tuned
 from align_circuits.papers.icatune.fig_2_data import _accepted
@@ -143,44 +143,6 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
     assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
     best = found[found["of"] == "best head"]["value"]
     assert best.to_list() == pytest.approx([0.35] * 3)
-
-
-def test_the_other_alignment_of_four_symbols_agrees_within_the_grammar_and_not_beyond(char_tokenizer):
-    task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
-    inside = task.sample(8, char_tokenizer, seed=0)
-    assert inside.correct is not None
-    first = inside.column("offset") == 0
-    swapped = causal_heads._swapped(inside)
-    assert swapped.correct is not None and torch.equal(swapped.correct, inside.correct)
-    outside = replace(task, ood=True).sample(64, char_tokenizer, seed=0)
-    outside = outside[~causal_heads.in_support(outside.latent["order"][:, -1])]
-    swapped = causal_heads._swapped(outside)
-    assert swapped.correct is not None and outside.correct is not None
-    first = outside.column("offset") == 0
-    assert (swapped.correct != outside.correct)[first].any(1).float().mean() > 0.9
-    assert torch.equal(swapped.correct[~first], outside.correct[~first])
-    order, letter = outside.latent["order"][0, -1].tolist(), outside.latent["letter"][0, :, 0]
-    for phrase, neighbour in enumerate((1, 0, 3, 2)):
-        partner = {0: 1, 1: 0, 2: 3, 3: 2}[order[neighbour]]
-        letters = {int(edge) for edge in letter[partner] if edge >= 0}
-        assert set(swapped.correct[2 * phrase].nonzero()[:, 0].tolist()) == letters
-    keys = [swapped.relations["align_query"].keys_of(row)[0] for row in range(4)]
-    gold = [outside.relations["align_query"].keys_of(row)[0] for row in range(4)]
-    assert keys == [gold[1], gold[0], gold[3], gold[2]]
-
-
-def test_other_heads_are_others_and_of_the_same_layers():
-    class Model:
-        class cfg:
-            n_layers, n_heads = 3, 4
-
-    chosen = [(0, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
-    others = causal_heads._others(Model, chosen, np.random.default_rng(0))
-    assert len(set(others)) == 5 and not {*others} & {*chosen}
-    assert others[0][0] == 0
-    below = causal_heads._others(Model, chosen, np.random.default_rng(0), below=2)
-    assert len(set(below)) == 5 and max(below) < (2, 0) and not {*below} & {*chosen}
-    assert causal_heads._others(Model, chosen, np.random.default_rng(0), below=0) == []
 
 
 def test_the_prior_of_figure_7_goes_from_the_weakest_to_the_strongest():
