@@ -50,10 +50,3 @@ def shapes(x_len: int, ood: bool) -> Bool[Tensor, "shape pos symbol"]:
     index = torch.arange(x_len)
     early, late = index < first, index >= x_len - first
     return torch.stack([early[:, None] == (index < first), late[:, None] == (index < first)])
-
-
-def in_support(orders: Int[Tensor, "*batch pos"]) -> Bool[Tensor, "*batch"]:
-    """Returns whether the grammar can write each input."""
-    x_len = orders.shape[-1]
-    allowed = shapes(x_len, ood=False)[:, torch.arange(x_len), orders]
-    return allowed.all(-1).any(0)

@@ -31,9 +31,8 @@ FIXED = {"three": (), "two": ("beta_2",), "none": STRENGTHS}
 """The reduced models by what is fixed at 0: with none of its parameters the head attends evenly whatever it is taught,
 the control."""
 
-NETWORK = {"model": "network", "intervention": "nothing", "hidden_layers": 3, "spread": 0.0, "head_rate": 1.0}
-"""What a condition may change beside the task, with its default: the full network, under no intervention. The last two
-are of the reduced head alone (`InductionHeadConfig`)."""
+NETWORK = {"model": "network", "intervention": "nothing", "hidden_layers": 3}
+"""What a condition may change beside the task, with its default: the full network, under no intervention."""
 
 SOURCE = "Reddy (2024)"
 LEARNED = 0.9
@@ -182,8 +181,7 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
     seeds = [*range(size.first_seed, size.first_seed + size.seeds)] * len(ensemble["tasks"])
     worlds = Worlds(tasks, seeds, device)
     kind = {name: ensemble[name] for name in NETWORK}
-    about = {name: value for name, value in kind.items() if name not in ("model", "intervention")}
-    net = network(size, worlds.shape, ensemble["model"], seeds, **about).to(device)
+    net = network(size, worlds.shape, ensemble["model"], seeds, ensemble["hidden_layers"]).to(device)
     identity = [asdict(replace(size, task=worlds.shape)), ensemble["tasks"], kind]
     table = train_on_exemplars(
         net,
@@ -198,29 +196,14 @@ def trained_ensemble(ensemble: Mapping[str, Any], trained: str) -> tuple[Ensembl
     return net, worlds, table
 
 
-def network(
-    size: Size,
-    task: ExemplarTask,
-    model: str,
-    seeds: Sequence[int],
-    hidden_layers: int = 3,
-    spread: float = 0.0,
-    head_rate: float = 1.0,
-) -> Ensemble:
-    """Makes an ensemble for a task: `"network"`, or one of `FIXED`.
-
-    Raises:
-        ValueError: The full network with a `spread` or `head_rate`, which are of the reduced head.
-    """
+def network(size: Size, task: ExemplarTask, model: str, seeds: Sequence[int], hidden_layers: int = 3) -> Ensemble:
+    """Makes an ensemble for a task: `"network"`, or one of `FIXED`."""
     classifier: Any = {"d_hidden": size.d_hidden, "hidden_layers": hidden_layers}
     if model == "network":
-        if (spread, head_rate) != (0.0, 1.0):
-            raise ValueError(f"spread={spread}, head_rate={head_rate}: of the full network, which has neither")
         init = task.d_content**-0.5
         config = ExemplarNetConfig(task.n_labels, task.d_in, d_head=size.d_head, init=init, **classifier)
         return ExemplarNet(config, seeds)
-    reduced = InductionHeadConfig(task.n_labels, task.d_in, spread=spread, head_rate=head_rate, **classifier)
-    return InductionHead(reduced, seeds, FIXED[model])
+    return InductionHead(InductionHeadConfig(task.n_labels, task.d_in, **classifier), seeds, FIXED[model])
 
 
 def train_on_exemplars(

@@ -59,10 +59,6 @@ class ExemplarNetConfig(NetworkConfig):
 class InductionHeadConfig(NetworkConfig):
     """The shape of an `InductionHead`."""
 
-    spread: float = 0.0
-    """The standard deviation of α, β_1 and β_2 at the start."""
-    head_rate: float = 1.0
-    """How fast plain SGD trains α, β_1 and β_2 beside the classifier: they are multiplied by its square root."""
     model_name: str = "induction-head"
 
     @property
@@ -206,9 +202,9 @@ class InductionHead(Ensemble):
         q1_ij ∝ exp(β_1 δ_{i-1,j}),   b_i = Σ_{j<=i} q1_ij c_j,
         q2_nj ∝ exp(α b_j·c_n + β_2 Δ_nj),   out = c_n ⊕ Σ_j q2_nj c_j,
 
-    where c is a token's content and Δ_nj is 1 where n - j is odd, at the labels. All three start at 0, or at draws from
-    N(0, `spread`²). With `fixed=("beta_2",)` it is the two-parameter model. Both layers' `hook_pattern` fire, the
-    second for the last query alone, `[prompt head 1 key]`.
+    where c is a token's content and Δ_nj is 1 where n - j is odd, at the labels. All three start at 0. With
+    `fixed=("beta_2",)` it is the two-parameter model. Both layers' `hook_pattern` fire, the second for the last query
+    alone, `[prompt head 1 key]`.
 
     Source: Reddy (2024), §3; initial values are not given there.
     """
@@ -236,15 +232,12 @@ class InductionHead(Ensemble):
             nn.ModuleDict({"attn": nn.ModuleDict({"hook_pattern": HookPoint()})}) for _ in range(2)
         )
         self.classifier = Classifier(self)
-        if cfg.spread:  # drawn last, so that the classifiers are those of heads that start at 0
-            for name in (each for each in STRENGTHS if each not in fixed):
-                getattr(self, name).data = self.drawn(1, std=cfg.spread).data[:, 0]
         self.setup()
 
     def forward(self, inputs: Float[Tensor, "... prompt pos d_in"]) -> Float[Tensor, "... prompt label"]:
         """Returns the logits of the last token."""
         tokens = self.by_member(inputs)
-        alpha, beta_1, beta_2 = (self.cfg.head_rate**0.5 * getattr(self, name)[:, None, None] for name in STRENGTHS)
+        alpha, beta_1, beta_2 = (getattr(self, name)[:, None, None] for name in STRENGTHS)
         members, n, length, width = tokens.shape
         flat, last = tokens.reshape(members * n, length, width), tokens[:, :, -1]
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)

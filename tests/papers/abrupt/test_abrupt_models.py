@@ -173,32 +173,6 @@ def test_the_classifier_has_as_many_hidden_layers_as_asked(layers):
         torch.testing.assert_close(logits[member, 0], classified(net, member, read[member, 0]), atol=1e-10, rtol=0)
 
 
-def test_a_rate_of_the_head_is_a_learning_rate_of_its_own_and_spread_moves_the_start_alone():
-    inputs, rate, lr = tokens_of(PLAIN), 0.25, 0.3
-    spread = InductionHead(InductionHeadConfig(6, 8, d_hidden=7, spread=0.8), [0, 1], ["beta_2"]).double()
-    plain = InductionHead(InductionHeadConfig(6, 8, d_hidden=7), [0, 1], ["beta_2"]).double()
-    for one, other in zip(spread.classifier.parameters(), plain.classifier.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert (spread.alpha != 0).all() and (spread.beta_1 != spread.alpha).all() and (spread.beta_2 == 0).all()
-    assert len({*spread.alpha.tolist()}) == 2 and not spread.beta_2.requires_grad
-    scaled = InductionHead(InductionHeadConfig(6, 8, d_hidden=7, head_rate=rate), [0, 1]).double()
-    alike, rates = head_of(), {"alpha": rate * lr, "beta_1": rate * lr, "beta_2": rate * lr}
-    alike.load_state_dict(plain.state_dict() | {name: getattr(alike, name) for name in rates})
-    with torch.no_grad():
-        for name in rates:
-            getattr(scaled, name).copy_(getattr(alike, name) / rate**0.5)
-    for _ in range(5):
-        for net in (scaled, alike):
-            net.zero_grad()
-            net.logits(inputs)[..., 1].sum().backward()
-            with torch.no_grad():
-                for name, parameter in net.named_parameters():
-                    assert parameter.grad is not None
-                    parameter.sub_((rates.get(name, lr) if net is alike else lr) * parameter.grad)
-    for name in rates:
-        torch.testing.assert_close(rate**0.5 * getattr(scaled, name), getattr(alike, name))
-
-
 def test_wrong_inputs_are_refused():
     net = net_of()
     with pytest.raises(ValueError, match=r"for 2 members that read 17 dimensions"):

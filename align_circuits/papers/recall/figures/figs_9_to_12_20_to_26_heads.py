@@ -1,6 +1,6 @@
 """The heads of trained attention-only models beside the constructions: Figs. 9 to 12 and 20 to 26."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -219,12 +219,9 @@ def heads_jobs(config: AttentionOnlyModels, _: Inputs) -> list[Measurement]:
     return config.jobs(measure_heads)
 
 
-def heads_table(rows: Rows, keys: Sequence[str] = KEYS, metrics: Sequence[str] | None = None) -> pd.DataFrame:
-    """Returns the rows of some metrics, all by default, with values to four digits."""
-    frame: Any = rows["measure_heads"]
-    if metrics is not None:
-        frame = frame[frame["metric"].isin(metrics)]
-    frame = frame.reindex(columns=[*keys, "value", "n"])
+def heads_table(_: AttentionOnlyModels, rows: Rows) -> pd.DataFrame:
+    """Returns all rows with values to four digits."""
+    frame: Any = rows["measure_heads"].reindex(columns=[*KEYS, "value", "n"])
     return frame.assign(value=frame["value"].astype(float).round(4), low=np.nan, high=np.nan)
 
 
@@ -423,7 +420,7 @@ HEADS = Experiment(
             for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 3))
         ),
         jobs=heads_jobs,
-        summarize=lambda _, rows: heads_table(rows),
+        summarize=heads_table,
     ),
     _draw,
     _check,

@@ -14,7 +14,6 @@ from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.sequences import IGNORED, DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, TrainRun, train
 
 PRETRAINING = TrainConfig(steps=20_000, lr=1e-4, weight_decay=1e-3, clip=None, log_every=500, checkpoint_every=100)
@@ -25,42 +24,10 @@ FINETUNING = TrainConfig(steps=2000, lr=1e-4, weight_decay=1e-3, clip=None, log_
 
 
 @dataclass(frozen=True)
-class MixedTask:
-    """Pretraining and finetuning at once: each batch is of one kind, drawn at random.
-
-    Raises:
-        ValueError: A share outside [0, 1], or tasks of two worlds.
-    """
-
-    facts: FactsTask
-    demonstrations: DemonstrationsTask
-    share: float
-    """The probability that a batch is of demonstrations."""
-
-    def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share is {self.share}: give a share of the batches, from 0 to 1")
-        if self.facts.world != self.demonstrations.world:
-            raise ValueError("facts and demonstrations are of two worlds: give both tasks the same one")
-
-    @property
-    def world(self) -> RecallWorld:
-        """That of both tasks."""
-        return self.facts.world
-
-    def batch(
-        self, seed: int, n: int, predict: Predicted = "all"
-    ) -> tuple[Int[Tensor, "prompt pos"], Int[Tensor, "prompt pos"]]:
-        """Draws a training batch; returns its tokens and its labels: the next tokens, or `IGNORED`."""
-        uniform = Rng(seed, "mixture").uniform("kind", 1).item()
-        return (self.demonstrations if uniform < self.share else self.facts).batch(seed, n, predict)
-
-
-@dataclass(frozen=True)
 class Stage:
     """One training: its data, schedule and loss."""
 
-    task: FactsTask | DemonstrationsTask | MixedTask
+    task: FactsTask | DemonstrationsTask
     """The source of sequences, new ones in every step."""
     train: TrainConfig = field(default_factory=lambda: PRETRAINING)
     batch_size: int = 64
