@@ -113,6 +113,7 @@ def claims_of(name: str, scale: str) -> None:
 def show_archived(name: str) -> None:
     """Shows the claims of an archived experiment, why some fail, and where its table and its code are."""
     about = archived()[name]
+    display(Markdown(f"*{about['title']}* ({about['source']}). {about['published']}"))
     for result in results_of("archive"):
         if result[0] == name:
             claims_of(name, result[2].name)

@@ -90,7 +90,7 @@ def test_archived_claims_are_read_to_the_bit_and_shown_with_their_cause(kept_res
     claims, causes = (part for part in shown if part.startswith("<div"))
     assert all(check.claim.replace("'", "&#x27;") in claims or check.claim in claims for check in checks)
     assert causes.count("recall/exchange (cpu)") == 2 and "recall/heads" in causes
-    assert "0 hold, 2 fail, 5 undecided of 7 claims. *Preregistered: no.*" in shown[0]
+    assert "0 hold, 2 fail, 5 undecided of 7 claims. *Preregistered: no.*" in shown[1]
     assert "docs/results/archive/recall-exchange/cpu/table.csv.xz" in shown[-2]
     assert "commit 42a4e13" in shown[-1] and "reproduce recall/exchange" in shown[-1]
 
