@@ -157,7 +157,9 @@ LINES = {
     ),
     "rows": Line(
         *("score_heads beside a bare pass, 1,302 tokens", "ratio", 1.1),
-        partial(ratio, ["probe_rows.py", "--examples", "30", "--prompts", "4", "--rounds", "3"], r"score_heads.* ([\d.]+)x"),
+        partial(
+            ratio, ["probe_rows.py", "--examples", "30", "--prompts", "4", "--rounds", "3"], r"score_heads.* ([\d.]+)x"
+        ),
         once=True,
     ),
     "demo": Line("make demo, fresh clone", "clock", 150, partial(made, ["make", "demo"]), once=True),
