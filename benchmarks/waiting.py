@@ -84,6 +84,7 @@ def ratio(arguments: list[str], pattern: str, checkout: Path) -> Measured:
 def python(arguments: list[str], checkout: Path, threads: int) -> str:
     """Returns what Python prints, with the package of a checkout and results in a folder that goes."""
     environment = {"PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    environment |= {"PYTHONDONTWRITEBYTECODE": ""}  # else every start would compile what has changed since the first
     with TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *arguments],

@@ -51,9 +51,11 @@ class Rows:
                     read(in_batch.nonzero()[:, 0], *layer, values[at])
 
         split = len(of_pattern)
+        prompt, query = rows.T.contiguous()
         return cls(
             prompts,
-            *rows.T.contiguous(),
+            prompt,
+            query,
             lambda batch, layer, pattern: hand_on(of_pattern, rows_of[:split], batch, layer, values=pattern),
             (lambda batch, logits: hand_on(of_logits, rows_of[split:], batch, values=logits)) if of_logits else None,
         )

@@ -224,9 +224,9 @@ def stubbed(monkeypatch):
             self._whole.clear()
             self._costs = costs
 
-        def _accuracies(self, prompts, sets, beside=None) -> Any:  # noqa: ARG002
+        def _accuracies(self, prompts, sets, rows=slice(None)) -> Any:
             right = np.array([1 - sum(self._costs.get(head, 0.0) for head in heads) for heads in sets])
-            return right[:, None].repeat(len(prompts.targets), 1), "fast"
+            return right[:, None].repeat(len(prompts[rows].targets), 1), "fast"
 
         def _smallest(self, named) -> Any:
             return {"necessary": [(0, 0)], "sufficient": named} if len(named) == 2 else {"sufficient": self._heads}
@@ -324,7 +324,7 @@ def test_the_smallest_sets_are_beginnings_of_one_order(intact, monkeypatch):
     loss = {(0, 1): -3.0, (1, 0): -2.0, (0, 3): -1.0, (1, 2): -0.5}
 
     class Sets(head_sets.HeadSets):
-        def _accuracies(self, prompts, sets, beside=None) -> Any:  # noqa: ARG002
+        def _accuracies(self, prompts, sets, rows=slice(None)) -> Any:  # noqa: ARG002
             right = [intact - sum(costs.get(head, 0.0) for head in heads) for heads in sets]
             return np.array(right)[:, None].repeat(2, 1), "fast"
 

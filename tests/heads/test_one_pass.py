@@ -27,7 +27,7 @@ def test_the_tables_are_those_of_two_passes(random_hf_model: Any, char_tokenizer
         (scores, ac.score_heads(model, prompts, options=options)),
         (accuracy, ac.evaluate(model, prompts, options=options)),
     ):
-        pd.testing.assert_frame_equal(found.frame[found.keys], expected.frame[expected.keys])
+        pd.testing.assert_frame_equal(found.frame.loc[:, found.keys], expected.frame.loc[:, expected.keys])
         np.testing.assert_allclose(found.frame["value"], expected.frame["value"], atol=1e-6)
         np.testing.assert_allclose(found.frame[["low", "high"]], expected.frame[["low", "high"]], atol=1e-4)
         assert found.frame["n"].equals(expected.frame["n"]) and found.provenance == expected.provenance
