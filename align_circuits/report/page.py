@@ -212,7 +212,7 @@ def _anchor(heading: str) -> str:
 @cache
 def packed(script: str) -> str:
     """Returns a script compressed, for the page to unpack and run."""
-    code = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+    code = base64.b64encode(gzip.compress(script.encode(), 4, mtime=0)).decode()
     return f'<script type="text/gzip">{code}</script>\n'
 
 
