@@ -105,6 +105,7 @@ check:
 	rm -rf $(CHECKED)
 	mkdir -p $(CHECKED)
 	$(LEG) leg-environments
+	$(BIN)/python tests/rooms.py
 	$(LEG) -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(ALONE:%=leg-%)
 	$(LEG) leg-docs
 	$(LEG) leg-test
