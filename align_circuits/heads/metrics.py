@@ -23,9 +23,9 @@ def hit_rate(
     Of n candidates that tie for the most (to within `TIE`), k of them keys, the row counts k / n: so uniform attention
     scores chance, and rounding decides nothing. A row that pays its candidates no attention at all is a miss.
 
-    Range 0 to 1; chance is keys / candidates. Source: the alignment accuracy of paper 1, §4.1, with the gold alignment
-    in place of a fixed one; its candidates are the input tokens of the test example (the released notebook also lets
-    earlier output tokens compete: `relations.with_candidates`).
+    Range 0 to 1; chance is keys / candidates. Source: the alignment accuracy of Agarwal & Sarawagi (2025), §4.1, with
+    the gold alignment in place of a fixed one; its candidates are the input tokens of the test example (the released
+    notebook also lets earlier output tokens compete: `relations.with_candidates`).
 
     Misleads when the head pays the candidates next to nothing, since the argmax does not see how much: read the
     attention to keys beside it. Refuted by a control with the same positions and another alignment, on which a head

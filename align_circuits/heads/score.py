@@ -24,9 +24,9 @@ from align_circuits.run.options import RunOptions
 from align_circuits.tables.tables import Provenance, Table, with_level
 
 STANDARD = {
-    "align_query": "hit",  # paper 1's alignment accuracy is an argmax
+    "align_query": "hit",  # the alignment accuracy of Agarwal & Sarawagi (2025) is an argmax
     "align_key": "hit",
-    "lookup": "mass",  # paper 1's printed IC-lookup is a ratio of sums in the test example
+    "lookup": "mass",  # their printed IC-lookup is a ratio of sums in the test example
     "induction": "mass",  # equal to TransformerLens's head detector, as are the next two
     "previous": "mass",
     "duplicate": "mass",
@@ -57,9 +57,10 @@ def score_heads(
       over the targets of a prompt first, so that a target counts by the attention that it pays to candidates. Prompts
       then count by their targets, not by attention: else the few that pay candidates much would decide;
     - `attention`: the attention to keys itself, its mean over targets: how much of the head the relation explains;
-    - `mean`: the mean over targets of Σ_keys α / Σ_candidates α, as in paper 1's released notebook for lookup. Where
-      all tokens are candidates it equals `mass`, and each target's ratio is the "mul" measure of TransformerLens's
-      `head_detector` (which averages over all positions, those without a key included, as 0).
+    - `mean`: the mean over targets of Σ_keys α / Σ_candidates α, as in the notebook released with Agarwal &
+      Sarawagi (2025) for lookup. Where all tokens are candidates it equals `mass`, and each target's ratio is the "mul"
+      measure of TransformerLens's `head_detector` (which averages over all positions, those without a key included, as
+      0).
 
     All four lie in [0, 1]; uniform attention scores keys / candidates on all but `attention`. `mass` misleads where a
     target of a prompt holds most of its attention to candidates, and both it and `mean` where the candidates get next
@@ -78,9 +79,9 @@ def score_heads(
 
     Returns:
         A table keyed by level, layer, head and metric, with 95% intervals over prompts. Rows of the level
-        `"layer"` measure the attention averaged over a layer's heads, as paper 1 does, and have no head. `n` counts the
-        targets that have a value; a metric without any, such as the induction of prompts without a repeated token, or a
-        head that pays no candidate any attention, has n = 0 and the value NaN.
+        `"layer"` measure the attention averaged over a layer's heads, as Agarwal & Sarawagi (2025) do, and have no
+        head. `n` counts the targets that have a value; a metric without any, such as the induction of prompts without a
+        repeated token, or a head that pays no candidate any attention, has n = 0 and the value NaN.
 
     Raises:
         KeyError: A metric that is not known.

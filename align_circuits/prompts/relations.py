@@ -304,7 +304,8 @@ def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]
 def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Relation:
     """Returns the relation with more candidates: its own and, up to the query, the positions where `also` is true.
 
-    The released notebook of paper 1 lets earlier output tokens of the test example compete for the alignment's argmax:
+    The notebook released with Agarwal & Sarawagi (2025) lets earlier output tokens of the test example compete for the
+    alignment's argmax:
     `also = (prompts.roles == Role.OUTPUT) & (prompts.example == prompts.example.amax(1, keepdim=True))`.
 
     Raises:

@@ -50,9 +50,9 @@ def evaluate(
 
         Intervals are 95% intervals over prompts.
 
-        An accuracy shows alignment only where it is above `history`, not above `chance` (paper 1, §3; the two
-        ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed automata the
-        mapping may be stored in the weights, and neither ceiling is about context.
+        An accuracy shows alignment only where it is above `history`, not above `chance` (Agarwal & Sarawagi, 2025, §3;
+        the two ceilings hold within the grammar, so compare on prompts of the same kind). On prompts with fixed
+        automata the mapping may be stored in the weights, and neither ceiling is about context.
 
     Raises:
         ValueError: No prompts, no targets, or prompts that do not fit the model.

@@ -1,4 +1,4 @@
-"""The alignment of output phrases with input positions (paper 1, Eq. 2)."""
+"""The alignment of output phrases with input positions (Agarwal & Sarawagi, 2025, Eq. 2)."""
 
 import math
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Probabilistic finite automata that write the phrases of the symbols (paper 1, App. B.2)."""
+"""Probabilistic finite automata that write the phrases of the symbols (Agarwal & Sarawagi, 2025, App. B.2)."""
 
 from dataclasses import dataclass
 

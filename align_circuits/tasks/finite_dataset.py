@@ -1,4 +1,4 @@
-"""A finite dataset of examples, paper 1's D, and prompts whose examples are drawn from it."""
+"""A finite dataset of examples (Agarwal & Sarawagi, 2025: D), and prompts whose examples are drawn from it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The two-part grammar of the inputs (paper 1, App. B.1)."""
+"""The two-part grammar of the inputs (Agarwal & Sarawagi, 2025, App. B.1)."""
 
 import torch
 from jaxtyping import Bool, Int

@@ -1,4 +1,4 @@
-"""Paper 1's sequence-to-sequence task: prompts whose alignment of outputs with inputs is known."""
+"""The sequence-to-sequence task of Agarwal & Sarawagi (2025): prompts of known alignment of outputs with inputs."""
 
 import math
 import string

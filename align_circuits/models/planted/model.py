@@ -1,4 +1,4 @@
-"""Planted circuits: the three-stage induction circuit of paper 1, built by hand, so that all heads' roles are known."""
+"""Planted circuits: the induction circuit of Agarwal & Sarawagi (2025) in three stages, built by hand."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
