@@ -118,7 +118,7 @@ def test_a_control_set_that_is_left_early_would_not_have_done_as_well(planted, s
         values = np.stack(sets._right_beside(claim, whole[index], drawn))
         known = ~np.isnan(values)
         np.testing.assert_array_equal(values[known], whole[known])
-        of_all: Any = head_sets._as_extreme(claim, accuracy, float(accuracy[index]))
+        of_all = np.asarray(head_sets._as_extreme(claim, accuracy, float(accuracy[index])))
         measured = np.array([row[of_kind & seen].mean() for row, seen in zip(values, known, strict=True) if seen.any()])
         as_well: Any = head_sets._as_extreme(claim, measured, float(accuracy[index]))
         np.testing.assert_array_equal(as_well, of_all[known.any(1)])
