@@ -11,6 +11,9 @@ cd "$work"
 PYTHONPATH="$work/site" "$python" - "$work/site" <<'EOF'
 import pathlib, sys
 
+# The checkout is installed beside, and its finder would supply every module that the wheel lacks.
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+
 import align_circuits as ac
 import align_circuits.hooks
 from align_circuits.models.tokenizer import char_tokenizer
