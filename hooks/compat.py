@@ -293,8 +293,10 @@ def fuse_adapters(model: nn.Module) -> None:
             vars(layer)["forward"] = partial(_adapted, layer)
 
 
-def _adapted(layer: Any, tokens: Tensor) -> Tensor:
+def _adapted(layer: Any, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
     """What a LoRA layer returns, in one product where that pays and the layer's dropout is 0."""
+    if args or options:  # such as `adapter_names`, an adapter for each prompt
+        return type(layer).forward(layer, tokens, *args, **options)
     base, names = layer.base_layer, layer.active_adapters
     (a, b, plain), rows = _lora_of(layer, names), tokens.numel() // tokens.shape[-1]
     pays = rows * (base.in_features + base.out_features) > base.in_features * base.out_features

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import align_circuits as ac
@@ -609,3 +609,16 @@ def test_adapters_are_fused_where_nothing_else_is_computed(llama, monkeypatch, s
 def test_narrow_weights_are_not_fused(folder, monkeypatch):
     monkeypatch.setattr(compat._AdaptedLinear, "apply", None)
     run(ac.load(folder, dtype=torch.bfloat16), config=replace(QUICK, batch=8, dropout=0.0))
+
+
+def test_adapters_by_prompt_go_by_peft(random_hf_model: Any):
+    """A mixed batch names an adapter for each prompt, which fused adapters leave to PEFT."""
+    model = get_peft_model(
+        random_hf_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    tokens, names = torch.arange(48).view(2, 24), ["default", "__base__"]
+    model.eval()
+    with torch.no_grad():
+        expected = model(tokens, adapter_names=names).logits
+        compat.fuse_adapters(model)
+        torch.testing.assert_close(model(tokens, adapter_names=names).logits, expected)
