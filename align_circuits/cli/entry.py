@@ -86,6 +86,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        gc.enable()
 
 
 def _main(arguments: Sequence[str]) -> int:
