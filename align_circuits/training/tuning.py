@@ -277,9 +277,8 @@ def tune(
         recompute(trained)
     if clamps:
         take_parts(trained)
-    if not (
-        config.dropout and {"gate", "up", "down"} & {*config.matrices}
-    ):  # dropout would be drawn for fewer positions
+    # Dropout in the last MLP would be drawn for fewer positions.
+    if not (config.dropout and {"gate", "up", "down"} & {*config.matrices}):
         compat.skip_unread(trained)
     compat.fuse_adapters(trained)
     probe = Probe(bridge, data.probes, kept and writable_folder(kept / "probes"), data.scored, clamps)
