@@ -613,9 +613,9 @@ def test_narrow_weights_are_not_fused(folder, monkeypatch):
 
 def test_adapters_by_prompt_go_by_peft(random_hf_model: Any):
     """A mixed batch names an adapter for each prompt, which fused adapters leave to PEFT."""
-    model = get_peft_model(
-        random_hf_model("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    )
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        model = get_peft_model(random_hf_model("llama"), config)
     tokens, names = torch.arange(48).view(2, 24), ["default", "__base__"]
     model.eval()
     with torch.no_grad():
