@@ -80,7 +80,7 @@ _MODULES = {
 """Where each public name is defined: the imports above, which only type checkers read, say the same."""
 
 _ROOMS = (
-    *("checks", "circuits", "cli", "executors", "files", "heads", "hooks", "jobs", "localizers", "models"),
+    *("checks", "circuits", "cli", "heads", "hooks", "jobs", "localizers", "models"),
     *("papers", "prompts", "report", "run", "tables", "tasks", "training"),
 )
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
-FOLDERS = ("align_circuits", "hooks", "benchmarks/validation", "docs/results")
-"""What pages import and read: the package and its data, what validates it, the kept results."""
+FOLDERS = ("align_circuits", "hooks", "benchmarks/validation", "benchmarks/beyond", "docs/results")
+"""What pages import and read: the package and its data, what validates it and goes beyond it, the kept results."""
 
 FILES = ("constraints.txt", "pyproject.toml", "docs/kept_results.py", "docs/conf.py", "docs/executed_pages.py")
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 SLACK = 1.1
 
 ROOMS = {
-    "align_circuits": (1439, 1300),
+    "align_circuits": (376, 300),
+    "align_circuits/jobs": (1068, 1000),
     "align_circuits/prompts": (1439, 1300),
     "align_circuits/tables": (1085, 1100),
     "align_circuits/tasks": (2350, 2100),
@@ -26,7 +27,7 @@ ROOMS = {
     "align_circuits/report": (2075, 1700),
     "align_circuits/training": (1730, 1400),
     "align_circuits/cli": (2126, 1500),
-    "align_circuits/papers": (13418, 8500),
+    "align_circuits/papers": (10700, 8500),
     "hooks": (3220, 2600),
     "tests": (28000, 20000),
 }

@@ -19,8 +19,8 @@ from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb, Verb, as_json, write_results
 from align_circuits.cli.workers import Workers
-from align_circuits.files import replacing
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.files import replacing
+from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
 from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import VALUES, Provenance, Table

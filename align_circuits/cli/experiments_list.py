@@ -56,14 +56,14 @@ def experiment_named(name: str) -> Experiment:
     Raises:
         ValueError: There is none; or it is run from a checkout, and this is an installed wheel.
     """
-    from align_circuits.papers.experiments import EXPERIMENTS, of_the_checkout
+    from align_circuits.papers.experiments import EXPERIMENTS
 
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
-    if part_of(name) == VALIDATION and not of_the_checkout():
+    if name in kept_verdicts()["experiment"].values:
         raise ValueError(
-            f"no experiment {name!r} in this installation: what validates the package itself is run from a checkout "
-            "of its repository; align-circuits reproduce --list names the others"
+            f"no experiment {name!r} in this installation: what validates the package, and what goes beyond the "
+            "papers, is run from a checkout of its repository; align-circuits reproduce --list names the others"
         )
     raise ValueError(
         f"no experiment {name!r}: {did_you_mean(name, EXPERIMENTS)}align-circuits reproduce --list names all"

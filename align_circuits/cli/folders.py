@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from align_circuits.files import check_name, clear, finish_moves, locked, replacing_in, writable_folder
+from align_circuits.jobs.files import check_name, clear, finish_moves, locked, replacing_in, writable_folder
 
 LATEST = "latest"
 """The link to the latest numbered folder of a verb."""

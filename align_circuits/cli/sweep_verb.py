@@ -16,7 +16,7 @@ from align_circuits.cli.entry import verb_class
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import PromptVerb
 from align_circuits.cli.workers import Workers
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.run.options import RunOptions
 
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from align_circuits.executors import connected
+from align_circuits.jobs.executors import connected
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from align_circuits.checks import Tokenizer, checked
-from align_circuits.files import is_path
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
     check_adapter,
     check_device_map,

@@ -1,7 +1,8 @@
 """Every experiment by its name, such as `icatune/fig3`: of this package, of the checkout, and of other packages.
 
-What validates the package itself stands in `benchmarks/validation` of a checkout, where `align_circuits.validation`
-leads; an installed wheel has no such module. Another package registers an experiment (`study.Experiment`) by its name
+What validates the package itself, and what goes beyond the papers, stands in `benchmarks/validation` and
+`benchmarks/beyond` of a checkout, imported as `align_circuits.validation` and `align_circuits.beyond`; an installed
+wheel has no such modules. Another package registers an experiment (`study.Experiment`) by its name
 under the entry-point group `align_circuits.experiments`, in its `pyproject.toml`:
 
     [project.entry-points."align_circuits.experiments"]
@@ -17,7 +18,6 @@ from importlib.util import find_spec
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.icatune.figures import ICATUNE
 from align_circuits.papers.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO
-from align_circuits.papers.onset_of_alignment import ONSET
 from align_circuits.papers.recall.experiments import RECALL
 from align_circuits.papers.study import Experiment
 
@@ -25,10 +25,10 @@ GROUP = "align_circuits.experiments"
 """The entry-point group of other packages' experiments."""
 
 
-def of_the_checkout() -> Sequence[Experiment]:
-    """Returns what validates this package; nothing where it was installed from a wheel."""
-    room = "align_circuits.validation"
-    return import_module(f"{room}.experiments").VALIDATION if find_spec(room) else ()
+def of_the_checkout(room: str) -> Sequence[Experiment]:
+    """Returns the experiments of `validation` or `beyond`; nothing where the package was installed from a wheel."""
+    module = f"align_circuits.{room}"
+    return import_module(f"{module}.experiments").EXPERIMENTS if find_spec(module) else ()
 
 
 def of_other_packages() -> Iterator[Experiment]:
@@ -48,7 +48,13 @@ def of_other_packages() -> Iterator[Experiment]:
             )
 
 
-_OWN = {each.name: each for each in (*of_the_checkout(), PUBLIC_ZOO, HELD_OUT_ZOO, *ICATUNE, *ABRUPT, ONSET, *RECALL)}
+_OWN = {
+    each.name: each
+    for each in (
+        *(*of_the_checkout("validation"), PUBLIC_ZOO, HELD_OUT_ZOO),
+        *(*ICATUNE, *ABRUPT, *RECALL, *of_the_checkout("beyond")),
+    )
+}
 
 EXPERIMENTS: dict[str, Experiment] = _OWN | {each.name: each for each in of_other_packages() if each.name not in _OWN}
 """All of them: the figures and tables of the papers, what validates this package, then those of other packages."""

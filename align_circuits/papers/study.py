@@ -43,7 +43,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.models.loading import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.papers.claims import Check, Scale

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from align_circuits.files import is_path
+from align_circuits.jobs.files import is_path
 
 SCHEMA = {
     "text": "the prompt, without its answer (required)",

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits.checks import Tokenizer, checked
-from align_circuits.files import is_path, replacing
+from align_circuits.jobs.files import is_path, replacing
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.jsonl import places, read_jsonl
 from align_circuits.prompts.relations import IGNORE, Relation

@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from align_circuits.files import replacing
+from align_circuits.jobs.files import replacing
 from align_circuits.report.attention_view import AttentionView, circuitsvis_script
 from align_circuits.report.definitions import Definitions
 from align_circuits.tables.tables import Provenance, Table

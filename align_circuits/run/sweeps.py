@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from align_circuits.files import Taken, claimed, remove_partial, replacing, shared_folder, until_done
-from align_circuits.jobs import Progress, progress_of
+from align_circuits.jobs.files import Taken, claimed, remove_partial, replacing, shared_folder, until_done
+from align_circuits.jobs.jobs import Progress, progress_of
 from align_circuits.run.options import RunOptions
 
 Part = tuple[Float[ndarray, "..."], str]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
-from align_circuits.files import finish_moves, is_path, replacing, replacing_in
+from align_circuits.jobs.files import finish_moves, is_path, replacing, replacing_in
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.jobs.files import replacing, writable_folder
 
 NAME = "checkpoint.safetensors"
 

@@ -14,9 +14,9 @@ from numpy import ndarray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from align_circuits.files import replacing
 from align_circuits.heads.one_pass import OnePass
 from align_circuits.hooks.edits import Edit
+from align_circuits.jobs.files import replacing
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.alike_prompts import forward_alike

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from align_circuits.files import replacing_in, writable_folder
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import has_fast_bfloat16
+from align_circuits.jobs.files import replacing_in, writable_folder
 from align_circuits.models.loading import load
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts

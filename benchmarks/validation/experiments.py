@@ -13,7 +13,7 @@ from align_circuits.validation.localizer_edges import EDGE_ZOO
 from align_circuits.validation.localizers_by_prompts import BY_PROMPTS
 from align_circuits.validation.toy_llama_criteria import CRITERIA
 
-VALIDATION: tuple[Experiment, ...] = (
+EXPERIMENTS: tuple[Experiment, ...] = (
     CRITERIA,
     GROUND_TRUTH,
     NULL,

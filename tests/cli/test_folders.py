@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from align_circuits import files
 from align_circuits.cli import entry, main
 from align_circuits.cli.folders import results_folder
-from align_circuits.files import finish_moves, replacing_in
+from align_circuits.jobs import files
+from align_circuits.jobs.files import finish_moves, replacing_in
 from align_circuits.tables.tables import Provenance, Table
 
 OLD, NEW = ({"table.csv": text, "report.html": text, "provenance.json": text} for text in ("old", "new"))

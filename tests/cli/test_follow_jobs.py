@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from align_circuits.cli import main
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.jobs import Job, run_jobs
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ import dask.config
 import pandas as pd
 from distributed import Client, Scheduler, Worker
 
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.jobs import Job, run_jobs
 
 FORK: Any = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["align_circuits.jobs", "distributed"])
+FORK.set_forkserver_preload(["align_circuits.jobs.jobs", "distributed"])
 
 CODE = """
 import time

@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from align_circuits.executors import connected
-from align_circuits.jobs import Job, JobResults, run_jobs
+from align_circuits.jobs.executors import connected
+from align_circuits.jobs.jobs import Job, JobResults, run_jobs
 
 CODE = """
 import os

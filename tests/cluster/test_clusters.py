@@ -11,8 +11,8 @@ import pytest
 import submitit
 from cluster.kills import sweep
 
-from align_circuits.executors import SubmittedExecutor, connected
-from align_circuits.jobs import Job, run_jobs
+from align_circuits.jobs.executors import SubmittedExecutor, connected
+from align_circuits.jobs.jobs import Job, run_jobs
 
 
 @pytest.mark.filterwarnings("default")
@@ -83,7 +83,7 @@ def test_calls_are_submitted_as_one_array_and_cancelled_with_their_futures():
     ],
 )
 def test_what_is_no_cluster_is_refused(on, settings, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("align_circuits.executors.SECONDS_TO_ANSWER", 0.5)
+    monkeypatch.setattr("align_circuits.jobs.executors.SECONDS_TO_ANSWER", 0.5)
     with pytest.raises(ValueError, match=message), connected(on, tmp_path, **settings):
         pass
 
@@ -93,7 +93,7 @@ def test_a_scheduler_without_workers_is_told(tmp_path, monkeypatch):
     def client(_: str):
         yield SimpleNamespace(scheduler_info=lambda: {"workers": workers}, get_executor=lambda **_: "executor")
 
-    monkeypatch.setattr("align_circuits.executors._dask_client", client)
+    monkeypatch.setattr("align_circuits.jobs.executors._dask_client", client)
     workers: dict[str, Any] = {}
     with pytest.warns(UserWarning, match="at here:1 has no workers yet"), connected("dask://here:1", tmp_path):
         pass

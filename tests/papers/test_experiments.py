@@ -369,15 +369,16 @@ def test_what_other_packages_register_is_found_and_what_is_broken_stops_nothing(
 
 def test_what_validates_the_package_is_run_from_a_checkout(monkeypatch, capsys):
     """An installed wheel has no such room, but the zoo on which methods of others are measured."""
-    validation = of_the_checkout()
+    validation, beyond = of_the_checkout("validation"), of_the_checkout("beyond")
     assert {part_of(each.name) for each in validation} == {VALIDATION}
     assert [name for name in EXPERIMENTS if part_of(name) == VALIDATION] == [each.name for each in validation]
     monkeypatch.setattr("align_circuits.papers.experiments.find_spec", lambda _: None)
-    assert of_the_checkout() == ()
-    installed = {name: each for name, each in EXPERIMENTS.items() if each not in validation}
+    assert of_the_checkout("validation") == of_the_checkout("beyond") == ()
+    installed = {name: each for name, each in EXPERIMENTS.items() if each not in (*validation, *beyond)}
     monkeypatch.setattr("align_circuits.papers.experiments.EXPERIMENTS", installed)
-    assert main(["reproduce", "localize/null"]) == 2
-    assert "no experiment 'localize/null' in this installation: what validates" in capsys.readouterr().err
+    for name in ("localize/null", "icatune/needs"):
+        assert main(["reproduce", name]) == 2
+        assert f"no experiment {name!r} in this installation: what validates" in capsys.readouterr().err
     assert main(["reproduce", "icatune/fig99"]) == 2
     assert "this installation" not in capsys.readouterr().err
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits import files
-from align_circuits.jobs import Progress
+from align_circuits.jobs import files
+from align_circuits.jobs.jobs import Progress
 from align_circuits.run import edited_runs, sweeps
 from align_circuits.run.sweeps import SweepParts, progress_bar, read_sweeps
 

@@ -1,8 +1,5 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its figures."""
 
-from align_circuits.papers.icatune.alignment_given import ORDER
-from align_circuits.papers.icatune.alignment_probes import POSTERIOR
-from align_circuits.papers.icatune.build_or_unmask import UNMASK
 from align_circuits.papers.icatune.conjecture import CONJECTURE
 from align_circuits.papers.icatune.fig_2_data import APPF, FIG2, PRIOR, TABLE1
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
@@ -11,9 +8,6 @@ from align_circuits.papers.icatune.fig_7_monotonic_alignments import FIG7
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FIG8, FIG11
 from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
-from align_circuits.papers.icatune.known_lexicons import LEXICON
-from align_circuits.papers.icatune.needs import NEEDS
-from align_circuits.papers.icatune.other_lengths import LENGTHS
 from align_circuits.papers.icatune.table_1_symbols import SYMBOLS_OF_TABLE1
 
 ICATUNE = (
@@ -33,12 +27,6 @@ ICATUNE = (
     PRIOR,
     APPF,
     STANDARD,
-    UNMASK,
-    ORDER,
-    LENGTHS,
     CONJECTURE,
-    NEEDS,
-    POSTERIOR,
-    LEXICON,
 )
 """In the order of the paper; what goes beyond it last."""

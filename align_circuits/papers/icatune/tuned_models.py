@@ -11,7 +11,7 @@ import torch
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head
-from align_circuits.jobs import code_version
+from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import seed_rows
 from align_circuits.papers.study import Inputs, Measurement, Rows, Study, training_folder

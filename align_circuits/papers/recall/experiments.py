@@ -1,8 +1,5 @@
-"""The experiments of the room: the figures of the paper, its theory, and what goes beyond it."""
+"""The experiments of the room: the figures of the paper and its theory."""
 
-from align_circuits.papers.recall.beyond.finding_3 import FINDING_3
-from align_circuits.papers.recall.beyond.forced_attention import BRIDGE
-from align_circuits.papers.recall.beyond.share_of_icl import SHARE
 from align_circuits.papers.recall.figures.fig_1_grammar import FIG1
 from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18
@@ -13,6 +10,6 @@ from align_circuits.papers.recall.figures.theorems_1_and_2 import LEMMAS, THEORE
 
 RECALL = (
     *(FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, HEADS, FIG13, FIG14, FIG15, FIG16, FIG17, FIG18, FIG19),
-    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS, FINDING_3, SHARE, BRIDGE),
+    *(FIG24, PROPOSITIONS, THEOREM, LEMMAS),
 )
-"""In the order of the paper; then those of no single figure, then those beyond the paper."""
+"""In the order of the paper; then those of no single figure."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from align_circuits.files import replacing
+from align_circuits.jobs.files import replacing
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.report.plots.attention_figures import attention_maps
 

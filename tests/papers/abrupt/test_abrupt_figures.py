@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from align_circuits.beyond.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
 from align_circuits.papers.abrupt.curves import has_formed
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
 from align_circuits.papers.abrupt.figs_3_4_5_transition import (
@@ -23,7 +24,6 @@ from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ensemble
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
-from align_circuits.papers.abrupt.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
 from align_circuits.papers.abrupt.progress_measures import MEASURES
 from align_circuits.papers.abrupt.task import ExemplarTask
 from align_circuits.papers.claims import SCALES

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
+from align_circuits.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
+from align_circuits.beyond.share_of_icl import SHARE
 from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.recall.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
-from align_circuits.papers.recall.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
-from align_circuits.papers.recall.beyond.share_of_icl import SHARE
 from align_circuits.papers.recall.figures.common import (
     drawn_if_facts_are_learned,
     of_common_seeds,

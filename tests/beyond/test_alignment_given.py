@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
-from align_circuits.papers.icatune.alignment_given import (
+from align_circuits.beyond.alignment_given import (
     ARMS,
     METRICS,
     ORDER,

@@ -12,7 +12,7 @@ import torch
 from align_circuits.checks import Tokenizer
 from align_circuits.hooks.edits import Clamp, edits_provenance
 from align_circuits.hooks.heads import Head, describe, heads_of
-from align_circuits.jobs import code_version
+from align_circuits.jobs.jobs import code_version
 from align_circuits.papers.claims import Check, Claim, Measured, both, over_seeds, seed_rows
 from align_circuits.papers.icatune.tuned_models import (
     PAPER_ICA,

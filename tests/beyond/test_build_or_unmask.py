@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
+from align_circuits.beyond import build_or_unmask
+from align_circuits.beyond.build_or_unmask import TOP, UNMASK, clamped
 from align_circuits.hooks.edits import Clamp
-from align_circuits.papers.icatune import build_or_unmask
-from align_circuits.papers.icatune.build_or_unmask import TOP, UNMASK, clamped
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask

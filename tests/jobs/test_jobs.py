@@ -16,13 +16,13 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits import files
-from align_circuits.executors import ProcessExecutor
-from align_circuits.files import claimed
-from align_circuits.jobs import Job, code_version, collect_rows, read_progress, run_jobs
+from align_circuits.jobs import files
+from align_circuits.jobs.executors import ProcessExecutor
+from align_circuits.jobs.files import claimed
+from align_circuits.jobs.jobs import Job, code_version, collect_rows, read_progress, run_jobs
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["align_circuits.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
+FORK.set_forkserver_preload(["align_circuits.jobs.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
 
 NUMBER = count()
 
@@ -263,7 +263,7 @@ def test_functions_without_an_address_are_refused(function):
         Job(function, {})
 
 
-@pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs:no_such_function"])
+@pytest.mark.parametrize("function", ["no_such_module:square", "align_circuits.jobs.jobs:no_such_function"])
 def test_functions_that_are_not_there_are_refused_before_any_work(function, code, tmp_path):
     with pytest.raises(ValueError, match="cannot be imported"):
         run([*jobs_of(code, 1), Job(function, {})], tmp_path / "results")

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
+from align_circuits.beyond.onset_forecast import MEASURES, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.grid import SOURCE
-from align_circuits.papers.abrupt.onset_forecast import MEASURES, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.theory import AlignedLogits
 from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, tuned_study

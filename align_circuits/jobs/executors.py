@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from pebble import ProcessExpired, ProcessPool
 
-from align_circuits.files import writable_folder
+from align_circuits.jobs.files import writable_folder
 
 MOST_IN_AN_ARRAY = 1000
 """Jobs that are submitted to Slurm at once: by default it takes no larger arrays (`MaxArraySize`)."""

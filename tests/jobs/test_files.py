@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from align_circuits.files import replacing, writable_folder
+from align_circuits.jobs.files import replacing, writable_folder
 
 
 def names(folder: Path) -> list[str]:

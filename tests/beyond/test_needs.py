@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits.papers.icatune import alignment_probes, needs
-from align_circuits.papers.icatune.needs import Architecture, Learning, Needs, draw, tokens
+from align_circuits.beyond import alignment_probes, needs
+from align_circuits.beyond.needs import Architecture, Learning, Needs, draw, tokens
 
 
 def test_each_prompt_has_one_alignment_and_each_token_its_place():

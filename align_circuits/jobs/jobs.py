@@ -20,8 +20,8 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from align_circuits.executors import ProcessExecutor, why_lost
-from align_circuits.files import Taken, claimed, is_claimed, remove_partial, replacing, shared_folder, until_done
+from align_circuits.jobs.executors import ProcessExecutor, why_lost
+from align_circuits.jobs.files import Taken, claimed, is_claimed, remove_partial, replacing, shared_folder, until_done
 
 Attempts = Iterator[tuple[Path, str | Taken | None]]
 """The path of each job with its error, if there is one."""

@@ -21,12 +21,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from align_circuits.heads.interchange_interventions import interchange
-from align_circuits.hooks.edits import Patch
-from align_circuits.hooks.names import name_of
-from align_circuits.models.loading import load
-from align_circuits.papers.claims import Check, Claim, mean_rows
-from align_circuits.papers.icatune.needs import (
+from align_circuits.beyond.needs import (
     SYMBOLS,
     TESTED,
     Architecture,
@@ -39,6 +34,11 @@ from align_circuits.papers.icatune.needs import (
     tokens,
     trained,
 )
+from align_circuits.heads.interchange_interventions import interchange
+from align_circuits.hooks.edits import Patch
+from align_circuits.hooks.names import name_of
+from align_circuits.models.loading import load
+from align_circuits.papers.claims import Check, Claim, mean_rows
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.prompts.prompts import Prompts, next_token_targets
 from align_circuits.report import plots

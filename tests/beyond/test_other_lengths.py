@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from align_circuits.papers.icatune.other_lengths import LENGTHS
+from align_circuits.beyond.other_lengths import LENGTHS
 from align_circuits.tables.tables import Provenance, Table
 
 

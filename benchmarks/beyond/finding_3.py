@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from torch import Tensor
 
+from align_circuits.beyond.forced_attention import with_relation_back
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
 from align_circuits.papers.claims import Check, Claim, share_of
-from align_circuits.papers.recall.beyond.forced_attention import with_relation_back
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     FACTS_LEARNED,

@@ -1,1 +1,0 @@
-"""Experiments beyond the paper, on the models of its figures."""

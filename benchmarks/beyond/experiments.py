@@ -1,0 +1,21 @@
+"""The experiments beyond the papers, in the order in which `align-circuits reproduce --list` names them."""
+
+from align_circuits.beyond.alignment_given import ORDER
+from align_circuits.beyond.alignment_probes import POSTERIOR
+from align_circuits.beyond.build_or_unmask import UNMASK
+from align_circuits.beyond.finding_3 import FINDING_3
+from align_circuits.beyond.forced_attention import BRIDGE
+from align_circuits.beyond.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT
+from align_circuits.beyond.known_lexicons import LEXICON
+from align_circuits.beyond.needs import NEEDS
+from align_circuits.beyond.onset_of_alignment import ONSET
+from align_circuits.beyond.other_lengths import LENGTHS
+from align_circuits.beyond.share_of_icl import SHARE
+from align_circuits.papers.study import Experiment
+
+EXPERIMENTS: tuple[Experiment, ...] = (
+    *(UNMASK, ORDER, LENGTHS, NEEDS, POSTERIOR, LEXICON),
+    *(FINDING_3, SHARE, BRIDGE),
+    *(CLAMPED, CONFIRMED, WITHOUT, ONSET),
+)
+"""Those of ICA-Tune, of contextual recall, of abrupt learning."""
