@@ -19,7 +19,7 @@ import torch
 
 from align_circuits.cli.experiments_list import DURATIONS, durations
 from align_circuits.papers.experiments import EXPERIMENTS
-from align_circuits.papers.study import Study
+from align_circuits.papers.lab import Study
 
 
 class OverLimit(BaseException):

@@ -28,7 +28,7 @@ from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.claims import over_seeds
+from align_circuits.papers.lab import over_seeds
 from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.icatune.figures import ICATUNE
+from align_circuits.papers.lab import Experiment
 from align_circuits.papers.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO
 from align_circuits.papers.recall.experiments import RECALL
-from align_circuits.papers.study import Experiment
 
 GROUP = "align_circuits.experiments"
 """The entry-point group of other packages' experiments."""

@@ -16,8 +16,17 @@ from align_circuits.localizers.methods import FEW, METHODS, named_in
 from align_circuits.localizers.registry import scores_of
 from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND, PlantedModel
 from align_circuits.models.planted.zoo import HELD_OUT, PUBLIC, zoo_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, value_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    on_one_thread,
+    value_of,
+)
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -201,7 +210,7 @@ def _lead(frame: Any) -> pd.DataFrame:
     return keys.assign(role="all", value=lead.mean(axis=1).to_numpy(), low=low, high=high, n=lead.shape[1])
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def value(method: str, metric: str, **where: Any) -> Measured:
         return value_of(
             table, **({"trait": "circuits", "at": "all", "role": "all"} | where), method=method, metric=metric

@@ -13,7 +13,6 @@ from align_circuits.checks import Tokenizer
 from align_circuits.hooks.edits import Clamp, edits_provenance
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.jobs.jobs import code_version
-from align_circuits.papers.claims import Check, Claim, Measured, both, over_seeds, seed_rows
 from align_circuits.papers.icatune.tuned_models import (
     PAPER_ICA,
     SMOKE,
@@ -25,7 +24,20 @@ from align_circuits.papers.icatune.tuned_models import (
     loaded,
     of_tuned,
 )
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, training_folder
+from align_circuits.papers.lab import (
+    About,
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    both,
+    over_seeds,
+    seed_rows,
+    training_folder,
+)
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import IGNORE, Relation
 from align_circuits.report import plots
@@ -253,7 +265,7 @@ def _advance(table: Table, arm: str, metric: str) -> Measured:
     return over_seeds(ahead) if np.isfinite(ahead).any() else Measured(0.0, np.nan, np.nan)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def lookup(arm: str) -> Measured:
         return _advance(table, arm, "lookup")
 
@@ -335,4 +347,5 @@ ORDER = Experiment(
     ),
     _draw,
     _check,
+    about=About.BEYOND,
 )

@@ -38,8 +38,7 @@ from align_circuits.heads.interchange_interventions import interchange
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import load
-from align_circuits.papers.claims import Check, Claim, mean_rows
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, mean_rows
 from align_circuits.prompts.prompts import Prompts, next_token_targets
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture
@@ -246,7 +245,7 @@ def _summarize(config: States, rows: Rows) -> pd.DataFrame:
     return pd.concat([accuracy, rows["probed"]], ignore_index=True)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     layers = table.provenance.settings["config"]["architecture"]["blocks"]
     layer = max(0, layers // 2 - 1)
 
@@ -318,4 +317,5 @@ POSTERIOR = Experiment(
     ),
     _draw,
     _check,
+    about=About.BEYOND,
 )

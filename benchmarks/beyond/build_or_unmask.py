@@ -12,7 +12,6 @@ from align_circuits.heads.ablate import effects_table
 from align_circuits.heads.localize_heads import Localization, localize
 from align_circuits.hooks.edits import Clamp
 from align_circuits.hooks.heads import describe, heads_of
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of, share_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH,
     ICA,
@@ -26,7 +25,21 @@ from align_circuits.papers.icatune.tuned_models import (
     of_tuned,
     tuned,
 )
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import (
+    About,
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    both,
+    difference_of,
+    extreme_of,
+    mean_of,
+    share_of,
+)
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics, by_kind
 from align_circuits.tables.tables import VALUES, Provenance, Table
@@ -165,7 +178,7 @@ def _among_the_top(table: Table, of: str) -> Measured:
     return share_of(ranks.to_numpy() <= TOP)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     gains: Any = table.where(what="clamped").frame
     middle = gains.loc[gains.sort_values("value").groupby("role")["value"].apply(lambda of: of.index[len(of) // 2])]
     checks = [
@@ -184,14 +197,14 @@ def _check(table: Table) -> list[Check]:
     return checks
 
 
-def _unmasked(table: Table, arm: str) -> Check:
+def _unmasked(table: Table, arm: str) -> Claim:
     return Claim(
         f"{arm}: tuning unmasks heads: of those named after it, these were among the {TOP} whose clamping gains most "
         "before it (share)"
     ).at_least(0.5, *both(lambda of: _among_the_top(table, of), "named", "random"), "random heads of their layers")
 
 
-def _localized_checks(table: Table, arm: str) -> list[Check]:
+def _localized_checks(table: Table, arm: str) -> list[Claim]:
     frame: Any = table.frame
 
     def names(role: str) -> Callable[[str], Measured]:
@@ -264,4 +277,5 @@ UNMASK = Experiment(
     ),
     _draw,
     _check,
+    about=About.BEYOND,
 )

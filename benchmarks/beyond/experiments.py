@@ -11,7 +11,7 @@ from align_circuits.beyond.needs import NEEDS
 from align_circuits.beyond.onset_of_alignment import ONSET
 from align_circuits.beyond.other_lengths import LENGTHS
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     *(UNMASK, ORDER, LENGTHS, NEEDS, POSTERIOR, LEXICON),

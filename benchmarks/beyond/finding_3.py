@@ -18,7 +18,7 @@ from align_circuits.beyond.forced_attention import with_relation_back
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.claims import Check, Claim, share_of
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, on_one_thread, share_of
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     FACTS_LEARNED,
@@ -30,7 +30,6 @@ from align_circuits.papers.recall.figures.common import (
 )
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import Predicted, followed_by_grammar
-from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.tables.tables import Table
@@ -114,7 +113,7 @@ def transfer(
     return rows
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     facts, on_icl = per_seed(table, **_PT), per_seed(table, kind=None, **_ON_ICL)
     known = know_their_facts(table, **_PT)
     most = int(max(key_values(table, "grammar")))
@@ -206,4 +205,5 @@ FINDING_3 = Experiment(
     _check,
     "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15). In the panels *forced*, the last token attends "
     "to the query subject alone in layer 1.",
+    about=About.BEYOND,
 )

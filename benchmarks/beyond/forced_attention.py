@@ -16,7 +16,7 @@ from torch import Tensor
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     SOURCE,
@@ -29,7 +29,6 @@ from align_circuits.papers.recall.figures.common import (
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import from_last_token
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.edited_runs import run_edited
@@ -106,7 +105,7 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
     ]
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def gain(kind: str, layer: int, place: str) -> Float[ndarray, " seed"]:
         exact: dict[str, Any] = {"kind": kind, "match": "exact"}
         return per_seed(table, layer=layer, place=place, **exact) - per_seed(table, place=INTACT, **exact)
@@ -161,4 +160,5 @@ BRIDGE = Experiment(
     drawn_if_facts_are_learned(_draw),
     only_if_facts_are_learned(_check),
     "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15).",
+    about=About.BEYOND,
 )

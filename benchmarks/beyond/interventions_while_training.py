@@ -12,8 +12,7 @@ from numpy import ndarray
 from align_circuits.papers.abrupt.curves import at_end, at_start, draw_means, has_formed, transitions
 from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES
-from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
-from align_circuits.papers.study import Experiment, Study
+from align_circuits.papers.lab import About, Claim, Experiment, Study, over_seeds, share_of
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
@@ -90,7 +89,7 @@ def _draw_given(table: Table) -> dict[str, go.Figure]:
     return _draw(table, ("icl", "tila2", "tla2"), families)
 
 
-def _check_given(table: Table) -> list[Check]:
+def _check_given(table: Table) -> list[Claim]:
     items = brought_forward(table, "previous, items"), "only items clamped"
     tla2, cla = {"intervention": "TLA2 fixed"}, {"intervention": "CLA fixed"}
     return [
@@ -115,9 +114,10 @@ CLAMPED = Experiment(
     title="Operations given, and their suspected causes fixed, while the network trains",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
     study=STUDY,
-    draw=_draw_given,
-    check=_check_given,
+    figures=_draw_given,
+    claims=_check_given,
     published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
+    about=About.BEYOND,
 )
 
 
@@ -132,7 +132,7 @@ def _draw_removed(table: Table) -> dict[str, go.Figure]:
     return _draw(table, ("icl", "tila2", "tla2"), families)
 
 
-def _check_removed(table: Table) -> list[Check]:
+def _check_removed(table: Table) -> list[Claim]:
     def lost(intervention: str) -> Float[ndarray, " seed"]:
         free, changed = (at_end(table, "icl", intervention=name) for name in (NOTHING, intervention))
         return free - changed
@@ -152,9 +152,10 @@ WITHOUT = Experiment(
     title="Each operation removed while the network trains",
     source=f"beyond {SOURCE}: Fig. 5 by intervention",
     study=STUDY,
-    draw=_draw_removed,
-    check=_check_removed,
+    figures=_draw_removed,
+    claims=_check_removed,
     published="Not in the paper.",
+    about=About.BEYOND,
 )
 
 
@@ -166,7 +167,7 @@ _CONFIRMED = ("TLA2 fixed", "CLA fixed", "no match")
 _FRESH = (replace(CPU, first_seed=6), replace(_PAPER, first_seed=6))
 
 
-def _check_confirmed(table: Table) -> list[Check]:
+def _check_confirmed(table: Table) -> list[Claim]:
     shares = {each: share_of(has_formed(table, intervention=each)) for each in (NOTHING, *_CONFIRMED)}
     cannot_match = shares["no match"], "the target cannot match"
     return [
@@ -191,7 +192,8 @@ CONFIRMED = Experiment(
     title="TLA2 and CLA fixed, on fresh seeds and by a criterion set beforehand",
     source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
     study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), replace(SMOKE, first_seed=2), *_FRESH),
-    draw=_draw_confirmed,
-    check=_check_confirmed,
+    figures=_draw_confirmed,
+    claims=_check_confirmed,
     published="Not in the paper. What abrupt/clamped found, stated as claims before these seeds were trained.",
+    about=About.BEYOND,
 )

@@ -19,9 +19,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from align_circuits.papers.claims import Check, Claim, Measured, mean_rows, over_seeds
 from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, training_folder
+from align_circuits.papers.lab import (
+    About,
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    mean_rows,
+    over_seeds,
+    training_folder,
+)
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.em import align_by_em
@@ -319,7 +330,7 @@ def _over(table: Table, model: str, m: int | None = None) -> np.ndarray:
     return table.where(model=model, **about).frame.sort_values("seed")["value"].to_numpy(float)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     config = table.provenance.settings["config"]
     base, *others = [Architecture(**each) for each in config["architectures"]]
     x_lens = config["learning"]["x_lens"]
@@ -416,4 +427,5 @@ NEEDS = Experiment(
     ),
     _draw,
     _check,
+    about=About.BEYOND,
 )

@@ -13,9 +13,8 @@ from numpy import ndarray
 from align_circuits.beyond.onset_forecast import MEASURES, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.theory import AlignedLogits
-from align_circuits.papers.claims import Check, Claim, over_seeds
 from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, tuned_study
-from align_circuits.papers.study import Experiment, Rows
+from align_circuits.papers.lab import About, Claim, Experiment, Rows, over_seeds
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table
@@ -110,7 +109,7 @@ def error_saved(table: Table, source: str) -> Float[ndarray, " seed"]:
     return less / steps_of(table, source)["observed"].mean()
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     tuned = steps_of(table, TUNED)
 
     def before(end: str) -> Float[ndarray, " seed"]:
@@ -164,7 +163,8 @@ ONSET = Experiment(
         cpu=Forecast(),
         paper=Forecast((Arm("in context", TASK, PAPER),)),
     ),
-    draw=_draw,
-    check=_check,
+    figures=_draw,
+    claims=_check,
     published="Not in the papers.",
+    about=About.BEYOND,
 )

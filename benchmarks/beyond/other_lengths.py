@@ -12,9 +12,19 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import (
+    About,
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    both,
+    difference_of,
+)
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -48,7 +58,7 @@ def _summarize(config: Lengths, rows: Rows) -> pd.DataFrame:
     return frame.drop(columns="seed").assign(length=tuned_on.map({True: "as tuned", False: "other"}))
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     first, *others = table.frame["model"].unique()
 
     def above_history(length: str, model: str, predictor: str = "model") -> Measured:
@@ -93,4 +103,5 @@ LENGTHS = Experiment(
     ),
     _draw,
     _check,
+    about=About.BEYOND,
 )

@@ -9,7 +9,16 @@ import plotly.graph_objects as go
 from jaxtyping import Bool
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim, share_of
+from align_circuits.papers.lab import (
+    About,
+    Claim,
+    Experiment,
+    Inputs,
+    Measurement,
+    on_one_thread,
+    share_of,
+    training_folder,
+)
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     SOURCE,
@@ -23,7 +32,6 @@ from align_circuits.papers.recall.figures.common import (
     study,
 )
 from align_circuits.papers.recall.models.training import Stage, train_stage
-from align_circuits.papers.study import Experiment, Inputs, Measurement, on_one_thread, training_folder
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -68,7 +76,7 @@ def finetune_on_both(*, setup: Mapping[str, Any], icl_share: float, trained: str
     return gpt2.log_rows(run)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     rare, *_, often = key_values(table, "share")
     first = {share: _first(table, share) for share in (rare, often)}
     half = "share of models in which it reaches a half, held-out, at an earlier step"
@@ -131,4 +139,5 @@ SHARE = Experiment(
     drawn_if_facts_are_learned(_draw),
     only_if_facts_are_learned(_check),
     "Fig. 15: performance improves first on ICL+Grm, later on ICL.",
+    about=About.BEYOND,
 )

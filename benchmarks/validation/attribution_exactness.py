@@ -20,8 +20,18 @@ from align_circuits.circuits.faithful import circuit_model_distance, circuit_per
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, seed_rows, value_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    on_one_thread,
+    seed_rows,
+    value_of,
+)
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
@@ -158,7 +168,7 @@ def _summarize(_: Exact, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     measures = (
         ("rank", "clean", "rank correlation"),
         ("sign", "clean", "sign agreement"),

@@ -13,9 +13,17 @@ from numpy import ndarray
 from align_circuits.localizers.methods import METHODS
 from align_circuits.models.planted.model import CIRCUIT_ROLES
 from align_circuits.models.planted.zoo import alignment_seed
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measurement,
+    Rows,
+    Study,
+    on_one_thread,
+    training_folder,
+)
 from align_circuits.papers.localizer_zoo import BY_SCORE, NAMING, auroc_figure, compared, means
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
 from align_circuits.validation.trained_circuits import TrainedCircuit, train_circuit
@@ -141,7 +149,7 @@ def _enough(reached: Any) -> bool:
     return all(values[name] >= least for name, least in ENOUGH.items())
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     """The training over all models; the methods over those that reached `ENOUGH`. A model is the independent case."""
     checks = []
     for name, least in ENOUGH.items():

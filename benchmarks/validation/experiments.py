@@ -1,7 +1,7 @@
 """The experiments that validate the package, in the order in which `align-circuits reproduce --list` names them."""
 
+from align_circuits.papers.lab import Experiment
 from align_circuits.papers.localizer_zoo import HELD_OUT_ZOO, PUBLIC_ZOO
-from align_circuits.papers.study import Experiment
 from align_circuits.validation.attribution_exactness import EXACT
 from align_circuits.validation.circuits_in_trained_models import TRAINED_ZOO
 from align_circuits.validation.groups_on_random_models import RANDOM_GROUPS

@@ -8,8 +8,7 @@ import pandas as pd
 from align_circuits.heads.localize_heads import localize
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.models.protocol import HookedModel
-from align_circuits.papers.claims import Check, Claim, value_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, value_of
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
@@ -86,7 +85,7 @@ def _summarize(_: RandomGroups, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     return [
         Claim("Random weights: the share of models in which any head joins a group").at_most(
             0.05,
@@ -111,5 +110,5 @@ RANDOM_GROUPS = Experiment(
         _jobs,
         _summarize,
     ),
-    check=_check,
+    claims=_check,
 )

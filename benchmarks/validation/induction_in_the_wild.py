@@ -24,8 +24,7 @@ from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Edit
 from align_circuits.hooks.heads import Head, heads_of
-from align_circuits.papers.claims import Check, Claim, mean_of, value_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, mean_of, stored, value_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -341,7 +340,7 @@ def _median(table: Table) -> dict[str, int]:
     return {"layer": int(middle["layer"]), "head": int(middle["head"])}
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     scores, gain = table.where(part="scores"), table.where(part="gain")
     first, *_rest, last = sorted(scores.frame["seed"].unique())
     checks = []

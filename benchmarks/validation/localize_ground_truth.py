@@ -14,11 +14,10 @@ from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.protocol import HookedModel
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, value_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, value_of
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval, t_interval
 from align_circuits.tables.tables import Table
@@ -226,7 +225,7 @@ def _summarize(_: GroundTruth, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def value(metric: str, role: str = "any", at: float = 1.0, models: str = "planted") -> Measured:
         return value_of(table, models=models, metric=metric, role=role, at=at)
 

@@ -11,8 +11,7 @@ import plotly.graph_objects as go
 import torch
 
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.papers.claims import Check, Claim, Measured, seed_rows
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, seed_rows
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -103,7 +102,7 @@ def _summarize(_: Null, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def share(of: str, role: str, family: str, reading: str) -> Measured:
         frame = table.frame
         at = (frame["of"] == of) & (frame["role"] == role) & (frame["family"] == family) & (frame["at"] == 0.05)

@@ -8,8 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.localize_heads import ALIGNERS
-from align_circuits.papers.claims import Check, Claim, value_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, value_of
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
@@ -56,7 +55,7 @@ def _summarize(_: Power, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     most = {"prompts": table.frame["prompts"].max(), "x_len": table.frame["x_len"].max(), "metric": "named"}
     strengths = table.frame["strength"]
     strong, weak = (value_of(table, strength=at, **most) for at in (strengths.max(), strengths.min()))

@@ -13,9 +13,18 @@ from align_circuits.localizers.methods import ON_ALL_PROMPTS
 from align_circuits.localizers.registry import scores_by_role
 from align_circuits.models.planted.model import CIRCUIT_ROLES, ROLE_OF_KIND
 from align_circuits.models.planted.zoo import zoo_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, seed_rows
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    on_one_thread,
+    seed_rows,
+)
 from align_circuits.papers.localizer_zoo import DRAWN, ESSENTIAL
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
 from align_circuits.tables.tables import Table
@@ -79,7 +88,7 @@ def _summarize(_: ByPrompts, rows: Rows) -> pd.DataFrame:
     return seed_rows(keys, both.drop(columns=keys.columns).to_numpy(float))
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     most = table.frame["prompts"].max()
     frame: Any = table.where(prompts=most, metric="lead").frame.set_index("method")
 

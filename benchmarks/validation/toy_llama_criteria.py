@@ -9,9 +9,19 @@ import plotly.graph_objects as go
 
 from align_circuits.heads.score import score_heads
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, stored
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Study,
+    difference_of,
+    extreme_of,
+    mean_of,
+    stored,
+)
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -69,7 +79,7 @@ def _right(table: Table, **where: Any) -> Table:
     return table.where(metric="accuracy", offset=None, **where)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     first = {"kind": "first", "predictor": "model"}
     pre = _right(table, style="pre-aligned", **first)
     single = _right(table, style="standard", x_len=1, **first)

@@ -12,7 +12,7 @@ import align_circuits as ac
 from align_circuits.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.lab import Claim, checks_of
 from align_circuits.papers.recall.figures.common import (
     drawn_if_facts_are_learned,
     of_common_seeds,
@@ -62,13 +62,13 @@ def test_claims_are_judged_in_models_that_know_their_facts():
     rows = [{**known, "div": 0.5, "seed": 0, "value": 1.0}, {**unknown, "div": 0.5, "seed": 1, "value": 0.0}]
     rows.append({**unknown, "div": 0.2, "seed": 0, "value": 0.0})
 
-    def check(found: Table) -> list[Check]:
+    def check(found: Table) -> list[Claim]:
         return [Claim("value").at_least(0.5, per_seed(found), np.zeros(1), "nothing")]
 
-    share, value = only_if_facts_are_learned(check)(table(rows))
+    share, value = checks_of(only_if_facts_are_learned(check), table(rows))
     assert share.measured.value == pytest.approx(1 / 3)
     assert (share.control.value, value.measured.value) == (0.0, 1.0)
-    assert [each.claim for each in only_if_facts_are_learned(check, said=False)(table(rows))] == ["value"]
+    assert [each.claim for each in checks_of(only_if_facts_are_learned(check, said=False), table(rows))] == ["value"]
     assert len(only_if_facts_are_learned(check)(table(rows[1:]))) == 1  # no model knows its facts: nothing is judged
     draw = drawn_if_facts_are_learned(lambda found: {str(len(found)): go.Figure()})
     assert list(draw(table(rows))) == ["1"]

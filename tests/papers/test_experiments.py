@@ -12,25 +12,29 @@ from legs import slow_but
 
 from align_circuits.cli import main
 from align_circuits.cli.experiments_list import VALIDATION, durations, listing, part_of
-from align_circuits.papers import study as study_module
-from align_circuits.papers.claims import (
+from align_circuits.papers import lab
+from align_circuits.papers.experiments import EXPERIMENTS, GROUP, of_other_packages, of_the_checkout
+from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
+from align_circuits.papers.lab import (
     SCALES,
     Check,
     Claim,
+    Experiment,
+    Inputs,
     Measured,
+    Measurement,
     Scale,
+    Study,
     difference_of,
     extreme_of,
     mean_of,
     over_seeds,
     seed_rows,
     share_of,
+    training_folder,
     value_of,
     verdicts,
 )
-from align_circuits.papers.experiments import EXPERIMENTS, GROUP, of_other_packages, of_the_checkout
-from align_circuits.papers.icatune.figs_3_9_accuracy import _seed_of, accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study, training_folder
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -187,23 +191,30 @@ def test_verdicts_are_counted():
     assert verdicts([*checks, void]) == f"2 hold, 1 fail, 1 undecided, {without} of 5 claims."
 
 
+NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float), Provenance("test"))
+"""The table of claims about numbers."""
+
+
 def test_over_seeds_two_perfect_accuracies_are_no_proof_and_a_yes_of_each_is_binomial():
     claim, control = Claim("c"), Measured(0.1, 0.0, 1.0)
-    agreeing = claim.at_least(0.5, np.array([1.0, 1.0]), control, "nothing")
+    agreeing = claim.at_least(0.5, np.array([1.0, 1.0]), control, "nothing").check(NO_ROWS)
     assert agreeing.measured.value == 1 and np.isnan(agreeing.measured.low) and agreeing.verdict == "undecided"
-    assert str(claim.at_least(0.5, np.array([True, True]), control, "nothing").measured) == "1.00 [0.16, 1.00]"
+    assert (
+        str(claim.at_least(0.5, np.array([True, True]), control, "nothing").check(NO_ROWS).measured)
+        == "1.00 [0.16, 1.00]"
+    )
     assert str(over_seeds(np.array([0.4, 0.8, np.nan]))) == "0.60 [-1.94, 3.14]"  # 12.7 * 0.4 / 2
     rows = seed_rows(pd.DataFrame({"x": [0, 1]}), np.array([[1.0, 1.0], [0.4, 0.8]]))
     assert rows["n"].tolist() == [2, 2] and rows["low"].isna().tolist() == [True, False]
 
 
 def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
-    check = Claim("c", "about 1").at_least(0.5, np.array([0.4, 0.8]), Measured(0.1, 0.0, 1.0), "nothing")
+    check = Claim("c", "about 1").at_least(0.5, np.array([0.4, 0.8]), Measured(0.1, 0.0, 1.0), "nothing").check(NO_ROWS)
     assert check == Check(
         "c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, Measured(0.1, 0.0, 1.0), "nothing", "about 1"
     )
     assert check.met and check.control_fails
-    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").met
+    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").check(NO_ROWS).met
 
 
 OF_ANOTHER_PACKAGE = Experiment("mine/fig1", "A title", "somebody", Study("mine/fig1", {}))
@@ -300,7 +311,7 @@ def test_other_weights_under_the_same_name_are_measured_again(tmp_path, char_tok
     tables = []
     for seed in (0, 1):
         random_hf_model("llama", seed=seed).save_pretrained(folder)
-        study_module.stored.cache_clear()
+        lab.stored.cache_clear()
         table = study.run(Numbers(), models=[str(folder)], folder=tmp_path)
         tables.append(table.where(metric="log_prob", kind="all").frame["value"].iloc[0])
     assert tables[0] != tables[1]

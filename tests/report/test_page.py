@@ -15,7 +15,7 @@ import pytest
 import align_circuits as ac
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import describe
-from align_circuits.papers.claims import Claim, Measured, checks_html
+from align_circuits.papers.lab import Check, Measured, checks_html
 from align_circuits.report import page as report
 from align_circuits.report import save_localization
 from align_circuits.report.localize_report import attention_of, figures, named_heads
@@ -198,9 +198,7 @@ def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, loca
 
 
 def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(tmp_path):
-    checks = [
-        Claim("a" * 30 + " " + "b" * 90).at_least(0.5, Measured(0.7, 0.6, 0.8), Measured(0.1, 0.0, 0.2), "c" * 60)
-    ]
+    checks = [Check("a" * 30 + " " + "b" * 90, Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.1, 0.0, 0.2), "c" * 60)]
     drawn = checks_html(checks)
     assert "<th>claim</th>" in drawn and "<th>published</th>" not in drawn
     page = write_report(tmp_path / "r.html", title="t", summary="v", provenance=MADE, sections=[("a", "", drawn)])

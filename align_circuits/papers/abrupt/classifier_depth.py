@@ -8,8 +8,7 @@ import plotly.graph_objects as go
 
 from align_circuits.papers.abrupt.curves import at_end, conditions_of, has_formed
 from align_circuits.papers.abrupt.grid import CPU, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import Claim, Experiment, over_seeds, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -40,7 +39,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return {"": plots.curves(panel, x="depth", by="curve", label="hidden layers of the classifier", value="at the end")}
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     weights = {depth: at_end(table, "iwl", hidden_layers=depth, **IN_WEIGHTS) for depth in _depths(table)}
     formed = {depth: share_of(has_formed(table, hidden_layers=depth, **IN_CONTEXT)) for depth in _depths(table)}
     no_context = share_of(has_formed(table, hidden_layers=3, **IN_WEIGHTS)), "B = 0, three hidden layers"
@@ -76,7 +75,7 @@ DEPTH = Experiment(
     title="How many hidden layers the classifier needs",
     source=f"{SOURCE}, §2",
     study=grid_study("abrupt/depth", _grid(SMOKE), _grid(_AS_MANY_CLASSES), _grid(replace(PAPER, log_every=5000))),
-    draw=_draw,
-    check=_check,
+    figures=_draw,
+    claims=_check,
     published="At least three layers were necessary to achieve perfect classification accuracy, as K is far above L.",
 )

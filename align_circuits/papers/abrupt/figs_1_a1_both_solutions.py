@@ -11,8 +11,7 @@ from numpy import ndarray
 
 from align_circuits.papers.abrupt.curves import at_end, by_seed, conditions_of, draw_means
 from align_circuits.papers.abrupt.grid import BOTH, CPU, LEARNED, PAPER, SMOKE, SOURCE, Grid, grid_study
-from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import Claim, Experiment
 from align_circuits.tables.tables import Table
 
 # Figure 1 d
@@ -26,7 +25,7 @@ def _draw_fig1(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_fig1(table: Table) -> list[Check]:
+def _check_fig1(table: Table) -> list[Claim]:
     bursty, plain = {"burst": table.frame["burst"].max()}, {"burst": 0}
 
     def over_peak(where: Mapping[str, Any]) -> Float[ndarray, " seed"]:
@@ -53,8 +52,8 @@ FIG1 = Experiment(
     title="Loss and accuracy, in context and in weights",
     source=f"{SOURCE}, Fig. 1 (d)",
     study=grid_study("abrupt/fig1", *(Grid(size, ({"burst": 2}, {"burst": 0})) for size in _SIZES)),
-    draw=_draw_fig1,
-    check=_check_fig1,
+    figures=_draw_fig1,
+    claims=_check_fig1,
     published="Six seeds, B = 2, K = 512: accuracy in context rises abruptly to 1 and stays.",
 )
 
@@ -70,7 +69,7 @@ def _draw_a1(table: Table) -> dict[str, go.Figure]:
     return {"figA1": draw_means(table, BOTH, panels)}
 
 
-def _check_a1(table: Table) -> list[Check]:
+def _check_a1(table: Table) -> list[Claim]:
     conditions = sorted(conditions_of(table, ("p_burst", "p_context")), key=lambda condition: condition["p_context"])
     weights, *both = [[at_end(table, measure, **condition) for measure in ("icl", "iwl")] for condition in conditions]
     lower = [np.minimum(icl, iwl) for icl, iwl in both]
@@ -101,7 +100,7 @@ FIGA1 = Experiment(
         "abrupt/figA1",
         *(Grid(size.with_task(noise=0.0), _SHARES) for size in (SMOKE, _LONGER, PAPER.with_task(n_classes=256))),
     ),
-    draw=_draw_a1,
-    check=_check_a1,
+    figures=_draw_a1,
+    claims=_check_a1,
     published="In all cases of 0 < p_B < 1 and 0 < p_C < 1 it learns both; with p_B < 1 and p_C = 0, the weights.",
 )

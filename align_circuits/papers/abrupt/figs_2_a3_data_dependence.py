@@ -12,8 +12,7 @@ from numpy import ndarray
 
 from align_circuits.papers.abrupt.curves import at_end, conditions_of
 from align_circuits.papers.abrupt.grid import BOTH, CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.study import Experiment, Study
+from align_circuits.papers.lab import Claim, Experiment, Study, over_seeds
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -67,7 +66,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     grid, zipfs = _varied(table, "n_classes", "burst"), _varied(table, "zipf")
     noises = sorted(row["noise"] for row in _varied(table, "noise"))
     counts, bursts = ({int(row[name]) for row in grid} for name in ("n_classes", "burst"))
@@ -156,8 +155,8 @@ FIG2 = Experiment(
     title="Learning in weights and in context against the data",
     source=f"{SOURCE}, Fig. 2",
     study=_study("abrupt/fig2", PAPER),
-    draw=_draw,
-    check=_check,
+    figures=_draw,
+    claims=_check,
     published="K, B and ε raise learning in context and lower it in weights; α = 1 brings both, not of rare classes.",
 )
 
@@ -166,7 +165,7 @@ FIGA3 = Experiment(
     title="The same of the two-parameter induction head",
     source=f"{SOURCE}, Fig. A.3",
     study=_study("abrupt/figA3", PAPER.with_task(n_classes=512, d_content=64), model="two"),
-    draw=_draw,
-    check=_check,
+    figures=_draw,
+    claims=_check,
     published="Every dependence of the full network is found again.",
 )

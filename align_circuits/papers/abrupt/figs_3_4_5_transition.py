@@ -36,8 +36,7 @@ from align_circuits.papers.abrupt.interventions import (
 )
 from align_circuits.papers.abrupt.progress_measures import PROGRESS
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.claims import Check, Claim, over_seeds
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, over_seeds
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -145,7 +144,7 @@ def _draw_fig3(table: Table) -> dict[str, go.Figure]:
     return {"a": draw_means(table, {"icl": NAMES["icl"]}, {"": {}}), "b": plots.attention_course(attention)}
 
 
-def _check_fig3(table: Table) -> list[Check]:
+def _check_fig3(table: Table) -> list[Claim]:
     n_labels, n_pairs = int(table.frame["n_labels"].iloc[0]), int(table.frame["n_pairs"].iloc[0])
     icl, at = by_seed(table, "icl"), transitions(table)
     steps = icl.index.to_numpy(float)
@@ -179,8 +178,8 @@ FIG3 = Experiment(
     title="The plateau, the transition, and attention before and after",
     source=f"{SOURCE}, Fig. 3",
     study=STUDY,
-    draw=_draw_fig3,
-    check=_check_fig3,
+    figures=_draw_fig3,
+    claims=_check_fig3,
     published="A slow phase, then an abrupt transition; attention is patternless before, an induction head's after.",
 )
 
@@ -188,25 +187,25 @@ FIG3 = Experiment(
 # Figure 4
 
 
-def check_alignment(table: Table, **where: Any) -> list[Check]:
+def check_alignment(table: Table, **where: Any) -> list[Claim]:
     """Returns the claims about the order of the progress measures."""
     at = transitions(table, **where)
     lead = {measure: (at - half_rises(table, measure, **where)) / at for measure in PROGRESS}
     early = {measure: np.nan_to_num(lead[measure]) for measure in PROGRESS}
     distance = {measure: np.nan_to_num(np.abs(lead[measure]), nan=1.0) for measure in PROGRESS}  # 1 if either lacks
 
-    def at_transition(measure: str, other: str) -> Check:
+    def at_transition(measure: str, other: str) -> Claim:
         claim = Claim(f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)")
         return claim.at_most(0.1, distance[measure], distance[other], NAMES[other])
 
-    def before_it(measure: str) -> Check:
+    def before_it(measure: str) -> Claim:
         claim = Claim(f"{NAMES[measure]} rises before it (lead, over its step)")
         return claim.at_least(0.1, early[measure], early["tila2"], NAMES["tila2"])
 
     return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), before_it("cla"), before_it("tla2")]
 
 
-def _check_fig4(table: Table) -> list[Check]:
+def _check_fig4(table: Table) -> list[Claim]:
     learned = ~np.isnan(transitions(table))
     untrained = at_start(table, "icl") >= 0.5
     every = Claim("Every seed makes the transition (share of seeds)")
@@ -224,8 +223,8 @@ FIG4 = Experiment(
     title="Four progress measures, aligned where accuracy in context crosses one half",
     source=f"{SOURCE}, Fig. 4",
     study=STUDY,
-    draw=lambda table: {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)},
-    check=_check_fig4,
+    figures=lambda table: {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)},
+    claims=_check_fig4,
     published="ILA1 and TILA2 rise at the transition, CLA and TLA2 before it, alike in all six seeds.",
 )
 
@@ -246,7 +245,7 @@ def _draw_fig5(table: Table) -> dict[str, go.Figure]:
     return {"accuracy in context with one operation changed": figure}
 
 
-def _check_fig5(table: Table) -> list[Check]:
+def _check_fig5(table: Table) -> list[Claim]:
     frame = table.where(measure=CHANGED).frame
     accuracy = frame.pivot(index="seed", columns=["operation", "how", "at"], values="value")
 
@@ -284,7 +283,7 @@ FIG5 = Experiment(
     title="The four operations of an induction head, each patched, ablated and clamped",
     source=f"{SOURCE}, Fig. 5",
     study=STUDY,
-    draw=_draw_fig5,
-    check=_check_fig5,
+    figures=_draw_fig5,
+    claims=_check_fig5,
     published="A drawing; here each operation is tested on trained networks.",
 )

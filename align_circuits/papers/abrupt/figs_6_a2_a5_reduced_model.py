@@ -9,15 +9,14 @@ import plotly.graph_objects as go
 from align_circuits.papers.abrupt.curves import at_end, conditions_of, draw_means, single_curves, stalled
 from align_circuits.papers.abrupt.figs_3_4_5_transition import check_alignment, draw_measures
 from align_circuits.papers.abrupt.grid import BOTH, CPU, LEARNED, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.claims import Check, Claim
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import Claim, Experiment
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 _UNTRAINED = "alpha, beta_1 and beta_2 all held at 0"
 
 
-def _stall_checks(equal: np.ndarray, more: np.ndarray, published: str) -> list[Check]:
+def _stall_checks(equal: np.ndarray, more: np.ndarray, published: str) -> list[Claim]:
     """The claims about which seeds stall, at L = N and at L > N."""
     return [
         Claim("L = N stalls some seeds (share of seeds)", published).at_least(1 / 6, equal, more, "L > N"),
@@ -44,7 +43,7 @@ def _draw_fig6(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_fig6(table: Table) -> list[Check]:
+def _check_fig6(table: Table) -> list[Claim]:
     more, equal = _labels(table)
     ends = {model: at_end(table, "icl", model=model, n_labels=more) for model in ("three", "two", "none")}
     learned = [
@@ -58,8 +57,8 @@ def _check_fig6(table: Table) -> list[Check]:
     stalls = [stalled(table, model="two", n_labels=count) for count in (equal, more)]
     return [
         *learned,
-        *(replace(check, claim=f"Three parameters: {check.claim}") for check in order),
-        *(replace(check, claim=f"beta_2 = 0: {check.claim}") for check in without),
+        *(replace(claim, text=f"Three parameters: {claim.text}") for claim in order),
+        *(replace(claim, text=f"beta_2 = 0: {claim.text}") for claim in without),
         *_stall_checks(*stalls, published="four of six"),
     ]
 
@@ -75,8 +74,8 @@ FIG6 = Experiment(
     title="The reduced induction head: with beta_2, without it, and with as many labels as pairs",
     source=f"{SOURCE}, Fig. 6",
     study=grid_study("abrupt/fig6", *map(_fig6, (SMOKE, CPU, PAPER.with_task(d_content=64, n_classes=256)))),
-    draw=_draw_fig6,
-    check=_check_fig6,
+    figures=_draw_fig6,
+    claims=_check_fig6,
     published="(a), (b): an abrupt transition with and without beta_2. (c): two of six seeds learn at L = N = 8.",
 )
 
@@ -92,7 +91,7 @@ def _draw_a2(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_a2(table: Table) -> list[Check]:
+def _check_a2(table: Table) -> list[Claim]:
     claim = Claim("The minimal model learns in context without context sequences (accuracy at the end)")
     three, none = (at_end(table, "icl", model=model) for model in ("three", "none"))
     return [claim.at_least(LEARNED, three, none, _UNTRAINED)]
@@ -112,8 +111,8 @@ FIGA2 = Experiment(
         _figa2(CPU.with_task(n_classes=512)),
         _figa2(PAPER.with_task(n_classes=512, d_content=64)),
     ),
-    draw=_draw_a2,
-    check=_check_a2,
+    figures=_draw_a2,
+    claims=_check_a2,
     published="K = 512, D = 64, B = 2: an abrupt rise of accuracy in context.",
 )
 
@@ -129,7 +128,7 @@ def _draw_a5(table: Table) -> dict[str, go.Figure]:
     return {"figA5": plots.curves(panels, x="step", by="seed", label="step", value="IC accuracy")}
 
 
-def _check_a5(table: Table) -> list[Check]:
+def _check_a5(table: Table) -> list[Claim]:
     shares = {True: [], False: []}
     for condition in conditions_of(table, ("n_labels", "n_pairs")):
         shares[condition["n_labels"] > condition["n_pairs"]].append(stalled(table, **condition))
@@ -152,7 +151,7 @@ FIGA5 = Experiment(
         _figa5(CPU, (4,), (4, 8, 16)),
         _figa5(PAPER.with_task(n_classes=256), (4, 8, 16), (4, 8, 16, 32)),
     ),
-    draw=_draw_a5,
-    check=_check_a5,
+    figures=_draw_a5,
+    claims=_check_a5,
     published="Six seeds for each pair of L and N: robust if L > N, not if L = N.",
 )

@@ -13,8 +13,7 @@ from scipy.special import wrightomega
 
 from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.theory import NestedLogits
-from align_circuits.papers.claims import Check, Claim, Measured
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -124,7 +123,7 @@ def _draw_fig7(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_fig7(table: Table) -> list[Check]:
+def _check_fig7(table: Table) -> list[Claim]:
     n_labels, _, n_pairs = _sizes(table)
     path = _path(table, "origin", n_labels)
     times, loss, xi, alpha = (path[name] for name in ("time", "loss", "xi", "alpha"))
@@ -154,8 +153,8 @@ FIG7 = Experiment(
     title="Three nested logits: the cliff",
     source=f"{SOURCE}, Fig. 7",
     study=Study("abrupt/fig7", {"smoke": _fig7(probes=300, grid=9), "cpu": _fig7(), "paper": _fig7()}, jobs=_measure),
-    draw=_draw_fig7,
-    check=_check_fig7,
+    figures=_draw_fig7,
+    claims=_check_fig7,
     published="A slow phase, then a cliff; β_1, α and ξ are learned one after the other.",
 )
 
@@ -174,7 +173,7 @@ def _draw_a4(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_a4(table: Table) -> list[Check]:
+def _check_a4(table: Table) -> list[Claim]:
     n_labels, more, n_pairs = _sizes(table)
     paths = [_path(table, start, count) for count in (n_labels, more) for start in ("towards ICL", "away from it")]
     level = np.log(n_pairs) / 20
@@ -209,7 +208,7 @@ FIGA4 = Experiment(
     title="As many labels as pairs: a saddle, and the slow valley off it",
     source=f"{SOURCE}, Fig. A.4",
     study=Study("abrupt/figA4", {"smoke": _figa4(grid=9), "cpu": _figa4(), "paper": _figa4()}, jobs=_measure),
-    draw=_draw_a4,
-    check=_check_a4,
+    figures=_draw_a4,
+    claims=_check_a4,
     published="Two behaviours from two starts near the origin: learning in context, or slow convergence elsewhere.",
 )

@@ -11,8 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, mean_of, mean_rows
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    both,
+    difference_of,
+    mean_of,
+    mean_rows,
+)
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.em import align_by_em
@@ -154,7 +165,7 @@ def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     by_length = table.where(varied="x_len")
     short, long = (int(end(by_length.frame["at"])) for end in (min, max))
 

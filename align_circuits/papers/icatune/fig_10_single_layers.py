@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     PAPER,
@@ -32,7 +31,7 @@ from align_circuits.papers.icatune.tuning_courses import (
     first_token,
     order_checks,
 )
-from align_circuits.papers.study import Experiment, Inputs, Rows
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Rows, difference_of, mean_of
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -67,7 +66,7 @@ def _summarize_layers(_: Layers, rows: Rows) -> pd.DataFrame:
     return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])])
 
 
-def _check_layers(table: Table) -> list[Check]:
+def _check_layers(table: Table) -> list[Claim]:
     after = first_token(table, "after")
     means: Any = after.frame.groupby("arm", sort=False)["value"].mean()
     best, names = str(means.idxmax()), [str(name) for name in means.index]

@@ -13,8 +13,18 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.models.tokenizer import char_tokenizer
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, mean_of, mean_rows
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Study
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Study,
+    difference_of,
+    extreme_of,
+    mean_of,
+    mean_rows,
+)
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -51,7 +61,7 @@ def _behind_its_symbol(prompt: str) -> Measured:
     return Measured(share, share, share)
 
 
-def _check_examples(table: Table) -> list[Check]:
+def _check_examples(table: Table) -> list[Claim]:
     standard, aligned = (
         _behind_its_symbol(table.where(style=style).frame["prompt"].iloc[0]) for style in ("standard", "pre-aligned")
     )
@@ -70,7 +80,7 @@ TABLE1 = Experiment(
         lambda config, _: [Measurement(examples, seed=config.seed)],
         lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
     ),
-    check=_check_examples,
+    claims=_check_examples,
 )
 
 
@@ -106,7 +116,7 @@ def process(*, n: int, x_len: int, phrase_len: int) -> pd.DataFrame:
     return mean_rows(pd.DataFrame(keys, columns=["phrase", "pos", "aligned"]), accepted)
 
 
-def _check_process(table: Table) -> list[Check]:
+def _check_process(table: Table) -> list[Claim]:
     worst, best = (extreme_of(table.where(aligned=aligned), highest=not aligned) for aligned in (True, False))
     claim = Claim("Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)")
     return [claim.at_least(1.0, worst, best, "symbols it is not aligned with, the best")]
@@ -156,7 +166,7 @@ def prior(*, x_len: int, decays: Sequence[float]) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_prior(table: Table) -> list[Check]:
+def _check_prior(table: Table) -> list[Claim]:
     def at(form: PriorForm, decay: float, metric: str) -> Table:
         return table.where(form=form, decay=decay, metric=metric)
 
@@ -260,7 +270,7 @@ def _em_jobs(config: EM, _: Inputs) -> list[Measurement]:
     ]
 
 
-def _check_em(table: Table) -> list[Check]:
+def _check_em(table: Table) -> list[Claim]:
     k = int(table.frame["n_examples"].to_numpy().max())
 
     def recovered(method: str) -> Measured:

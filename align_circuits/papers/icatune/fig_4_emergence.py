@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, extreme_of, over_seeds
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     PAPER_ICA,
@@ -28,7 +27,7 @@ from align_circuits.papers.icatune.tuning_courses import (
     order_checks,
     summarize_courses,
 )
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import Claim, Experiment, Measured, difference_of, extreme_of, over_seeds
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -39,15 +38,15 @@ def _arms_of(table: Table) -> dict[str, Table]:
     return {f"{arm}: " if len(arms) > 1 else "": table.where(arm=arm) for arm in arms}
 
 
-def _check_emergence(table: Table) -> list[Check]:
+def _check_emergence(table: Table) -> list[Claim]:
     return [
-        replace(check, claim=title + check.claim)
+        replace(claim, text=title + claim.text)
         for title, rows in _arms_of(table).items()
-        for check in _check_emergence_of_arm(rows)
+        for claim in _check_emergence_of_arm(rows)
     ]
 
 
-def _check_emergence_of_arm(table: Table) -> list[Check]:
+def _check_emergence_of_arm(table: Table) -> list[Claim]:
     def gain(kind: str) -> Measured:
         return difference_of(*(first_token(table, part, kind=kind) for part in ("after", "before")))
 
@@ -58,7 +57,7 @@ def _check_emergence_of_arm(table: Table) -> list[Check]:
         """The worst seed after, and the best before."""
         return extreme_of(rows("after"), highest=False), extreme_of(rows("before"), highest=True)
 
-    checks: list[Check] = []
+    checks: list[Claim] = []
     for condition in SHOWN:
         worst_and_best = extremes(lambda part, condition=condition: first_token(table, part, condition))
         checks += [
@@ -102,7 +101,7 @@ _EVEN = Measured(0.1, 0.1, 0.1)
 """The share of a rise at an even pace that comes within a tenth of the steps."""
 
 
-def abruptness_checks(table: Table) -> list[Check]:
+def abruptness_checks(table: Table) -> list[Claim]:
     """Returns the checks that accuracy and alignment rise abruptly."""
     rows = table.where(part="abruptness")
 

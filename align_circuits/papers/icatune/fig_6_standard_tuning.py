@@ -6,7 +6,6 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
     ONE_LETTER,
@@ -21,7 +20,7 @@ from align_circuits.papers.icatune.tuned_models import (
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import at_the_end, by_condition, draw_course, summarize_courses
-from align_circuits.papers.study import Experiment
+from align_circuits.papers.lab import About, Claim, Experiment, Measured, both, difference_of, extreme_of, mean_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -51,7 +50,7 @@ def _by_method(table: Table) -> Table:
     return Table(course, table.provenance)
 
 
-def _check_methods(table: Table) -> list[Check]:
+def _check_methods(table: Table) -> list[Claim]:
     end = at_the_end(_by_method(table))
     sizes = end.frame["N"].unique().tolist()
     few, many = sizes[min(1, len(sizes) - 1)], max(sizes)
@@ -140,7 +139,7 @@ def _of_lengths(
     )
 
 
-def _check_lengths(table: Table) -> list[Check]:
+def _check_lengths(table: Table) -> list[Claim]:
     end = at_the_end(_by_method(table)).where(metric="accuracy", kind="all", condition="in distribution")
     shorter, longest = sorted(end.frame["m"].unique().tolist())[-2:]
 
@@ -176,4 +175,5 @@ STANDARD = Experiment(
     _draw_lengths,
     _check_lengths,
     "Fig. 6, whose input length is not given: standard fine-tuning does not reach almost 100% with 800 examples.",
+    about=About.BEYOND,
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of
 from align_circuits.papers.icatune.tuned_models import (
     ICA,
     ONE_LETTER,
@@ -23,7 +22,7 @@ from align_circuits.papers.icatune.tuned_models import (
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import at_the_end, by_condition, draw_course
-from align_circuits.papers.study import Experiment, Rows
+from align_circuits.papers.lab import Claim, Experiment, Measured, Rows, difference_of, mean_of
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -64,7 +63,7 @@ def _summarize_decays(config: Tunings, rows: Rows) -> pd.DataFrame:
     return as_rows([course[course["of"] == "model"], mean.assign(**about)])
 
 
-def _check_decays(table: Table) -> list[Check]:
+def _check_decays(table: Table) -> list[Claim]:
     weak, *between, strong = sorted(map(str, table.frame["arm"].unique()), key=_decay)
     rows = table.where(metric="accuracy", kind="first", condition="in distribution")
     course, mean = rows.where(part="course"), rows.where(part="mean")

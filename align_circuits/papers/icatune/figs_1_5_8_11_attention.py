@@ -16,7 +16,6 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.claims import Check, Claim, Measured, difference_of, mean_of, mean_rows
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10, Layers, best_arm
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
@@ -33,7 +32,18 @@ from align_circuits.papers.icatune.tuned_models import (
     loaded,
     tuned_study,
 )
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    difference_of,
+    mean_of,
+    mean_rows,
+)
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.token_html import readable
 from align_circuits.report import plots
@@ -123,7 +133,7 @@ def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
     return as_rows(frames, ["part", "metric", "of", "query", "key"])
 
 
-def _check_pairs(table: Table) -> list[Check]:
+def _check_pairs(table: Table) -> list[Claim]:
     def mean(part: str, metric: str) -> Measured:
         return mean_of(table.where(part=part, metric=metric))
 
@@ -225,7 +235,7 @@ def _maps(arm: Arm, frame: pd.DataFrame) -> pd.DataFrame:
     return shown.loc[:, ["arm", "part", "seed", "what", "of", "metric", "query", "key", *VALUES]]
 
 
-def _check_maps(table: Table) -> list[Check]:
+def _check_maps(table: Table) -> list[Claim]:
     def score(part: str, what: str) -> Measured:
         return mean_of(table.where(part=part, what=what, metric="score"))
 
@@ -384,7 +394,7 @@ def _summarize_circuit(_: Circuit, rows: Rows) -> pd.DataFrame:
     return as_rows(rows.values(), ["part", "seed", "metric", "kind", "query", "key", "token"])
 
 
-def _check_circuit(table: Table) -> list[Check]:
+def _check_circuit(table: Table) -> list[Claim]:
     def of(metric: str, alignment: str, strength: int, kind: str = "all") -> Table:
         return table.where(part=f"{alignment}, strength {strength}", metric=metric, kind=kind)
 

@@ -11,8 +11,20 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of, extreme_of, mean_of
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, stored
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    Study,
+    both,
+    difference_of,
+    extreme_of,
+    mean_of,
+    stored,
+)
 from align_circuits.report import plots
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.tables import Table
@@ -105,7 +117,7 @@ def _draw_grids(table: Table) -> dict[str, go.Figure]:
     return {"fig3": plots.accuracy_grids(grids, x="phrase length c", y="input length m")}
 
 
-def _check_grids(table: Table) -> list[Check]:
+def _check_grids(table: Table) -> list[Claim]:
     m, c = (int(table.frame[column].to_numpy().max()) for column in ("x_len", "phrase_len"))
 
     at = partial(_accuracy, table)
@@ -171,7 +183,7 @@ def _draw_models(table: Table) -> dict[str, go.Figure]:
     return {"fig9": plots.curves(panels, x="phrase_len", by="model", label="phrase length c")}
 
 
-def _check_models(table: Table) -> list[Check]:
+def _check_models(table: Table) -> list[Claim]:
     names = [str(name) for name in table.frame["model"].unique()]
     c = sorted(int(length) for length in table.frame["phrase_len"].unique())
 

@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, both, difference_of
 from align_circuits.papers.icatune.figs_3_9_accuracy import STYLES, accuracy, on_tasks
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, Study, both, difference_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -52,7 +51,7 @@ def _summarize(_: Symbols, rows: Rows) -> pd.DataFrame:
     return frame[frame["offset"].isna()].drop(columns="seed")
 
 
-def _check_symbols(table: Table) -> list[Check]:
+def _check_symbols(table: Table) -> list[Claim]:
     def first(symbols: str, style: str, predictor: str = "model") -> Table:
         return table.where(symbols=symbols, style=style, kind="first", metric="accuracy", predictor=predictor)
 

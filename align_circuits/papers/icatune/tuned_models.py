@@ -13,8 +13,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head
 from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.claims import seed_rows
-from align_circuits.papers.study import Inputs, Measurement, Rows, Study, training_folder
+from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, seed_rows, training_folder
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence_times import SUSTAINED, emergence_step, steepest_share
 from align_circuits.tables.emergence_times import best_head as best_of_last

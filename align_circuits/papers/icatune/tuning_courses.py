@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, Measured, over_seeds, share_of
 from align_circuits.papers.icatune.tuned_models import ATTENDED, Tunings, as_rows, courses, emerged, ended
-from align_circuits.papers.study import Rows
+from align_circuits.papers.lab import Claim, Measured, Rows, over_seeds, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -51,7 +50,7 @@ def layers_apart(table: Table, part: str) -> Measured:
     return over_seeds((lookup - aligner).to_numpy(float))
 
 
-def order_checks(table: Table) -> list[Check]:
+def order_checks(table: Table) -> list[Claim]:
     """Returns the checks that alignment comes before lookup, and below it."""
     orders = before_in(table, "align_query", "lookup"), before_in(table, "lookup", "align_query")
     return [

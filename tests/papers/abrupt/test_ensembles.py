@@ -14,7 +14,7 @@ from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure, progress
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.claims import over_seeds
+from align_circuits.papers.lab import over_seeds
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
 

@@ -22,7 +22,7 @@ from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, 
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
 from align_circuits.papers.icatune.tuning_courses import before_in, layers_apart
-from align_circuits.papers.study import Inputs
+from align_circuits.papers.lab import Inputs
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig

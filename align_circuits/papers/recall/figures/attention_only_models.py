@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from align_circuits.papers.lab import Measurement, training_folder
 from align_circuits.papers.recall.models.attention_only import AttentionOnly, AttentionOnlyConfig
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Measurement, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.training.loop import TrainConfig, TrainRun
 

@@ -10,16 +10,15 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim, over_seeds, share_of
-from align_circuits.papers.study import Experiment, Rows, Study
+from align_circuits.papers.lab import Check, Claim, Experiment, Rows, Study, checks_of, over_seeds, share_of
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 SOURCE = "Vasudeva et al. (2026)"
 
 Draw = Callable[[Table], Mapping[str, go.Figure]]
-Verify = Callable[[Table], list[Check]]
-"""From a table to figures by panel, and to the checks of the paper's claims."""
+State = Callable[[Table], Sequence[Claim | Check]]
+"""From a table to figures by panel, and to the paper's claims."""
 
 
 def measured(_: Any, rows: Rows) -> pd.DataFrame:
@@ -45,7 +44,7 @@ def study(name: str, smoke: Any, cpu: Any, paper: Any, **parts: Any) -> Study:
     return Study(name, {"smoke": smoke, "cpu": cpu, "paper": paper}, **{"summarize": measured, **parts})
 
 
-def figure(number: int, title: str, measured_by: Study, draw: Draw, check: Verify, published: str) -> Experiment:
+def figure(number: int, title: str, measured_by: Study, draw: Draw, check: State, published: str) -> Experiment:
     """Returns the experiment of one figure of the paper."""
     name, source = f"recall/fig{number}", f"{SOURCE}, Fig. {number}"
     return Experiment(name, title, source, measured_by, draw, check, published)
@@ -81,7 +80,7 @@ def know_their_facts(table: Table, **pretrained: Any) -> Table:
     return Table(known, table.provenance)
 
 
-def facts_learned(table: Table) -> Check:
+def facts_learned(table: Table) -> Claim:
     """Returns the check that pretrained models know their facts; `table` is of `measured_after_facts`."""
     frame: Any = table.frame
     models = frame.drop_duplicates([name for name in ("seed", "div") if name in frame])
@@ -95,7 +94,7 @@ def _with_facts(table: Table) -> Table:
     return Table(frame[frame["facts"] >= FACTS_LEARNED], table.provenance)
 
 
-def only_if_facts_are_learned(check: Verify, *, said: bool = True) -> Verify:
+def only_if_facts_are_learned(claims: State, *, said: bool = True) -> State:
     """Returns the checks of a table of `measured_after_facts` in the models that know their facts, if there are any.
 
     First comes how many do, if it is to be `said` here: one figure of a table says it.
@@ -103,8 +102,8 @@ def only_if_facts_are_learned(check: Verify, *, said: bool = True) -> Verify:
 
     def of_those(table: Table) -> list[Check]:
         known = _with_facts(table)
-        checks = check(known) if len(known) else []
-        return [facts_learned(table), *checks] if said else checks
+        checks = checks_of(claims, known) if len(known) else []
+        return [facts_learned(table).check(table), *checks] if said else checks
 
     return of_those
 
@@ -155,7 +154,7 @@ def reached(table: Table, level: float, **where: Any) -> Float[ndarray, " seed"]
     return np.where(above.any(0), steps[above.argmax(0)], np.inf)
 
 
-def learned(table: Table, claim: str, level: float, before: str, published: str = "", **where: Any) -> Check:
+def learned(table: Table, claim: str, level: float, before: str, published: str = "", **where: Any) -> Claim:
     """Returns the check that a measure is at `level` or above when training ends; the control is its start.
 
     Args:

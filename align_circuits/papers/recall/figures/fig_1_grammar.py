@@ -8,11 +8,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement
 from align_circuits.papers.recall.figures.common import SOURCE, draw_curves, key_values, per_seed, study
 from align_circuits.papers.recall.task.posterior import type_ceiling
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Experiment, Inputs, Measurement
 from align_circuits.tables.tables import Table
 
 
@@ -48,7 +47,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(table, {"": curves}, "grammar_len", label=label, value=value)}
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def at(div: float, length: int) -> Float[ndarray, " seed"]:
         return per_seed(table, div=div, grammar_len=length)
 

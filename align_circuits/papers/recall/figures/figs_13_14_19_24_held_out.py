@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.claims import Check, Claim, share_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, on_one_thread, share_of
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -36,7 +36,6 @@ from align_circuits.papers.recall.figures.common import (
 from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure
 from align_circuits.papers.recall.figures.gpt2_models import log_rows
 from align_circuits.papers.recall.metrics import MATCHES
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study, on_one_thread
 from align_circuits.tables.tables import Table
 
 
@@ -94,7 +93,7 @@ def _draw_curves(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(table, panels, label="steps of finetuning", value="share of prompts")}
 
 
-def _check_curves(table: Table) -> list[Check]:
+def _check_curves(table: Table) -> list[Claim]:
     before, claim = "before finetuning", "Finetuning brings ICL about seen subjects (exact match)"
     return [
         learned(table, claim, 0.8, before, **_SEEN),
@@ -121,7 +120,7 @@ def _draw_values(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(last, {"": curves}, "values", label=label, value="exact match, held-out")}
 
 
-def _check_values(table: Table) -> list[Check]:
+def _check_values(table: Table) -> list[Claim]:
     checks = []
     for keys in _groups(table):
         few, *_, many = (int(count) for count in key_values(table, "values", **keys))
@@ -151,7 +150,7 @@ def _draw_subjects(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_subjects(table: Table) -> list[Check]:
+def _check_subjects(table: Table) -> list[Claim]:
     few, many = key_values(table, "n_subjects")
     checks = []
     for m in (few, many):

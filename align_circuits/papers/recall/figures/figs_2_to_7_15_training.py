@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.papers.claims import Check, Claim, over_seeds
+from align_circuits.papers.lab import Claim, over_seeds
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     at_end,
@@ -56,7 +56,7 @@ def _draw_pretraining(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(table, panels, label="steps of pretraining", value="share of prompts")}
 
 
-def _check_pretraining(table: Table) -> list[Check]:
+def _check_pretraining(table: Table) -> list[Claim]:
     type_, fact, subject = (reached(table, LEARNED, match=match, **_PT) for match in ("type", "exact", "subject"))
     exact, icl = _PT | {"match": "exact"}, {"stage": "pt", "probe": "icl", "match": "exact"}
     return [
@@ -89,7 +89,7 @@ def _draw_finetuning(table: Table, *kinds: gpt2.Finetuned) -> dict[str, go.Figur
     return figures
 
 
-def _check_finetuning(table: Table, *kinds: gpt2.Finetuned) -> list[Check]:
+def _check_finetuning(table: Table, *kinds: gpt2.Finetuned) -> list[Claim]:
     checks = []
     for kind in kinds:
         seen, held_out = ({"stage": kind, "probe": f"icl_{who}", "match": "exact"} for who in ("seen", "held_out"))
@@ -116,7 +116,7 @@ def _draw_formats(table: Table) -> dict[str, go.Figure]:
     return figures
 
 
-def _check_formats(table: Table) -> list[Check]:
+def _check_formats(table: Table) -> list[Claim]:
     checks = []
     for stage in READINGS:
         icl = _HELD_OUT | {"stage": stage}
@@ -158,7 +158,7 @@ def _draw_seen(table: Table) -> dict[str, go.Figure]:
     return {"": plots.curves({"": pd.DataFrame(rows)}, x="n_seen", by="curve", label=label, value="exact match on ICL")}
 
 
-def _check_seen(table: Table) -> list[Check]:
+def _check_seen(table: Table) -> list[Claim]:
     few, *_, many = key_values(table, "n_seen")
     checks = []
     for stage, name in _stages(table).items():
@@ -193,7 +193,7 @@ def _draw_grid(table: Table, columns: str, label: str) -> dict[str, go.Figure]:
     return {"": plots.accuracy_grids(panels, x=label, y="Div", value="exact match")}
 
 
-def _check_grid(table: Table, columns: str, label: str) -> list[Check]:
+def _check_grid(table: Table, columns: str, label: str) -> list[Claim]:
     (low, *_, high), (small, *_, large) = key_values(table, "div"), key_values(table, columns)
 
     def end(where: dict[str, Any], div: float, column: int) -> Float[ndarray, " seed"]:

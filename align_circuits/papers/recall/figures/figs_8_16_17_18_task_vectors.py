@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
-from align_circuits.papers.claims import Check, Claim
+from align_circuits.papers.lab import Claim, Inputs, Measurement
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
 from align_circuits.papers.recall.figures.common import (
     draw_curves,
@@ -26,7 +26,6 @@ from align_circuits.papers.recall.figures.common import (
 )
 from align_circuits.papers.recall.metrics import group_cosines, silhouette
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
-from align_circuits.papers.study import Inputs, Measurement
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics
@@ -191,7 +190,7 @@ def _draw_main(table: Table) -> dict[str, go.Figure]:
     }
 
 
-def _check_main(table: Table) -> list[Check]:
+def _check_main(table: Table) -> list[Claim]:
     divs, demos = key_values(table, "div"), key_values(table, "demos", metric="exact")
     few, many, high, low = min(t for t in demos if t), demos[-1], divs[-1], divs[0]
     at_high = table.where(div=high)
@@ -245,7 +244,7 @@ def _draw_layers(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(table, panels, "demos", label="demonstrations t", value="silhouette")}
 
 
-def _check_layers(table: Table) -> list[Check]:
+def _check_layers(table: Table) -> list[Claim]:
     high, many = key_values(table, "div")[-1], key_values(table, "demos", metric="exact")[-1]
     where = {"metric": "silhouette", "div": high, "demos": many, "stage": "ft"}
     values = {(layer, site): per_seed(table, layer=layer, site=site, **where) for layer, site in SITES}
@@ -275,7 +274,7 @@ def _draw_cosines(table: Table) -> dict[str, go.Figure]:
     return figures
 
 
-def _check_cosines(table: Table) -> list[Check]:
+def _check_cosines(table: Table) -> list[Claim]:
     high, demos = key_values(table, "div")[-1], key_values(table, "demos", metric="cosine")
 
     def difference(t: float) -> Float[ndarray, " seed"]:
@@ -303,7 +302,7 @@ def _draw_steering(table: Table) -> dict[str, go.Figure]:
     return {"": draw_curves(table, panels, **_STEERED)}
 
 
-def _check_steering(table: Table) -> list[Check]:
+def _check_steering(table: Table) -> list[Claim]:
     divs = key_values(table, "div")
     high, low = divs[-1], divs[0]
 

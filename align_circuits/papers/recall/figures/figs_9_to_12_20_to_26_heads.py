@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.claims import Check, Claim, Measured, over_seeds, share_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, over_seeds, share_of
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -30,7 +30,6 @@ from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Directions
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture
@@ -292,7 +291,7 @@ _STAGES = {
 """The sequences of each stage, the stage before it, and its caption."""
 
 
-def _checks(table: Table, name: str) -> Iterator[Check]:
+def _checks(table: Table, name: str) -> Iterator[Claim]:
     exact: dict[str, Any] = {"sequences": "pretraining", "metric": "exact"}
     facts = (per_seed(table, stage=stage, **exact) for stage in ("pretrained", "untrained"))
     learned, before = (share_of(of_stage >= FACTS_LEARNED) for of_stage in facts)
@@ -326,7 +325,7 @@ def _checks(table: Table, name: str) -> Iterator[Check]:
     )
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     return [
         check
         for positions in POSITIONS

@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 
 from align_circuits.models.loading import load
+from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.papers.recall.figures.common import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask, Predicted
 from align_circuits.papers.recall.task.world import RecallWorld
-from align_circuits.papers.study import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.training.loop import TrainConfig, TrainRun
 

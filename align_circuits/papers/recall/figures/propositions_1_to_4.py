@@ -11,14 +11,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.papers.claims import Check, Claim, Measured, extreme_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, extreme_of
 from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import CORRECTIONS, Correction, finetuned, pretrained
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -165,7 +164,7 @@ def _accuracy(table: Table, **where: object) -> Table:
     return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where)
 
 
-def _check(table: Table) -> list[Check]:
+def _check(table: Table) -> list[Claim]:
     def worst(world: str = "shared values", **where: str) -> Measured:
         """The place with the lowest accuracy."""
         return extreme_of(_accuracy(table, world=world, **where), highest=False)

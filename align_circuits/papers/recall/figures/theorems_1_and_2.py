@@ -12,14 +12,13 @@ from jaxtyping import Float
 from numpy import ndarray
 from torch import Tensor
 
-from align_circuits.papers.claims import Check, Claim, Measured, value_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, value_of
 from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
-from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows
 from align_circuits.report import plots
 from align_circuits.tables.intervals import proportion
 from align_circuits.tables.tables import Provenance, Table
@@ -162,7 +161,7 @@ def _theorem_table(_: Settings, rows: Rows) -> pd.DataFrame:
 PAPER_SIZE, ENOUGH = "the paper's size", "enough subjects"
 
 
-def _check_theorem(table: Table) -> list[Check]:
+def _check_theorem(table: Table) -> list[Claim]:
     def cosine(update: Update, form: Form) -> Measured:
         return value_of(table, name=PAPER_SIZE, metric="cosine", update=update, formula=form)
 
@@ -334,7 +333,7 @@ def _lemma_table(_: Lemmas, rows: Rows) -> pd.DataFrame:
     return table.frame.assign(largest=[round(max(of_lemma["largest"]), 4) for _, of_lemma in by_lemma])
 
 
-def _check_lemmas(table: Table) -> list[Check]:
+def _check_lemmas(table: Table) -> list[Claim]:
     def share(lemma: str, start: str = "unique values") -> Measured:
         return value_of(table, lemma=lemma, start=start)
 

@@ -1,0 +1,101 @@
+"""Statistics as expressions on a table, claims that name levels, and figures as data."""
+
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from align_circuits.papers.lab import (
+    MIDDLE,
+    Claim,
+    at_end,
+    at_start,
+    best,
+    courses,
+    late_mean,
+    levels,
+    lines,
+    measured,
+    over_seeds,
+    per_seed,
+    reached,
+    rows,
+)
+from align_circuits.tables.tables import Provenance, Table
+
+
+def value(measure: str, noise: float, seed: int, step: int) -> float:
+    """A course that rises to 1 - noise over ten steps, `b` half as high; no two seeds the same."""
+    return (1 - noise) * step / 10 * (1.0 if measure == "a" else 0.5) + seed / 100
+
+
+@pytest.fixture
+def table() -> Table:
+    """Two measures over eleven steps, at three levels of noise and on four seeds, in no order."""
+    keys = pd.DataFrame(
+        product("ab", (0.5, 0.1, 0.3), range(4), range(11)), columns=["measure", "noise", "seed", "step"]
+    )
+    values = [value(*row) for row in keys.itertuples(index=False)]
+    frame = keys.assign(value=values, low=np.nan, high=np.nan, n=1).sample(frac=1, random_state=0)
+    return Table(frame, Provenance("test"))
+
+
+SEEDS = np.arange(4) / 100
+
+
+def test_each_statistic_is_that_of_its_rows_seed_by_seed(table):
+    keys = {"noise": 0.3}
+    np.testing.assert_allclose(at_start("a", **keys)(table), SEEDS)
+    np.testing.assert_allclose(at_end("a", **keys)(table), 0.7 + SEEDS)
+    np.testing.assert_allclose(late_mean("a", **keys)(table), 0.7 * 0.95 + SEEDS)
+    np.testing.assert_allclose(best("b", **keys)(table), 0.35 + SEEDS)
+    np.testing.assert_allclose(per_seed("b", step=4, **keys)(table), 0.14 + SEEDS)
+    np.testing.assert_allclose(reached(0.35, measure="a", **keys)(table), [5, 5, 5, 5])
+    assert np.isinf(reached(2.0, measure="a", **keys)(table)).all()
+
+
+def test_keys_given_later_stand_in_for_earlier_ones_in_all_terms(table):
+    difference = at_end("a", noise=0.1) - at_end("b", noise=0.5)
+    np.testing.assert_allclose(difference(table), 0.9 - 0.25)
+    np.testing.assert_allclose(difference.at(noise=0.3)(table), 0.35, atol=1e-12)
+
+
+def test_levels_are_those_of_the_table(table):
+    assert levels(table, "noise") == [0.1, 0.3, 0.5]
+    np.testing.assert_allclose(at_end("a").fall("noise")(table), 0.4)
+    np.testing.assert_allclose(at_end("a").rise("noise", last=MIDDLE)(table), -0.2)
+    claim = Claim("from {noise.low:g} to {noise.high:g}").at_least(
+        0.3, at_end("a").fall("noise"), at_start("a", noise=0.1), "b"
+    )
+    assert claim.check(table).claim == "from 0.1 to 0.5"
+
+
+def test_arithmetic_and_comparisons_go_seed_by_seed(table):
+    a, b = at_end("a", noise=0.1), at_end("b", noise=0.1)
+    np.testing.assert_allclose((a / b * 2 + 1)(table), (0.9 + SEEDS) / (0.45 + SEEDS) * 2 + 1)
+    assert ((a > b) & (b < 1) & (a >= 0.9))(table).all()
+    assert measured((a > b)(table)).value == 1 and measured((a > b)(table)).low == pytest.approx(0.398, abs=1e-3)
+    assert measured(a(table)) == over_seeds(0.9 + SEEDS)
+
+
+def test_rows_are_compared_by_their_own_intervals():
+    frame = pd.DataFrame({"style": ["x", "y"], "value": [0.9, 0.4], "low": [0.8, 0.3], "high": [1.0, 0.5], "n": 9})
+    table = Table(frame, Provenance("test"))
+    difference = measured((rows(style="x") - rows(style="y"))(table))
+    assert difference.value == pytest.approx(0.5) and difference.low == pytest.approx(0.5 - 0.1 * 2**0.5)
+    assert vars(measured(rows(style="y")(table))) == pytest.approx({"value": 0.4, "low": 0.3, "high": 0.5})
+
+
+def test_a_claim_without_a_threshold_is_refused(table):
+    with pytest.raises(ValueError, match="has no threshold: give one by at_least or at_most"):
+        Claim("nothing").check(table)
+
+
+def test_figures_draw_what_the_statistics_say(table):
+    figure = lines({"a": at_end("a"), "b": at_end("b")}, "noise", label="noise")(table)
+    drawn = {line.name: line for line in figure.data}
+    np.testing.assert_allclose(drawn["a"].x, [0.1, 0.3, 0.5])
+    np.testing.assert_allclose(drawn["b"].y, [0.45 + 0.015, 0.35 + 0.015, 0.25 + 0.015])
+    over_steps = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")(table)
+    np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
