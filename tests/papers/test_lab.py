@@ -1,6 +1,7 @@
 """Statistics as expressions on a table, claims that name levels, and figures as data."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -93,9 +94,9 @@ def test_a_claim_without_a_threshold_is_refused(table):
 
 
 def test_figures_draw_what_the_statistics_say(table):
-    figure = lines({"a": at_end("a"), "b": at_end("b")}, "noise", label="noise")(table)
+    figure: Any = lines({"a": at_end("a"), "b": at_end("b")}, "noise", label="noise")(table)
     drawn = {line.name: line for line in figure.data}
     np.testing.assert_allclose(drawn["a"].x, [0.1, 0.3, 0.5])
     np.testing.assert_allclose(drawn["b"].y, [0.45 + 0.015, 0.35 + 0.015, 0.25 + 0.015])
-    over_steps = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")(table)
+    over_steps: Any = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")(table)
     np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
