@@ -1,7 +1,6 @@
 """When something emerged, as a number: from the course of a metric over the steps of a training."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.checks import checked
-from align_circuits.tables.intervals import binomial_interval, t_interval
+from align_circuits.tables.intervals import over_seeds
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
 MIN_RISE = 0.3
@@ -204,21 +203,14 @@ def emergence(
     emerged = ~np.isnan(values)
     rows = pd.DataFrame(groups, columns=by)
     measures = pd.concat([rows.assign(measure="step"), rows.assign(measure="emerged")], ignore_index=True)
-    value, weight = np.concatenate([values, emerged]), np.concatenate([emerged, np.ones_like(emerged)]).astype(float)
+    by_run, is_share = np.concatenate([values, emerged]), np.repeat([False, True], len(rows))
     settings = {"metric": metric, "best": best, "min_rise": min_rise, "sustained": sustained, "runs": len(tables)}
-    table = Table.from_prompts(
-        measures,
-        value,
-        weight,
+    return Table(
+        measures.assign(**over_seeds(by_run, is_share)),
         Provenance("emergence", settings=settings | keys),
-        bounded=np.repeat([False, True], len(rows)),
+        by_run,
+        (~np.isnan(by_run)).astype(float),
     )
-    low, high = t_interval(values)
-    shares = np.array([binomial_interval(int(row.sum()), len(row)) for row in emerged]).T
-    if len(tables) == 1:
-        shares[:] = np.nan
-    frame = table.frame.assign(low=np.concatenate([low, shares[0]]), high=np.concatenate([high, shares[1]]))
-    return replace(table, frame=frame)
 
 
 def best_head(frame: Any, last: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -270,6 +271,51 @@ def test_a_difference_of_two_directions_is_refused(how):
         with pytest.raises(ValueError, match=r"of direction 'denoise' and 'noise' and of 'noise': "):
             _ = both - of("noise")
         assert len(both.where(direction="noise") - of("noise")) == len(made)
+
+
+def of_seeds(values: dict[tuple[str, int], Any]) -> Table:
+    """One row for each metric and seed."""
+    rows = [{"metric": metric, "seed": seed, "value": value} for (metric, seed), value in values.items()]
+    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("each"))
+
+
+def test_over_seeds_numbers_have_t_intervals_of_the_seeds_that_have_one():
+    values = {("b", 0): 4.0, ("a", 0): 1.0, ("a", 1): 2.0, ("a", 2): 6.0, ("b", 1): np.nan, ("b", 2): 4.5}
+    made = of_seeds(values | {("alone", 1): 3.0, ("none", 1): np.nan})
+    means = made.over_seeds()
+    assert means.keys == ["metric"] and means.provenance == made.provenance
+    found = means.frame.set_index("metric")
+    assert found["value"].to_dict() == pytest.approx({"b": 4.25, "a": 3.0, "alone": 3.0, "none": np.nan}, nan_ok=True)
+    assert found["n"].to_dict() == {"b": 2, "a": 3, "alone": 1, "none": 0}
+    half = stats.t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / 3**0.5
+    assert found.loc["a", ["low", "high"]].tolist() == pytest.approx([3 - half, 3 + half])
+    assert found.loc[["alone", "none"], ["low", "high"]].isna().all(axis=None)
+
+
+def test_over_seeds_yes_and_no_have_exact_intervals():
+    made = of_seeds({("yes", 0): True, ("yes", 1): False, ("yes", 2): True, ("yes", 3): None, ("alone", 0): True})
+    numbers = of_seeds({("all", 0): 1.0, ("all", 1): 1.0})
+    found = Table.concat([made, numbers]).over_seeds().frame.set_index("metric")
+    exact = stats.binomtest(2, 3).proportion_ci(0.95, "exact")
+    assert found.loc["yes"].tolist() == pytest.approx([2 / 3, exact.low, exact.high, 3])
+    assert found["value"].tolist() == pytest.approx([2 / 3, 1, 1]) and found["n"].tolist() == [3, 1, 2]
+    assert found.loc[["alone", "all"], ["low", "high"]].isna().all(axis=None)
+
+
+def test_over_seeds_without_other_keys():
+    frame = pd.DataFrame({"seed": [3, 4], "value": [1.0, 2.0], "low": np.nan, "high": np.nan, "n": 1})
+    assert Table(frame, Provenance("each")).over_seeds().frame[["value", "n"]].to_numpy().tolist() == [[1.5, 2]]
+
+
+def test_over_seeds_needs_one_row_a_seed():
+    made = of_seeds({("a", 0): 1.0, ("b", 0): 2.0})
+    for frame, message in (
+        (made.frame.drop(columns="seed"), "rows without a seed: give each row one"),
+        (made.frame.assign(seed=[0, None]), "rows without a seed: give each row one"),
+        (made.frame.assign(metric="a"), "several rows of one seed with equal keys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Table(frame, made.provenance).over_seeds()
 
 
 def test_save_and_load(tmp_path):
