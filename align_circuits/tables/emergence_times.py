@@ -70,16 +70,8 @@ def crossing_step(
 ) -> float:
     """Returns the first step of `sustained` probes in a row that all reach a level; NaN if none do.
 
-    Of two runs it tells which came there first, whatever the rise of each.
-
-    Args:
-        steps: The step of each probe, ascending.
-        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
-        level: NaN is never reached.
-        sustained: The number of probes in a row.
-
-    Raises:
-        ValueError: As for `emergence_step`.
+    Of two runs it tells which came there first, whatever the rise of each. A `level` of NaN is never reached. Other
+    arguments and errors as for `emergence_step`.
 
     >>> crossing_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]), 0.45)
     40.0
@@ -99,17 +91,8 @@ def steepest_share(
     """Returns how much of a metric's rise comes within the few steps in which it is steepest; NaN if it did not emerge.
 
     The rise is that of `emergence_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
-    all of it; a rise at an even pace gives about `within` over all steps.
-
-    Args:
-        steps: The step of each probe, ascending.
-        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
-        within: How many steps.
-        min_rise: A smaller rise is no emergence.
-        sustained: The number of probes in a row.
-
-    Raises:
-        ValueError: As for `emergence_step`.
+    all of it; a rise at an even pace gives about `within` (a number of steps) over all steps. Other arguments and
+    errors as there.
 
     >>> steepest_share(np.arange(0.0, 70, 10), np.array([0.0, 0.0, 0.25, 0.75, 1.0, 1.0, 1.0]), 10.0)
     0.5

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from legs import product
+from refusals import refused
 from torch import Tensor
 
 import align_circuits as ac
@@ -393,8 +394,7 @@ class TestParts:
         ],
     )
     def test_parts_that_make_no_sense(self, fields, message):
-        with pytest.raises(ValueError, match=message):
-            ac.Ablate(**fields)
+        refused(message, ac.Ablate, **fields)
 
     @pytest.mark.parametrize(
         ("edit", "message"),
@@ -418,8 +418,7 @@ class TestParts:
         ],
     )
     def test_parts_that_are_not_there(self, models, edit, message):
-        with pytest.raises(ValueError, match=message):
-            ac.evaluate(models("llama"), EQUAL, edits=[edit])
+        refused(message, ac.evaluate, models("llama"), EQUAL, edits=[edit])
 
 
 class TestTogether:
@@ -651,16 +650,13 @@ class TestRefusals:
         model = plain_model()
         model.blocks[1].forward = lambda residual, _hidden: residual
         for edit in (ac.Ablate([(1, 0)]), ac.Ablate(layers=[1], site="mlp_out")):
-            with pytest.raises(ValueError, match=r"'blocks.1.*' never fired.*silent are 1 of 1"):
-                edit.fwd_hooks(model)
-            with pytest.raises(ValueError, match="never fired"):
-                ac.evaluate(model, EQUAL, edits=[edit])
+            refused(r"'blocks.1.*' never fired.*silent are 1 of 1", edit.fwd_hooks, model)
+            refused("never fired", ac.evaluate, model, EQUAL, edits=[edit])
 
     def test_hooks_that_do_not_exist(self):
         model = plain_model()
         model.cfg = replace(model.cfg, n_layers=3)
-        with pytest.raises(ValueError, match=r"no hook point 'blocks.2.attn.hook_z' in this HandBuilt"):
-            ac.Ablate([(2, 0)]).fwd_hooks(model)
+        refused(r"no hook point 'blocks.2.attn.hook_z' in this HandBuilt", ac.Ablate([(2, 0)]).fwd_hooks, model)
 
     @pytest.mark.parametrize(
         ("edit", "message"),
@@ -695,8 +691,7 @@ class TestRefusals:
         ],
     )
     def test_edits_that_make_no_sense(self, models, edit, message):
-        with pytest.raises(ValueError, match=message):
-            ac.evaluate(models("llama"), EQUAL, edits=[edit])
+        refused(message, ac.evaluate, models("llama"), EQUAL, edits=[edit])
 
     def test_unknown_names(self, models):
         model, wrong = models("llama"), {"site": "attn"}
@@ -713,8 +708,7 @@ class TestRefusals:
 
     def test_prompts_are_missing(self, models):
         model = models("llama")
-        with pytest.raises(ValueError, match="a clamp depends on the prompts: give them"):
-            ac.Clamp([(0, 0)], "induction").fwd_hooks(model)
+        refused("a clamp depends on the prompts: give them", ac.Clamp([(0, 0)], "induction").fwd_hooks, model)
         for how in ("mean", "resample"):
             hooks = ac.Ablate([(0, 0)], how=how, reference=ablation_baseline(model, EQUAL, how)).fwd_hooks(model)
             with pytest.raises(ValueError, match=f"how='{how}' depends on the prompts: give them"):
@@ -739,8 +733,7 @@ class TestRefusals:
                 ac.Ablate([(0, 0)], site=site, how="resample", reference=AblationBaseline(values=values)),
                 ac.Ablate([(0, 0)], site=site, positions=other.mask),
             ):
-                with pytest.raises(ValueError, match=message):
-                    ac.evaluate(model, EQUAL, edits=[edit])
+                refused(message, ac.evaluate, model, EQUAL, edits=[edit])
             with pytest.raises(ValueError, match=message):
                 hooks = ac.Patch([(0, 0)], site=site, values=values).fwd_hooks(model)
                 model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
@@ -764,8 +757,7 @@ class TestRefusals:
         model = models("llama")
         lacking = replace(EQUAL, roles=EQUAL.roles.where(EQUAL.roles != Role.COLON, Role.INPUT.value))
         edit = ac.Ablate([(0, 0)], how="mean", reference=ablation_baseline(model, lacking))
-        with pytest.raises(ValueError, match="tokens of a role that the reference prompts lack"):
-            ac.evaluate(model, EQUAL, edits=[edit])
+        refused("tokens of a role that the reference prompts lack", ac.evaluate, model, EQUAL, edits=[edit])
         ac.evaluate(model, lacking, edits=[edit])
 
 
@@ -924,8 +916,7 @@ def test_rows_of_a_direction_may_be_rounded():
         if fine:
             ac.Ablate([(0, 0)], direction=rows)
         else:
-            with pytest.raises(ValueError, match="its rows are not orthonormal"):
-                ac.Ablate([(0, 0)], direction=rows)
+            refused("its rows are not orthonormal", ac.Ablate, [(0, 0)], direction=rows)
 
 
 def test_hashes_of_sets_of_edits():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from transformer_lens import head_detector, patching
 
 from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
@@ -400,14 +401,11 @@ class TestRefuses:
         ],
     )
     def test_what_the_circuit_is_not_made_for(self, config, arguments, match):
-        with pytest.raises(ValueError, match=match):
-            planted_circuit(Seq2SeqTask(**config), **arguments)
+        refused(match, planted_circuit, Seq2SeqTask(**config), **arguments)
 
     def test_prompts_longer_than_the_context(self, prompts):
         model = planted_circuit(Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2), n_ctx=64)
-        with pytest.raises(ValueError, match="context is 64"):
-            model(prompts.tokens)
+        refused("context is 64", model, prompts.tokens)
 
     def test_text_without_a_tokenizer(self):
-        with pytest.raises(ValueError, match="no tokenizer"):
-            HandBuilt(planted_circuit(TASK).cfg).to_tokens("A:b")
+        refused("no tokenizer", HandBuilt(planted_circuit(TASK).cfg).to_tokens, "A:b")

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from refusals import refused
 from test_device_maps import VERBS
 from torch import nn
 
@@ -79,8 +80,7 @@ def pair_of(model: Any) -> ac.Pair:
 @needs_bitsandbytes
 def test_quantization_to_8_bits_has_no_weights_of_heads(folder):
     model = ac.load(folder, device="cpu", quantization="8bit")
-    with pytest.raises(ValueError, match="load it with quantization='4bit', or without"):
-        direct_logits(model, pair_of(model).clean)
+    refused("load it with quantization='4bit', or without", direct_logits, model, pair_of(model).clean)
 
 
 @needs_bitsandbytes
@@ -102,8 +102,7 @@ def test_quantization_that_a_cpu_dequantises_wrongly_is_refused(folder, monkeypa
     model = ac.load(folder, device="cpu", quantization="4bit").original_model
     keep_exact(model)
     monkeypatch.setattr(quantization, "dequantised", lambda module: dequantised(module).roll(1))
-    with pytest.raises(ValueError, match=r"dequantises .*q_proj \(\d+x\d+\) wrongly on this CPU: take a GPU"):
-        keep_exact(model)
+    refused(r"dequantises .*q_proj \(\d+x\d+\) wrongly on this CPU: take a GPU", keep_exact, model)
 
 
 def test_quantization_without_its_package_says_what_to_install(random_hf_model, tmp_path, monkeypatch):

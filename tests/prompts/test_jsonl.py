@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from align_circuits.prompts.jsonl import SCHEMA, read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
@@ -102,8 +103,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 )
 def test_a_line_that_does_not_fit_is_named(file, line, message):
     raw = "\n".join([json.dumps(LINE), line if isinstance(line, str) else json.dumps(line)])
-    with pytest.raises(ValueError, match=message):
-        read_jsonl(file(raw=raw))
+    refused(message, read_jsonl, file(raw=raw))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +115,19 @@ def test_a_line_that_does_not_fit_is_named(file, line, message):
     ],
 )
 def test_keys_that_need_others(file, missing, message):
-    with pytest.raises(ValueError, match=message):
-        read_jsonl(file(changed(**dict.fromkeys(missing, ...))))
+    refused(message, read_jsonl, file(changed(**dict.fromkeys(missing, ...))))
 
 
 def test_files_that_hold_no_prompts(file, tmp_path, char_tokenizer):
-    with pytest.raises(ValueError, match="has no lines"):
-        read_jsonl(file(raw="\n\n"))
+    refused("has no lines", read_jsonl, file(raw="\n\n"))
     with pytest.raises(ValueError, match=r"no file .*missing.jsonl': give one JSON object a line, with the keys text"):
         Prompts.from_jsonl(tmp_path / "missing.jsonl", char_tokenizer)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
-        read_jsonl(tmp_path / "bytes")
+    refused("is no text in UTF-8", read_jsonl, tmp_path / "bytes")
 
 
 def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
-    with pytest.raises(ValueError, match="pair 1: at token"):
-        Prompts.from_jsonl(file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
+    refused("pair 1: at token", Prompts.from_jsonl, file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
     wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
     with pytest.raises(KeyError, match="no position 'three' in these prompts; they have 'one', 'two', 'END'"):
         Prompts.from_jsonl(file(wrong), char_tokenizer)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, text_of, vocabulary_hash
@@ -190,15 +191,13 @@ def test_save_and_load(tmp_path, chosen):
 
 
 def test_load_what_is_not_there_or_no_prompts(tmp_path):
-    with pytest.raises(ValueError, match=r"no file .*missing"):
-        Prompts.load(tmp_path / "missing")
+    refused(r"no file .*missing", Prompts.load, tmp_path / "missing")
     (tmp_path / "noise").write_bytes(b"not safetensors")
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "weights")
     for name in ("noise", "weights"):
-        with pytest.raises(ValueError, match=f"{name}' holds no prompts"):
-            Prompts.load(tmp_path / name)
+        refused(f"{name}' holds no prompts", Prompts.load, tmp_path / name)
 
 
 def test_digest_tells_prompts_apart():
@@ -263,10 +262,8 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
 def test_fields_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     prompts = with_everything(IDS)
-    with pytest.raises(ValueError, match=r"roles has shape \(3, 4\), but the inputs are \(3, 5\)"):
-        replace(prompts, roles=prompts.roles[:, 1:])
-    with pytest.raises(ValueError, match="the targets lack offset, kind"):
-        replace(prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
+    refused(r"roles has shape \(3, 4\), but the inputs are \(3, 5\)", replace, prompts, roles=prompts.roles[:, 1:])
+    refused("the targets lack offset, kind", replace, prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
 
@@ -276,10 +273,8 @@ def test_positions_and_groups_have_an_entry_for_each_prompt(monkeypatch):
     prompts = with_everything(IDS)
     with pytest.raises(ValueError, match=r"positions\['END'\] has 2 entries for 3 prompts"):
         replace(prompts, positions={"END": torch.tensor([0, 1])})
-    with pytest.raises(ValueError, match="group has 4 entries for 3 prompts"):
-        replace(prompts, group=torch.arange(4))
-    with pytest.raises(ValueError, match=r"own_correct has shape \(2, 3\)"):
-        replace(prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
+    refused("group has 4 entries for 3 prompts", replace, prompts, group=torch.arange(4))
+    refused(r"own_correct has shape \(2, 3\)", replace, prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_files_of_earlier_versions_have_no_exchangeable_relations(tmp_path):
@@ -366,8 +361,7 @@ def test_relations_are_added_by_name():
     assert len(more.with_relations(mine=own.select(own.prompt == 1)).relations["mine"]) == 1, "replaced"
     assert own.target.max() == 6
     for others in (prompts[:2], *(prompts.select_targets([True] * kept + [False] * (9 - kept)) for kept in (1, 6))):
-        with pytest.raises(ValueError, match=r"relation 'mine' is for \(3, 5\) tokens and these prompts have"):
-            others.with_relations(mine=own)
+        refused(r"relation 'mine' is for \(3, 5\) tokens and these prompts have", others.with_relations, mine=own)
     with pytest.raises(ValueError, match="relation 'mine': 3 of 3 rows have no key"):
         prompts.with_relations(mine=replace(own, key_value=own.key_value + 5))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts
@@ -254,8 +255,7 @@ def test_relations_of_named_positions(char_tokenizer):
 def test_relations_that_cannot_be_made(pairs, candidates, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
-    with pytest.raises(ValueError, match=f"^relation 'own'.*{message}"):
-        Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
+    refused(f"^relation 'own'.*{message}", Relation.from_pairs, pairs, prompts=prompts, candidates=candidates)
 
 
 def test_a_position_is_a_whole_number_and_a_row_has_a_target(monkeypatch):

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.tables.emergence_times import (
     crossing_step,
@@ -149,15 +150,10 @@ def test_metrics_of_the_whole_model():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="ascending"):
-        emergence_step(np.array([0.0, 0.0]), np.array([0.1, 0.2]))
-    with pytest.raises(ValueError, match="ascending"):
-        emergence_step(np.array([0.0]), np.array([math.nan]))
-    with pytest.raises(ValueError, match="3 probes show no rise"):
-        emergence_step(np.arange(3.0), np.array([0.0, 1.0, 1.0]))
-    with pytest.raises(ValueError, match="no runs"):
-        emergence([], "accuracy")
+    refused("ascending", emergence_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
+    refused("ascending", emergence_step, np.array([0.0]), np.array([math.nan]))
+    refused("3 probes show no rise", emergence_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]))
+    refused("no runs", emergence, [], "accuracy")
     with pytest.raises(KeyError, match="no metric 'accuracy'"):
         emergence(table({(0, 0): EARLY}), "accuracy")
-    with pytest.raises(ValueError, match="same rows"):
-        emergence([table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
+    refused("same rows", emergence, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)

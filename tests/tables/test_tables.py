@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refused
 from scipy import stats
 
 from align_circuits.tables.tables import Provenance, Table, with_level
@@ -186,16 +187,13 @@ def test_top_refuses_several_rows_a_head():
     """Three kinds of targets would list the same head three times."""
     made = effects("ablate_heads", positions="all")
     kinds = Table(pd.concat([made.frame.assign(kind=kind) for kind in ("all", "first", "later")]), made.provenance)
-    with pytest.raises(ValueError, match=r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first"):
-        kinds.top("log_prob")
+    refused(r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first", kinds.top, "log_prob")
     assert len(kinds.where(kind="all").top("log_prob")) == 3
     edges = effects("patch_edges", "edge", direction="noise")
     mixed = Table.concat([edges, effects("patch_edges", "edge", direction="denoise")])
-    with pytest.raises(ValueError, match="several rows an edge: choose one value of direction with"):
-        mixed.top("log_prob")
+    refused("several rows an edge: choose one value of direction with", mixed.top, "log_prob")
     doubled = Table(pd.concat([made.frame, made.frame]), made.provenance)
-    with pytest.raises(ValueError, match="several rows a head with equal keys"):
-        doubled.top("log_prob")
+    refused("several rows a head with equal keys", doubled.top, "log_prob")
 
 
 def test_top_refuses_what_has_no_order():
@@ -203,11 +201,9 @@ def test_top_refuses_what_has_no_order():
     with pytest.raises(ValueError, match="by='best': choose 'highest', 'lowest' or 'absolute'"):
         unchecked(effects("score_heads"), "log_prob", by="best")
     model = Table(effects("evaluate", "layer").frame.assign(level="model", layer=None), Provenance("evaluate"))
-    with pytest.raises(ValueError, match=r"no heads, layers or edges to rank: .* rows of the level model"):
-        model.top("log_prob")
+    refused(r"no heads, layers or edges to rank: .* rows of the level model", model.top, "log_prob")
     both = Table.concat([effects("ablate_heads"), effects("patch_heads", "layer", direction="denoise")])
-    with pytest.raises(ValueError, match="opposite ends matter most: select one"):
-        both.top("log_prob")
+    refused("opposite ends matter most: select one", both.top, "log_prob")
     assert both.top("log_prob", 1, by="lowest").frame["value"].item() == -3
 
 
@@ -218,8 +214,7 @@ def test_grid():
     for row in frame_of(made.heads(), metric="b").itertuples():
         assert grid[row.layer, row.head] == row.value
     doubled = Table(pd.concat([made.frame.assign(step=step) for step in (0, 1)]), made.provenance)
-    with pytest.raises(ValueError, match=r"several rows a head: choose one value of step"):
-        doubled.grid("b")
+    refused(r"several rows a head: choose one value of step", doubled.grid, "b")
 
 
 def test_a_difference_is_paired_by_keys_and_prompts():
@@ -314,8 +309,7 @@ def test_over_seeds_needs_one_row_a_seed():
         (made.frame.assign(seed=[0, None]), "rows without a seed: give each row one"),
         (made.frame.assign(metric="a"), "several rows of one seed with equal keys"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Table(frame, made.provenance).over_seeds()
+        refused(message, Table(frame, made.provenance).over_seeds)
 
 
 def test_save_and_load(tmp_path):
@@ -380,8 +374,7 @@ def test_per_prompt_values_of_other_rows_are_refused(tmp_path):
     made = table()
     made.save(tmp_path)
     made.frame[1:].to_csv(tmp_path / "table.csv", index=False)
-    with pytest.raises(ValueError, match=r"the rows differ: 11 in table\.csv, 12 in values\.safetensors; .* delete"):
-        Table.load(tmp_path)
+    refused(r"the rows differ: 11 in table\.csv, 12 in values\.safetensors; .* delete", Table.load, tmp_path)
 
 
 def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
@@ -406,18 +399,15 @@ def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
 def test_load_from_files_of_others(tmp_path, provenance, frame, message):
     (tmp_path / "provenance.json").write_text(provenance)
     (tmp_path / "table.csv").write_text(frame)
-    with pytest.raises(ValueError, match=message):
-        Table.load(tmp_path)
+    refused(message, Table.load, tmp_path)
 
 
 def test_load_from_a_folder_without_a_table(tmp_path):
-    with pytest.raises(ValueError, match=r"no table in .*: table.csv and provenance.json missing"):
-        Table.load(tmp_path)
+    refused(r"no table in .*: table.csv and provenance.json missing", Table.load, tmp_path)
 
 
 def test_a_table_needs_its_values():
-    with pytest.raises(ValueError, match="low, high, n is missing"):
-        Table(pd.DataFrame({"layer": [0], "value": [1.0]}), Provenance("made"))
+    refused("low, high, n is missing", Table, pd.DataFrame({"layer": [0], "value": [1.0]}), Provenance("made"))
 
 
 def test_concat_by_name():
@@ -467,8 +457,7 @@ def test_concat_of_tables_with_other_keys():
     ],
 )
 def test_concat_refuses(tables, key, message):
-    with pytest.raises(ValueError, match=message):
-        Table.concat(tables, key)
+    refused(message, Table.concat, tables, key)
 
 
 def test_to_parquet(tmp_path):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -69,10 +70,8 @@ def test_words_of_several_characters_are_symbols_and_letters(tokenizer):
 
 
 def test_a_word_of_several_tokens_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match=r"reads ' giraffe' as \['Ġ"):
-        words_task(alphabet=[*ANIMALS, "giraffe"]).sample(1, tokenizer)
-    with pytest.raises(ValueError, match="the same token"):
-        words_task(letters=[*COLOURS, "dog"]).sample(1, tokenizer)
+    refused(r"reads ' giraffe' as \['Ġ", words_task(alphabet=[*ANIMALS, "giraffe"]).sample, 1, tokenizer)
+    refused("the same token", words_task(letters=[*COLOURS, "dog"]).sample, 1, tokenizer)
 
 
 @pytest.mark.parametrize("alignment", ["monotonic", "reversed", "permutation"])
@@ -148,8 +147,7 @@ def test_control_and_caveats():
 def test_words_that_are_not_single_tokens_are_named_or_left_out(tokenizer):
     own = {" dog": " red", " cat": " green", " horse": " blue", " giraffe": " black", " fish": " zebra"}
     task = LexiconTask(own, x_len=3, n_examples=2, shared=True)
-    with pytest.raises(ValueError, match=r"2 words of the lexicon .* ' giraffe' is read as \['Ġ.*unknown='leave out'"):
-        task.sample(1, tokenizer)
+    refused(r"2 words of the lexicon .* ' giraffe' is read as \['Ġ.*unknown='leave out'", task.sample, 1, tokenizer)
     kept = LexiconTask(own, x_len=3, n_examples=2, shared=True, unknown="leave out")
     assert list(kept.pairs_of(tokenizer)) == [" dog", " cat", " horse"]
     assert all(sorted(x) == ["cat", "dog", "horse"] for x, _ in read(kept.sample(1, tokenizer), 0))
@@ -166,13 +164,11 @@ def test_words_that_are_not_single_tokens_are_named_or_left_out(tokenizer):
     ],
 )
 def test_a_lexicon_task_that_cannot_be_sampled_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        LexiconTask(**config)
+    refused(message, LexiconTask, **config)
 
 
 def test_prompts_of_another_task_are_not_corrupted(tokenizer):
-    with pytest.raises(ValueError, match="not sampled by this task"):
-        LexiconTask(x_len=4).corrupt(LexiconTask(x_len=5).sample(1, tokenizer))
+    refused("not sampled by this task", LexiconTask(x_len=4).corrupt, LexiconTask(x_len=5).sample(1, tokenizer))
 
 
 def test_every_lexicon_says_each_word_once():
