@@ -110,9 +110,10 @@ class Relation:
         rows.sort(key=lambda row: (row.prompt, row.query))
         key_label, key_value = _labels(name, rows, [row.keys for row in rows], prompts.mask)
         candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
-        columns = [torch.tensor([getattr(row, column) for row in rows]) for column in ("target", "prompt", "query")]
-        values = (key_value, candidate_value, key_label, candidate_label)
-        return cls(name, *columns, *values, exchangeable=of_rows[0] is not None)
+        columns = ("target", "prompt", "query")
+        target, prompt, query = (torch.tensor([getattr(row, column) for row in rows]) for column in columns)
+        relation = cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+        return replace(relation, exchangeable=of_rows[0] is not None)
 
     @classmethod
     @checked
@@ -317,7 +318,9 @@ def _among_all(
     """A relation whose candidates are all real tokens."""
     return Relation(
         name,
-        **{column: rows[column] for column in ("target", "prompt", "query")},
+        target=rows["target"],
+        prompt=rows["prompt"],
+        query=rows["query"],
         key_value=key_value,
         candidate_value=torch.zeros_like(key_value),
         key_label=key_label,

@@ -47,8 +47,8 @@ class TranslationTask(Task):
     x_len: int
     phrase_len: int = 1
     n_examples: int
-    alignment: str
-    style: Style
+    alignment: Any
+    style: Any
     _no_prior: ClassVar[Mapping[str, Any]] = {}
     """The settings of a task whose alignment has no prior."""
 

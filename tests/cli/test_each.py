@@ -41,13 +41,13 @@ def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsy
     assert main([*wanted, "--jobs", jobs, "--", "score", *SMALL]) == 0
     printed = capsys.readouterr().out
     assert "== planted, seed 3: runs/planted_seed-3\n" in printed and "metric       best heads" in printed
-    found = Table.load("runs").frame
+    found: Any = Table.load("runs").frame
     for model in ("planted", "tiny"):
         assert main(["score", "--model", model, "--seed", "5", "--out", f"alone-{model}", *SMALL]) == 0
         alone = Table.load(f"alone-{model}").frame
         mine: Any = found[(found["model"] == model) & (found["seed"] == 5)]
         pd.testing.assert_frame_equal(mine[list(alone.columns)].reset_index(drop=True), alone)
-    means = Table.load("runs/over_seeds").frame
+    means: Any = Table.load("runs/over_seeds").frame
     assert means["n"].sum() == found["value"].notna().sum() and means["n"].max() == 2 and "seed" not in means
     assert main(["status", "runs"]) == 0
     assert "4 done, 0 running, 0 waiting, 0 failed" in capsys.readouterr().out

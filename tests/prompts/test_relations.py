@@ -18,16 +18,15 @@ ids = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, 
 value of padding, which must never be mistaken for it."""
 
 
+def rows_of(relation: Relation) -> list[tuple[int, int, list[int], list[int]]]:
+    """Prompt, query, keys and candidates of each row."""
+    masks = [[row.nonzero()[:, 0].tolist() for row in mask] for mask in relation.expand()]
+    return [*zip(relation.prompt.tolist(), relation.query.tolist(), *masks, strict=True)]
+
+
 def by_query(relation: Relation) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Keys and candidates by prompt and query."""
-    keys, candidates = relation.expand()
-    return {
-        (int(relation.prompt[row]), int(relation.query[row])): (
-            keys[row].nonzero()[:, 0].tolist(),
-            candidates[row].nonzero()[:, 0].tolist(),
-        )
-        for row in range(len(relation))
-    }
+    return {(prompt, query): (keys, candidates) for prompt, query, keys, candidates in rows_of(relation)}
 
 
 def looped(prompts: list[list[int]], is_key) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
@@ -175,17 +174,7 @@ def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
         assert not alone(expected)
         return
     assert relation.exchangeable == named
-    keys, among = relation.expand()
-    found = [
-        (
-            int(relation.prompt[row]),
-            int(relation.query[row]),
-            keys[row].nonzero()[:, 0].tolist(),
-            among[row].nonzero()[:, 0].tolist(),
-        )
-        for row in range(len(relation))
-    ]
-    assert sorted(found) == expected
+    assert sorted(rows_of(relation)) == expected
     for row, target in enumerate(relation.target.tolist()):
         chosen: Any = prompts.targets.loc[target]
         of_prompt: Any = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]

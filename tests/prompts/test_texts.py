@@ -192,9 +192,8 @@ def test_pairs_are_halves_with_the_clean_targets():
     assert torch.equal(clean.positions["second"], corrupted.positions["second"])
     assert corrupted.string_of(ids_of("d")[-1]) == "d" and corrupted.task["corrupted"] == {"kind": "own"}
     plain, other = Prompts.from_pairs(["ab:"], ["ba:"], TOKENIZER, answer=["a"])
-    assert other.own_correct is None is plain.correct and torch.equal(
-        plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3]
-    )
+    assert other.own_correct is None is plain.correct
+    assert torch.equal(plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3])
 
 
 @settings(deadline=None)
@@ -226,15 +225,11 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
         r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
         "take words of equally many tokens"
     )
-    with pytest.raises(ValueError, match=message):
-        Prompts.from_pairs(
-            ["the cat sat"] * 2, ["the dog sat", "the ferret sat"], byte_bpe_tokenizer, answer=[" on", " on"]
-        )
+    texts = ["the cat sat"] * 2, ["the dog sat", "the ferret sat"]
+    refused(message, Prompts.from_pairs, *texts, byte_bpe_tokenizer, answer=[" on", " on"])
     drawn = torch.randint(20, (240,), generator=torch.Generator().manual_seed(0)).tolist()
     long = TokenizedText("", drawn, 240, [], {})
-    with pytest.raises(
-        ValueError, match=r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
-    ):
-        check_aligned(3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
+    message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
+    refused(message, check_aligned, 3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
     check_aligned(0, text, text.ids, byte_bpe_tokenizer)

@@ -49,11 +49,8 @@ def test_only_what_is_bounded_has_an_exact_bound():
 
 def test_where():
     some = table().where(layer=1, metric=["a"])
-    assert some.frame[["level", "layer", "head"]].to_numpy().tolist() == [
-        ["head", 1, 0],
-        ["head", 1, 1],
-        ["layer", 1, pd.NA],
-    ]
+    places = some.frame[["level", "layer", "head"]].to_numpy().tolist()
+    assert places == [["head", 1, 0], ["head", 1, 1], ["layer", 1, pd.NA]]
     assert some.values is not None and some.values.shape == (3, 5)
     np.testing.assert_allclose(some.values.mean(1), some.frame["value"])
     assert len(table().where()) == 12
@@ -161,16 +158,11 @@ def test_what_matters_most_comes_first(verb, keys, best):
     assert both.where(when="after").top(metric, 1).frame["value"].item() == best / 2
 
 
-def test_attribution_without_a_sign_is_highest_in_both_directions():
-    made = effects("attribute_heads", direction="noise")
-    unsigned = Table(made.frame, Provenance("attribute_heads", {"graddrop": True, "direction": "noise"}))
-    assert unsigned.top("log_prob", 1).frame["value"].item() == 2
-
-
-def test_direction_of_tables_kept_without_its_column():
-    made = effects("attribute_heads")
-    kept = Table(made.frame, Provenance("attribute_heads", {"direction": "noise"}))
-    assert kept.top("log_prob", 1).frame["value"].item() == -3
+@pytest.mark.parametrize(("settings", "best"), [({"graddrop": True}, 2), ({}, -3)])
+def test_settings_decide_too(settings, best):
+    """Attribution without a sign is highest in both directions; older tables have the direction as a setting."""
+    kept = Table(effects("attribute_heads").frame, Provenance("attribute_heads", settings | {"direction": "noise"}))
+    assert kept.top("log_prob", 1).frame["value"].item() == best
 
 
 @pytest.mark.parametrize("level", ["layer", "edge"])
@@ -220,11 +212,8 @@ def test_grid():
 def test_a_difference_is_paired_by_keys_and_prompts():
     left, right = table(seed=0), table(seed=1)
     order = np.random.default_rng(0).permutation(12)
-    assert right.values is not None and right.weights is not None and left.values is not None
-    shuffled = Table(
-        right.frame.iloc[order].reset_index(drop=True), right.provenance, right.values[order], right.weights[order]
-    )
-    difference = left - shuffled
+    assert right.values is not None and left.values is not None
+    difference = left - right._rows(order)
     np.testing.assert_allclose(difference.frame["value"], (left.values - right.values).mean(1))
     assert frame_of(difference)["low"].le(frame_of(difference)["value"]).all()
     assert difference.provenance.verb == "difference"
@@ -421,12 +410,8 @@ def test_concat_by_name():
         np.testing.assert_array_equal(rows.values, part.values)
         np.testing.assert_array_equal(rows.weights, part.weights)
     provenance = both.provenance
-    assert (provenance.verb, provenance.model, provenance.data, provenance.engine) == (
-        "concat",
-        {"name": "m"},
-        DATA,
-        "fast",
-    )
+    made = (provenance.verb, provenance.model, provenance.data, provenance.engine)
+    assert made == ("concat", {"name": "m"}, DATA, "fast")
     assert provenance.settings["names"] == ["before", "after"]
     assert [part["settings"] for part in provenance.settings["tables"]] == [{"x": 1}] * 2
 

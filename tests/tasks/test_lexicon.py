@@ -1,6 +1,7 @@
 """Words as symbols and letters, and `LexiconTask`: read back from the text alone."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,14 @@ COLOURS = ["red", "green", "blue", "black", "white", "orange"]
 def tokenizer(tmp_path_factory):
     """A byte-level BPE that knows the words, as a folder in the hub's format."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
     bpe.decoder = decoders.ByteLevel()
     words = [f" {word}" for word in ANIMALS + COLOURS]
     words += [text for name in ("antonyms", "digits") for pair in LEXICONS[name].items() for text in pair]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=3000, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
-    )
+    settings: dict[str, Any] = {"vocab_size": 3000, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
     bpe.train_from_iterator([word for word in words for _ in range(3)], trainer)
     folder = tmp_path_factory.mktemp("words")
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", clean_up_tokenization_spaces=False)
@@ -39,10 +38,8 @@ def tokenizer(tmp_path_factory):
 
 
 def words_task(**changes):
-    return Seq2SeqTask(
-        **{"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet": ANIMALS, "letters": COLOURS} | changes,
-        alphabet_range=(4, 6),
-    )
+    sizes: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet_range": (4, 6)}
+    return Seq2SeqTask(**sizes | {"alphabet": ANIMALS, "letters": COLOURS} | changes)
 
 
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str]]]:
@@ -123,9 +120,8 @@ def test_corruption_changes_one_thing(tokenizer):
         for (x, y), (clean_x, clean_y) in zip(alignment[:-1], clean[:-1], strict=True):
             assert x == clean_x and y != clean_y and sorted(y) == sorted(clean_y)
     own = changed["query"].own_correct
-    assert (
-        own is not None and prompts.correct is not None and own.sum(1).eq(1).all() and not (own & prompts.correct).any()
-    )
+    assert own is not None and prompts.correct is not None
+    assert own.sum(1).eq(1).all() and not (own & prompts.correct).any()
 
 
 def test_the_pre_aligned_style_copies_the_word(tokenizer):
