@@ -205,13 +205,11 @@ class TestBesideHooksByHand:
         names = [name_of(site, layer) for layer in LAYERS]
         cached = {layer: computed(model, other, site, layer) for layer in LAYERS}
         values = capture(model, other, names, options=ac.RunOptions(engine="reference", batch_size=2))
-        expected = by_hand(
-            model,
-            PADDED,
-            site,
-            lambda layer, column, index, pos, _: part(cached[layer][index], site, column, pos),
-            POSITIONS,
-        )
+
+        def new(layer, column, index, pos, _old):
+            return part(cached[layer][index], site, column, pos)
+
+        expected = by_hand(model, PADDED, site, new, POSITIONS)
         assert_edit_is(model, PADDED, ac.Patch(**place(site), positions=POSITIONS, values=values), expected)
 
     @pytest.mark.parametrize(("site", "name"), product((site for site in SITES if site != "pattern"), NAMES))
@@ -456,9 +454,8 @@ class TestTogether:
     def test_a_clamped_head_hits(self, models):
         model = models("llama")
         clamp = ac.Clamp([(0, 1), (1, 3)], "induction")
-        table = ac.score_heads(
-            model, PADDED, ["induction_hit", "induction"], edits=[clamp], options=ac.RunOptions(engine="reference")
-        )
+        metrics, options = ["induction_hit", "induction"], ac.RunOptions(engine="reference")
+        table = ac.score_heads(model, PADDED, metrics, edits=[clamp], options=options)
         value: Any = table.frame.set_index(["metric", "layer", "head"])["value"]
         for metric in ("induction_hit", "induction"):
             assert value[metric, 0, 1] == value[metric, 1, 3] == pytest.approx(1, abs=1e-6)
@@ -836,9 +833,10 @@ def test_provenance_tells_edits_apart(models):
     assert scored.provenance.settings == {"metrics": ["previous"], "edits": records}
     assert Provenance.from_json(scored.provenance.to_json()) == scored.provenance
     assert ac.evaluate(model, EQUAL).provenance.settings == {}
-    assert ac.evaluate(model, EQUAL, edits=edits).provenance.engine == "fast", (
-        "the pattern is clamped inside the attention function"
-    )
+    assert evaluated.provenance.engine == "fast", "the pattern is clamped inside the attention function"
+
+
+EIGHT = dict.fromkeys("abcdefgh", torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -858,14 +856,8 @@ def test_provenance_tells_edits_apart(models):
         (ac.Steer([(0, 1)], vector=torch.zeros(8), scale=float("1")), "Steer(L0H1, vector=float32[8])"),
         (ac.Ablate(["L0KV1"]), "Ablate(['L0KV1'])"),
         (ac.Ablate([(0, head) for head in range(8)]), "Ablate(L0H0 L0H1 L0H2 L0H3 L0H4 L0H5 L0H6 L0H7)"),
-        (
-            ac.Patch([(0, 1)], values=dict.fromkeys("abcdefgh", torch.zeros(1))),
-            "Patch(L0H1, values={a, b, c, d, e, f, g, h})",
-        ),
-        (
-            ac.Patch([(0, 1)], values=dict.fromkeys("abcdefghi", torch.zeros(1))),
-            "Patch(L0H1, values={a, b, c, d, e, f, g, h, ...})",
-        ),
+        (ac.Patch([(0, 1)], values=EIGHT), "Patch(L0H1, values={a, b, c, d, e, f, g, h})"),
+        (ac.Patch([(0, 1)], values=EIGHT | {"i": torch.zeros(1)}), "Patch(L0H1, values={a, b, c, d, e, f, g, h, ...})"),
         (ac.Steer([(0, 1)], scale=float("1")), "Steer(L0H1)"),
     ],
 )

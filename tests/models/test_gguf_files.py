@@ -38,10 +38,8 @@ def models(random_hf_model, byte_bpe_tokenizer):
 @pytest.fixture(scope="module")
 def files(models, byte_bpe_tokenizer, tmp_path_factory):
     """A file for each architecture, in a folder of its own."""
-    return {
-        name: write_gguf(tmp_path_factory.mktemp(name) / f"{name}.gguf", model, byte_bpe_tokenizer)
-        for name, model in models.items()
-    }
+    places = {name: tmp_path_factory.mktemp(name) / f"{name}.gguf" for name in models}
+    return {name: write_gguf(place, models[name], byte_bpe_tokenizer) for name, place in places.items()}
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -55,9 +55,8 @@ def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
                 agreement = tuple(a == b for a, b in zip(seen[:offset][::-1], prefix, strict=True))
                 votes.setdefault(agreement, Counter())[seen[offset]] += 1
         best = votes[max(votes)]
-        best_by_target.append(
-            {int(prompts.answer_tokens[i]) for i, count in best.items() if count == max(best.values())}
-        )
+        modes = {letter for letter, count in best.items() if count == max(best.values())}
+        best_by_target.append({int(prompts.answer_tokens[letter]) for letter in modes})
     return best_by_target
 
 

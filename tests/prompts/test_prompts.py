@@ -234,9 +234,8 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
         keys = torch.where(ids == 3, 0, IGNORE)
-        return Relation(
-            "three", **rows, key_value=among, candidate_value=among, key_label=keys, candidate_label=pos * 0
-        )
+        labels = {"key_label": keys, "candidate_label": pos * 0}
+        return Relation("three", **rows, key_value=among, candidate_value=among, **labels)
 
     with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
         Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
@@ -375,10 +374,8 @@ def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
             framed |= set(relation.keys_of(row)) if name == "align_query" else set()
     own = prompts.targets[prompts.targets["prompt"] == 1]
     group |= dict(zip(own["target_pos"].tolist(), own["phrase"].tolist(), strict=True))
-    marks = [
-        Mark(prompts.token_text[1][pos], group.get(pos), pos in framed | set(own["target_pos"]))
-        for pos in range(prompts.mask.shape[1])
-    ]
+    framed |= set(own["target_pos"])
+    marks = [Mark(text, group.get(pos), pos in framed) for pos, text in enumerate(prompts.token_text[1])]
     last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 3]
     for examples in (None, 1, 2):
         prompts.drawing(1, examples=examples)

@@ -206,9 +206,8 @@ def test_later_queries_may_see_more_of_the_same_keys():
 
 
 def test_relations_of_named_positions(char_tokenizer):
-    prompts = Prompts.from_texts(
-        ["ab:", "xcd:"], char_tokenizer, answer=["a", "c"], positions={"one": [0, 1], "two": [1, 2]}
-    )
+    positions: Any = {"one": [0, 1], "two": [1, 2]}
+    prompts = Prompts.from_texts(["ab:", "xcd:"], char_tokenizer, answer=["a", "c"], positions=positions)
     relation = Relation.from_positions("END", "one", prompts=prompts, name="mine", candidates=["one", "two"])
     keys, among = relation.expand()
     for row in range(2):

@@ -94,24 +94,12 @@ def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
 
 def table(courses: dict[tuple[int | None, int | None], list[float]], metric="align_query") -> Table:
     rows = [
-        {
-            "step": 10 * at,
-            "ood": False,
-            "metric": metric,
-            "kind": "all",
-            "offset": None,
-            "level": "model" if layer is None else "layer" if head is None else "head",
-            "layer": layer,
-            "head": head,
-            "value": value,
-            "low": value,
-            "high": value,
-            "n": 9,
-        }
+        (10 * at, "model" if layer is None else "layer" if head is None else "head", layer, head, *[value] * 3)
         for (layer, head), values in courses.items()
         for at, value in enumerate(values)
     ]
-    return Table(pd.DataFrame(rows), Provenance("tune"))
+    frame = pd.DataFrame(rows, columns=["step", "level", "layer", "head", "value", "low", "high"])
+    return Table(frame.assign(ood=False, metric=metric, kind="all", offset=None, n=9), Provenance("tune"))
 
 
 EARLY, LATE, NEVER = [0.0, 0.8, 0.8, 0.8, 0.8, 0.8], [0.0, 0.0, 0.0, 0.9, 0.9, 0.9], [0.1] * 6
@@ -138,9 +126,8 @@ def test_every_head_apart():
     assert steps.loc[(0, 0), "value"] == 20 and steps.loc[(0, 0), "n"] == 2
     assert steps.loc[(0, 0), "high"] == pytest.approx(20 + 12.7062 * 10, rel=1e-5)  # Student's t of two runs
     assert steps.loc[(1, 1), "value"] == 30 and steps.loc[(1, 1), "n"] == 1
-    mean = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False).where(
-        head=None, measure="step"
-    )
+    found = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False)
+    mean = found.where(head=None, measure="step")
     assert mean.frame[["level", "layer", "value"]].to_numpy().tolist() == [["layer", 0, 10.0]]
 
 

@@ -225,6 +225,8 @@ def test_prompts_survive_saving(tmp_path):
         ({"state_range": (5, 4)}, r"state_range is \(5, 4\)"),
         ({"edge_range": (1, 5)}, "edges differ in both"),
         ({"edge_range": (0, 2)}, "1 <= fewest"),
+        ({"letters": "".join(chr(0x4E00 + index) for index in range(101))}, "101 letters"),
+        ({"prior_form": "code"}, "only alignment='prior' has a form"),
     ],
 )
 def test_a_task_that_cannot_be_sampled_is_refused(config, message):
@@ -245,14 +247,6 @@ def test_sampling_refuses_what_it_cannot_draw():
     refused("the seed is -1", Seq2SeqTask().sample, 1, TOKENIZER, seed=-1)
     refused("references=False", Seq2SeqTask(x_len=15, phrase_len=1, n_examples=1).sample, 1, TOKENIZER)
     assert len(Seq2SeqTask(x_len=26, phrase_len=1, n_examples=1).sample(1, TOKENIZER, references=False)) == 1
-
-
-def test_more_letters_than_the_tables_hold_are_refused():
-    refused("101 letters", Seq2SeqTask, letters="".join(chr(0x4E00 + index) for index in range(101)))
-
-
-def test_a_form_of_the_prior_without_a_prior_is_refused():
-    refused("only alignment='prior' has a form", Seq2SeqTask, prior_form="code")
 
 
 def test_what_tasks_share_cannot_be_changed():

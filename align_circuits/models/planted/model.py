@@ -284,8 +284,8 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     units.write(model, layer_of["lookup"], 0)
     model.specs = MappingProxyType({**model.specs, **specs})
     model.units = MappingProxyType({**model.units, layer_of["lookup"]: [units]})
-    kinds = {**model.kinds, induction: "induction", function_vector: "function_vector"}
-    model.kinds = MappingProxyType(kinds)
+    kinds = {induction: "induction", function_vector: "function_vector"}
+    model.kinds = MappingProxyType({**model.kinds, **kinds})
     return model
 
 
