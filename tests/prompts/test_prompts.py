@@ -234,7 +234,7 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
         keys = torch.where(ids == 3, 0, IGNORE)
-        labels = {"key_label": keys, "candidate_label": pos * 0}
+        labels: Any = {"key_label": keys, "candidate_label": pos * 0}
         return Relation("three", **rows, key_value=among, candidate_value=among, **labels)
 
     with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):

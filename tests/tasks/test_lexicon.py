@@ -38,8 +38,9 @@ def tokenizer(tmp_path_factory):
 
 
 def words_task(**changes):
-    sizes: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet_range": (4, 6)}
-    return Seq2SeqTask(**sizes | {"alphabet": ANIMALS, "letters": COLOURS} | changes)
+    config: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet_range": (4, 6)}
+    config |= {"alphabet": ANIMALS, "letters": COLOURS} | changes
+    return Seq2SeqTask(**config)
 
 
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str]]]:
