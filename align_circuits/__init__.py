@@ -8,122 +8,85 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-    from align_circuits.circuits.direct_effects import direct_logits, function_vectors, head_profile
-    from align_circuits.circuits.edge_patching import patch_edges, patch_paths
-    from align_circuits.circuits.faithful import faithfulness
-    from align_circuits.heads.ablate import ablate_heads, ablation_baseline
-    from align_circuits.heads.interchange_interventions import interchange
-    from align_circuits.heads.localize_heads import Localization, localize
-    from align_circuits.heads.patch import patch_heads
-    from align_circuits.heads.score import score_heads
-    from align_circuits.heads.site_patching import patch_sites
-    from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
-    from align_circuits.models.loading import load
-    from align_circuits.models.planted.model import planted_circuit
-    from align_circuits.prompts.prompts import Prompts
-    from align_circuits.prompts.relations import Relation
-    from align_circuits.report import plots
-    from align_circuits.report.explorer import explore
-    from align_circuits.run.evaluation import evaluate
-    from align_circuits.run.options import RunOptions
-    from align_circuits.run.pairs import Pair
-    from align_circuits.tables.emergence_times import emergence
-    from align_circuits.tables.tables import Table
-    from align_circuits.tasks.lexicon import LexiconTask
-    from align_circuits.tasks.repeated import RepeatedTokensTask
-    from align_circuits.tasks.seq2seq import Seq2SeqTask
-    from align_circuits.tasks.task import Task
-    from align_circuits.training.tuning import TuneConfig, tune
+    from align_circuits.circuits.attribute import attribute_edges as attribute_edges
+    from align_circuits.circuits.attribute import attribute_heads as attribute_heads
+    from align_circuits.circuits.direct_effects import direct_logits as direct_logits
+    from align_circuits.circuits.direct_effects import function_vectors as function_vectors
+    from align_circuits.circuits.direct_effects import head_profile as head_profile
+    from align_circuits.circuits.edge_patching import patch_edges as patch_edges
+    from align_circuits.circuits.edge_patching import patch_paths as patch_paths
+    from align_circuits.circuits.faithful import faithfulness as faithfulness
+    from align_circuits.heads.ablate import ablate_heads as ablate_heads
+    from align_circuits.heads.ablate import ablation_baseline as ablation_baseline
+    from align_circuits.heads.interchange_interventions import interchange as interchange
+    from align_circuits.heads.localize_heads import Localization as Localization
+    from align_circuits.heads.localize_heads import localize as localize
+    from align_circuits.heads.patch import patch_heads as patch_heads
+    from align_circuits.heads.score import score_heads as score_heads
+    from align_circuits.heads.site_patching import patch_sites as patch_sites
+    from align_circuits.hooks.edits import Ablate as Ablate
+    from align_circuits.hooks.edits import Clamp as Clamp
+    from align_circuits.hooks.edits import Patch as Patch
+    from align_circuits.hooks.edits import Steer as Steer
+    from align_circuits.models.loading import load as load
+    from align_circuits.models.planted.model import planted_circuit as planted_circuit
+    from align_circuits.prompts.prompts import Prompts as Prompts
+    from align_circuits.prompts.relations import Relation as Relation
+    from align_circuits.report import plots as plots
+    from align_circuits.report.explorer import explore as explore
+    from align_circuits.run.evaluation import evaluate as evaluate
+    from align_circuits.run.options import RunOptions as RunOptions
+    from align_circuits.run.pairs import Pair as Pair
+    from align_circuits.tables.emergence_times import emergence as emergence
+    from align_circuits.tables.tables import Table as Table
+    from align_circuits.tasks.lexicon import LexiconTask as LexiconTask
+    from align_circuits.tasks.repeated import RepeatedTokensTask as RepeatedTokensTask
+    from align_circuits.tasks.seq2seq import Seq2SeqTask as Seq2SeqTask
+    from align_circuits.tasks.task import Task as Task
+    from align_circuits.training.tuning import TuneConfig as TuneConfig
+    from align_circuits.training.tuning import tune as tune
 
     __version__: str
 
-_MODULES = {
-    "Ablate": "align_circuits.hooks.edits",
-    "Clamp": "align_circuits.hooks.edits",
-    "LexiconTask": "align_circuits.tasks.lexicon",
-    "Localization": "align_circuits.heads.localize_heads",
-    "Pair": "align_circuits.run.pairs",
-    "Patch": "align_circuits.hooks.edits",
-    "Prompts": "align_circuits.prompts.prompts",
-    "Relation": "align_circuits.prompts.relations",
-    "RepeatedTokensTask": "align_circuits.tasks.repeated",
-    "RunOptions": "align_circuits.run.options",
-    "Seq2SeqTask": "align_circuits.tasks.seq2seq",
-    "Steer": "align_circuits.hooks.edits",
-    "Table": "align_circuits.tables.tables",
-    "Task": "align_circuits.tasks.task",
-    "TuneConfig": "align_circuits.training.tuning",
-    "ablate_heads": "align_circuits.heads.ablate",
-    "ablation_baseline": "align_circuits.heads.ablate",
-    "attribute_edges": "align_circuits.circuits.attribute",
-    "attribute_heads": "align_circuits.circuits.attribute",
-    "direct_logits": "align_circuits.circuits.direct_effects",
-    "emergence": "align_circuits.tables.emergence_times",
-    "evaluate": "align_circuits.run.evaluation",
-    "explore": "align_circuits.report.explorer",
-    "faithfulness": "align_circuits.circuits.faithful",
-    "function_vectors": "align_circuits.circuits.direct_effects",
-    "head_profile": "align_circuits.circuits.direct_effects",
-    "interchange": "align_circuits.heads.interchange_interventions",
-    "load": "align_circuits.models.loading",
-    "localize": "align_circuits.heads.localize_heads",
-    "patch_edges": "align_circuits.circuits.edge_patching",
-    "patch_heads": "align_circuits.heads.patch",
-    "patch_paths": "align_circuits.circuits.edge_patching",
-    "patch_sites": "align_circuits.heads.site_patching",
-    "planted_circuit": "align_circuits.models.planted.model",
-    "plots": "align_circuits.report",
-    "score_heads": "align_circuits.heads.score",
-    "tune": "align_circuits.training.tuning",
+_PUBLIC = {
+    "circuits.attribute": ("attribute_edges", "attribute_heads"),
+    "circuits.direct_effects": ("direct_logits", "function_vectors", "head_profile"),
+    "circuits.edge_patching": ("patch_edges", "patch_paths"),
+    "circuits.faithful": ("faithfulness",),
+    "heads.ablate": ("ablate_heads", "ablation_baseline"),
+    "heads.interchange_interventions": ("interchange",),
+    "heads.localize_heads": ("Localization", "localize"),
+    "heads.patch": ("patch_heads",),
+    "heads.score": ("score_heads",),
+    "heads.site_patching": ("patch_sites",),
+    "hooks.edits": ("Ablate", "Clamp", "Patch", "Steer"),
+    "models.loading": ("load",),
+    "models.planted.model": ("planted_circuit",),
+    "prompts.prompts": ("Prompts",),
+    "prompts.relations": ("Relation",),
+    "report": ("plots",),
+    "report.explorer": ("explore",),
+    "run.evaluation": ("evaluate",),
+    "run.options": ("RunOptions",),
+    "run.pairs": ("Pair",),
+    "tables.emergence_times": ("emergence",),
+    "tables.tables": ("Table",),
+    "tasks.lexicon": ("LexiconTask",),
+    "tasks.repeated": ("RepeatedTokensTask",),
+    "tasks.seq2seq": ("Seq2SeqTask",),
+    "tasks.task": ("Task",),
+    "training.tuning": ("TuneConfig", "tune"),
 }
-"""Where each public name is defined: the imports above, which only type checkers read, say the same."""
+"""The public names by the module that defines them: the imports above, which only type checkers read, say the same."""
+
+_MODULES = {name: f"align_circuits.{module}" for module, names in _PUBLIC.items() for name in names}
 
 _ROOMS = (
     *("checks", "circuits", "cli", "heads", "hooks", "jobs", "localizers", "models"),
     *("papers", "prompts", "report", "run", "tables", "tasks", "training"),
 )
 
-__all__ = [
-    "Ablate",
-    "Clamp",
-    "LexiconTask",
-    "Localization",
-    "Pair",
-    "Patch",
-    "Prompts",
-    "Relation",
-    "RepeatedTokensTask",
-    "RunOptions",
-    "Seq2SeqTask",
-    "Steer",
-    "Table",
-    "Task",
-    "TuneConfig",
-    "__version__",
-    "ablate_heads",
-    "ablation_baseline",
-    "attribute_edges",
-    "attribute_heads",
-    "direct_logits",
-    "emergence",
-    "evaluate",
-    "explore",
-    "faithfulness",
-    "function_vectors",
-    "head_profile",
-    "interchange",
-    "load",
-    "localize",
-    "patch_edges",
-    "patch_heads",
-    "patch_paths",
-    "patch_sites",
-    "planted_circuit",
-    "plots",
-    "score_heads",
-    "tune",
-]
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll] - it reads the imports
 
 
 def __getattr__(name: str) -> Any:

@@ -64,7 +64,8 @@ def checked(function: T) -> T:
         try:
             given = known.bind(*args, **kwargs)
         except TypeError as error:
-            raise WrongArgument(f"{_name(function)}: {error}; it takes {', '.join(_public(known))}") from None
+            names = ", ".join(name for name in known.parameters if name != "self")
+            raise WrongArgument(f"{_name(function)}: {error}; it takes {names}") from None
         for name, value in given.arguments.items():
             if isinstance(value, np.generic):  # a number from an array or a table
                 given.arguments[name] = value.item()
@@ -170,16 +171,13 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _is_list(hint: Any) -> bool:
-    origin = get_origin(hint)
-    return origin in (Sequence, Iterable, list)
+    return get_origin(hint) in (Sequence, Iterable, list)
 
 
 def _in_words(hint: Any) -> str:
     """The type that is allowed, as a person says it."""
-    parts = _alternatives(hint)
-    if len(parts) > 1:
-        words = list(dict.fromkeys(_in_words(part) for part in parts))
-        return " or ".join(words)
+    if len(kinds := _alternatives(hint)) > 1:
+        return " or ".join(dict.fromkeys(map(_in_words, kinds)))
     origin, inner = get_origin(hint), get_args(hint)
     if hint is type(None):
         return "None"
@@ -195,14 +193,8 @@ def _in_words(hint: Any) -> str:
         return f"a dict ({' -> '.join(_in_words(part) for part in inner)})"
     if origin is Callable:
         return "a function"
-    names = {
-        "int": "an int",
-        "float": "a number",
-        "str": "a text",
-        "bool": "True or False",
-        "HookedModel": "a model",
-        "Any": "anything",
-    }
+    names = {"int": "an int", "float": "a number", "str": "a text", "bool": "True or False"}
+    names |= {"HookedModel": "a model", "Any": "anything"}
     name = getattr(hint, "__name__", str(hint))
     return names.get(name, name)
 
@@ -222,9 +214,4 @@ def check_size(tokens: int, what: str) -> None:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    name = function.__qualname__
-    return name.removesuffix(".__init__")
-
-
-def _public(known: Any) -> list[str]:
-    return [name for name in known.parameters if name != "self"]
+    return function.__qualname__.removesuffix(".__init__")

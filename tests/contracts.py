@@ -6,6 +6,8 @@ from pathlib import Path
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, output
 
+import align_circuits
+
 PACKAGE = Path(__file__).parents[1] / "align_circuits"
 
 
@@ -20,7 +22,7 @@ class NamesOfFiles(Contract):
         del verbose
         modules = {name for name in graph.modules if "." in name}
         everywhere = {name.rpartition(".")[2] for name in modules}
-        exported = set(_exported(PACKAGE / "__init__.py"))
+        exported = set(align_circuits.__all__)
         clashes = []
         linked = [path for room in ("hooks", "validation") for path in (PACKAGE / room).glob("*.py")]
         for path in sorted([*PACKAGE.rglob("*.py"), *linked]):  # rglob follows no symlink
@@ -36,11 +38,3 @@ class NamesOfFiles(Contract):
         """Lists the names that are taken twice."""
         for clash in check.metadata["clashes"]:
             output.print_error(clash)
-
-
-def _exported(path: Path) -> list[str]:
-    """The names in `__all__`."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
-            return ast.literal_eval(node.value)
-    return []

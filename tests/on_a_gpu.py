@@ -86,6 +86,15 @@ def split(folder):
     return [ac.load(folder, device="cpu"), ac.load(folder, device_map={**SPLIT, "lm_head": 1})]
 
 
+@pytest.fixture
+def models(request):
+    """The same model here and there, on one device or on two."""
+    return request.getfixturevalue(request.param)
+
+
+ON_ONE_AND_ON_TWO = pytest.mark.parametrize("models", ["llamas", "split"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def prompts(char_tokenizer):
     return TASK.sample(4, char_tokenizer, seed=0)
@@ -172,30 +181,24 @@ def test_load(folder, llamas):
     assert {value.dtype for value in dict(parameters_of(half)).values()} == {torch.bfloat16}
 
 
+@ON_ONE_AND_ON_TWO
 @pytest.mark.parametrize("engine", ["fast", "reference"])
-def test_scores(llamas, prompts, engine):
-    there_as_here(llamas, lambda model: ac.score_heads(model, prompts, options=ac.RunOptions(engine=engine)))
+@pytest.mark.parametrize("verb", [ac.score_heads, ac.evaluate])
+def test_scores_and_evaluation(models, prompts, verb, engine):
+    there_as_here(models, lambda model: verb(model, prompts, options=ac.RunOptions(engine=engine)))
 
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_scores_of_padded_prompts(llamas, prompts, char_tokenizer, engine):
     longer = replace(TASK, n_examples=3).sample(2, char_tokenizer, seed=1)
-    padded = ac.Prompts.from_tokens(
-        [row[mask].tolist() for some in (prompts, longer) for row, mask in zip(some.tokens, some.mask, strict=True)]
-    )
-    there_as_here(
-        llamas, lambda model: ac.score_heads(model, padded, options=ac.RunOptions(engine=engine, batch_size=4))
-    )
+    padded = ac.Prompts.from_tokens([row.tolist() for some in (prompts, longer) for row in some.tokens])
+    options = ac.RunOptions(engine=engine, batch_size=4)
+    there_as_here(llamas, lambda model: ac.score_heads(model, padded, options=options))
 
 
 def test_scores_in_bfloat16(folder, prompts):
     halves = [ac.load(folder, device=device, dtype=torch.bfloat16) for device in DEVICES]
     there_as_here(halves, lambda model: ac.score_heads(model, prompts, metrics=["lookup", "entropy"]), atol=0.05)
-
-
-@pytest.mark.parametrize("engine", ["fast", "reference"])
-def test_evaluation(llamas, prompts, engine):
-    there_as_here(llamas, lambda model: ac.evaluate(model, prompts, options=ac.RunOptions(engine=engine)))
 
 
 def test_p_values(llamas):
@@ -206,9 +209,10 @@ def test_p_values(llamas):
         assert values.std() > 0
 
 
+@ON_ONE_AND_ON_TWO
 @pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["replay", "pattern"])
-def test_patches(llamas, pair, sites):
-    there_as_here(llamas, lambda model: ac.patch_heads(model, pair, sites=sites))
+def test_patches(models, pair, sites):
+    there_as_here(models, lambda model: ac.patch_heads(model, pair, sites=sites))
 
 
 @pytest.mark.parametrize("sites", [["z"], ["q", "v"]], ids=["z", "q and v"])
@@ -223,23 +227,24 @@ def test_little_memory(llamas, pair, monkeypatch):
     there_as_here(llamas, lambda model: ac.score_heads(model, pair.clean, metrics=["lookup"]))
 
 
+@ON_ONE_AND_ON_TWO
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
-def test_ablations(llamas, prompts, how):
-    there_as_here(llamas, lambda model: ac.ablate_heads(model, prompts, how=how))
-    there_as_here(llamas, lambda model: ac.ablate_heads(model, prompts, how=how, screen=0.3))
+def test_ablations(models, prompts, how):
+    there_as_here(models, lambda model: ac.ablate_heads(model, prompts, how=how))
+    there_as_here(models, lambda model: ac.ablate_heads(model, prompts, how=how, screen=0.3))
 
 
+@ON_ONE_AND_ON_TWO
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["patch", "zero", "mean", "resample", "clamp", "steer", "rotated"])
-def test_edits(llamas, pair, name, engine):
+def test_edits(models, pair, name, engine):
     heads, later = [(0, 0), (0, 1), (1, 2), (1, 3)], torch.zeros_like(pair.clean.mask)
     later[:, 5:] = True
 
     def edited(model: Any) -> ac.Table:
         if name == "patch":
-            cached = capture(
-                model, pair.corrupted, [name_of("v", layer) for layer in range(2)], options=ac.RunOptions(engine=engine)
-            )
+            names = [name_of("v", layer) for layer in range(2)]
+            cached = capture(model, pair.corrupted, names, options=ac.RunOptions(engine=engine))
             edit: Any = ac.Patch(heads, "v", positions=later, values=cached)
         elif name in ("mean", "resample"):
             edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair.corrupted, how=name, site="z"))
@@ -251,7 +256,7 @@ def test_edits(llamas, pair, name, engine):
             edit = ac.Ablate(heads, "rot_k" if name == "rotated" else "k")
         return ac.evaluate(model, pair.clean, edits=[edit], options=ac.RunOptions(engine=engine))
 
-    there_as_here(llamas, edited)
+    there_as_here(models, edited)
 
 
 def test_edits_whose_values_are_on_the_gpu(llamas, pair):
@@ -260,9 +265,8 @@ def test_edits_whose_values_are_on_the_gpu(llamas, pair):
     def edited(model: Any) -> ac.Table:
         with torch.no_grad():
             _, cache = model.run_with_cache(pair.corrupted.tokens.to(device_of(model)))
-        patch = ac.Patch(
-            [(0, 1), (1, 2)], values={name_of("z", layer): cache[name_of("z", layer)] for layer in range(2)}
-        )
+        names = [name_of("z", layer) for layer in range(2)]
+        patch = ac.Patch([(0, 1), (1, 2)], values={name: cache[name] for name in names})
         steer = ac.Steer(site="resid_post", layers=[0], vector=cache[name_of("resid_post", 0)][0, 3])
         return ac.evaluate(model, pair.clean, edits=[patch, steer], options=ac.RunOptions(batch_size=3))
 
@@ -356,11 +360,12 @@ def test_attribution_of_edges(llamas, noise, method):
     there_as_here(llamas, lambda model: attribute_edges(model, noise, method=method, steps=2))
 
 
-def test_edges_and_paths(llamas, noise):
+@ON_ONE_AND_ON_TWO
+def test_edges_and_paths(models, noise):
     edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L0H2", "L1KV0.k"), ("L1H1", "M1"), ("L0H0", "logits")]
-    there_as_here(llamas, lambda model: patch_edges(model, noise, edges=edges))
+    there_as_here(models, lambda model: patch_edges(model, noise, edges=edges))
     ends: Any = {"senders": ["input", "L0H1"], "receivers": ["L1H0.q", "L1KV1.k", "L1KV0.v", "M1", "logits"]}
-    there_as_here(llamas, lambda model: patch_paths(model, noise, **ends))
+    there_as_here(models, lambda model: patch_paths(model, noise, **ends))
 
 
 def test_circuits(folder, noise):
@@ -372,10 +377,11 @@ def test_circuits(folder, noise):
     there_as_here(llamas, lambda model: completeness(model, heads[:1], noise, draws=1))
 
 
-def test_contributions(llamas, prompts):
-    there_as_here(llamas, lambda model: direct_logits(model, prompts))
+@ON_ONE_AND_ON_TWO
+def test_contributions(models, prompts):
+    there_as_here(models, lambda model: direct_logits(model, prompts))
     pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
-    there_as_here(llamas, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
+    there_as_here(models, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
 
 
 def test_recall():
@@ -425,54 +431,9 @@ def test_a_model_on_two_devices(split, prompts):
     there_as_here(split, lambda model: model(prompts.tokens.to(device_of(model))))
 
 
-@pytest.mark.parametrize("engine", ["fast", "reference"])
-@pytest.mark.parametrize("verb", [ac.score_heads, ac.evaluate])
-def test_measures_on_two_devices(split, prompts, verb, engine):
-    there_as_here(split, lambda model: verb(model, prompts, options=ac.RunOptions(engine=engine)))
-
-
-@pytest.mark.parametrize("sites", [REPLAY_SITES, ["pattern"]], ids=["replay", "pattern"])
-def test_patches_on_two_devices(split, pair, sites):
-    there_as_here(split, lambda model: ac.patch_heads(model, pair, sites=sites))
-
-
-@pytest.mark.parametrize("engine", ["auto", "reference"])
-def test_edits_on_two_devices(split, pair, engine):
-    later = torch.zeros_like(pair.clean.mask)
-    later[:, 5:] = True
-    heads = [(0, 0), (0, 1), (1, 2), (1, 3)]
-
-    def edited(model: Any) -> ac.Table:
-        names = [name_of("v", layer) for layer in range(2)]
-        cached = capture(model, pair.corrupted, names, options=ac.RunOptions(engine=engine))
-        edits = [
-            ac.Patch(heads, "v", positions=later, values=cached),
-            ac.Clamp([(0, 1), (1, 1)], "lookup"),
-            ac.Steer(site="resid_pre", layers=[1], positions=later, vector=torch.ones(32)),
-        ]
-        return ac.evaluate(model, pair.clean, edits=edits, options=ac.RunOptions(engine=engine))
-
-    there_as_here(split, edited)
-
-
-@pytest.mark.parametrize("how", ["zero", "mean", "resample"])
-def test_ablations_on_two_devices(split, prompts, how):
-    there_as_here(split, lambda model: ac.ablate_heads(model, prompts, how=how))
-    there_as_here(split, lambda model: ac.ablate_heads(model, prompts, how=how, screen=0.3))
-
-
 def test_attribution_on_two_devices(split, noise):
     there_as_here(split, lambda model: attribute_heads(model, noise))
     there_as_here(split, lambda model: attribute_edges(model, noise, method="eap_ig_activations", steps=2))
-
-
-def test_edges_on_two_devices(split, noise, prompts):
-    edges = [("input", "L0KV1.v"), ("M0", "L1H3.q"), ("L1H1", "M1"), ("L0H0", "logits")]
-    there_as_here(split, lambda model: patch_edges(model, noise, edges=edges))
-    there_as_here(split, lambda model: patch_paths(model, noise, senders=["L0H1"], receivers=["L1H0.q", "logits"]))
-    there_as_here(split, lambda model: direct_logits(model, prompts))
-    pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
-    there_as_here(split, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
 
 
 def test_localization_on_two_devices(split):

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 SLACK = 1.1
 
 ROOMS = {
-    "align_circuits": (376, 300),
+    "align_circuits": (326, 300),
     "align_circuits/jobs": (1068, 1000),
-    "align_circuits/prompts": (1439, 1300),
-    "align_circuits/tables": (1085, 1100),
-    "align_circuits/tasks": (2350, 2100),
-    "align_circuits/models": (2863, 2400),
+    "align_circuits/prompts": (1419, 1300),
+    "align_circuits/tables": (1116, 1100),
+    "align_circuits/tasks": (2313, 2100),
+    "align_circuits/models": (2829, 2400),
     "align_circuits/run": (1976, 1500),
     "align_circuits/heads": (3417, 2600),
     "align_circuits/circuits": (1276, 1100),

@@ -136,28 +136,13 @@ def test_as_many_controls_are_drawn_as_a_verdict_asks_for():
 
 
 CASES = [
-    (
-        lambda w: ac.score_heads(w.network, w.clean),
-        "is a LlamaForCausalLM, not a model; load it with align_circuits.load",
-    ),
-    (
-        lambda w: ac.score_heads(w.model, w.clean, "induction"),
-        r"is the text 'induction', not .*; give a list, \['induction'\]",
-    ),
+    (lambda w: ac.score_heads(w.network, w.clean), "is a LlamaForCausalLM, not a model; load it with align_circuits.l"),
+    (lambda w: ac.score_heads(w.model, w.clean, "lookup"), r"is the text 'lookup', not .*; give a list, \['lookup'\]"),
     (lambda w: ac.score_heads(w.model, [[1, 2]]), "prompts is a list of 1 .*, not Prompts; make them with a task"),
-    (
-        lambda w: ac.score_heads(w.model, torch.zeros(2, 3)),
-        r"a Tensor of shape \(2, 3\) and torch.float32, not Prompts",
-    ),
-    (
-        lambda w: ac.patch_heads(w.model, w.clean),
-        r"pair is a Prompts, not Pair; make one with Pair\(clean, corrupted\)",
-    ),
+    (lambda w: ac.score_heads(w.model, torch.zeros(2, 3)), r"a Tensor of shape \(2, 3\) and .*float32, not Prompts"),
+    (lambda w: ac.patch_heads(w.model, w.clean), r"pair is a Prompts, not Pair; make one with Pair\(clean, corrup"),
     (lambda w: ac.localize(w.model, "induction"), "task is the text 'induction'.*give a task such as Seq2SeqTask"),
-    (
-        lambda w: ac.evaluate(w.model, w.clean, options="fast"),
-        r"options is .*; give RunOptions\(engine=\.\.\., batch_size",
-    ),
+    (lambda w: ac.evaluate(w.model, w.clean, options="fast"), r"options is .*; give RunOptions\(engine=\.\.\., batch_"),
     (lambda w: ac.patch_heads(w.model, w.pair, heads=5), "heads is 5, not a list"),
     (lambda w: w.task.sample(True, w.tokenizer), "n is True, not an int"),
     (lambda w: w.task.sample(2, "gpt2"), "tokenizer is the text 'gpt2', not Tokenizer or None; give model.tokenizer"),
@@ -185,10 +170,8 @@ def test_what_came_what_is_allowed_and_what_to_do(world, case):
 
 
 def test_numbers_of_arrays_and_tables_are_numbers(world):
-    row = pd.DataFrame({"n": [2]}).iloc[0]
-    assert (
-        len(world.task.sample(np.int64(2), world.tokenizer)) == len(world.task.sample(row["n"], world.tokenizer)) == 2
-    )
+    for two in (np.int64(2), pd.DataFrame({"n": [2]}).iloc[0]["n"]):
+        assert len(world.task.sample(two, world.tokenizer)) == 2
     assert len(world.table.top("lookup", np.int32(1))) == 1
 
 

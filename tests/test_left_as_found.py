@@ -143,23 +143,16 @@ def test_an_interrupt_while_the_model_is_put_back_comes_right_after(make, pair, 
     assert not changed(before, found(model)) and signal.getsignal(signal.SIGINT) is handler
 
 
-def test_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
+def test_the_attention_function_what_may_have_a_gradient_and_its_gradient_are_put_back(make):
     model, _ = make("fast")
     frozen, free, *_ = model.original_model.parameters()
     frozen.requires_grad_(False)
     before, restore = found(model), left_as_found.compat.remembered(model)
+    model.original_model.config._attn_implementation = "sdpa"
+    assert changed(before, found(model)) == ["attention"]
     frozen.requires_grad_(True)
     free.requires_grad_(False)
     frozen.grad, free.grad = torch.ones_like(frozen), torch.ones_like(free)
-    restore(generator=False)
-    assert not changed(before, found(model))
-
-
-def test_the_attention_function_is_put_back(make):
-    model, _ = make("fast")
-    before, restore = found(model), left_as_found.compat.remembered(model)
-    model.original_model.config._attn_implementation = "sdpa"
-    assert changed(before, found(model)) == ["attention"]
     restore(generator=False)
     assert not changed(before, found(model))
 
@@ -198,12 +191,16 @@ def test_a_hook_that_removes_itself_does_not_come_back(make, pair):
     assert handle.id not in layer._forward_hooks
 
 
+def in_another_thread(function: Any) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 def test_in_other_threads_verbs_run_as_before(make, pair):
     model, _ = make("fast")
     done = []
-    thread = threading.Thread(target=lambda: done.append(ac.evaluate(model, pair.clean)))
-    thread.start()
-    thread.join()
+    in_another_thread(lambda: done.append(ac.evaluate(model, pair.clean)))
     assert len(done) == 1
 
 
@@ -365,9 +362,7 @@ def test_the_handler_of_interrupts_is_put_back_last(users_signal, monkeypatch): 
 def test_in_other_threads_no_handler_is_touched(users_signal):  # noqa: ARG001
     handler = signal.getsignal(signal.SIGUSR1)
     signals = left_as_found._Signals()
-    thread = threading.Thread(target=signals.hold)
-    thread.start()
-    thread.join()
+    in_another_thread(signals.hold)
     assert not signals._handlers and signal.getsignal(signal.SIGUSR1) is handler
 
 

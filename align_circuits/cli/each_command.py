@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import tyro
 
@@ -22,7 +21,6 @@ from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import replacing
 from align_circuits.jobs.jobs import Job, run_jobs
 from align_circuits.report.page import Section
-from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
 OUTPUT = "output.txt"
@@ -68,7 +66,7 @@ class Each(Verb):
         table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], made)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:
-            means = over_seeds(table)
+            means = table.over_seeds()
             means.save(results.new / "over_seeds")
             sections.append(("Over seeds", "Means with 95% t intervals; n: the number of seeds.", means))
         for run in runs:
@@ -123,19 +121,6 @@ def run_once(*, command: Sequence[str], model: str | None, variant: str, run_see
     with replacing(Path(folder) / OUTPUT) as temporary:
         temporary.write_text(printed.getvalue(), encoding="utf-8")
     return Table.load(folder).frame
-
-
-def over_seeds(table: Table) -> Table:
-    """Returns the mean of every number over seeds with its t interval; `n` counts the seeds that have it."""
-    keys = [key for key in table.keys if key != "seed"]
-    grouped: Any = table.frame.groupby(keys, dropna=False, sort=False)["value"]
-    means: Any = grouped.mean().reset_index()
-    values = [group.to_numpy(dtype=float) for _, group in grouped]
-    padded = np.full((len(values), max(map(len, values))), np.nan)
-    for row, seeds in zip(padded, values, strict=True):
-        row[: len(seeds)] = seeds
-    low, high = t_interval(padded)
-    return Table(means.assign(low=low, high=high, n=[*map(len, values)]), table.provenance)
 
 
 def _options(variant: str) -> list[str]:

@@ -64,6 +64,7 @@ FUSED = ("c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
 
 @checked
+@torch.random.fork_rng(devices=[])  # some architectures draw weights before they read them
 def load(
     source: Any,
     device: str | torch.device | None = None,
@@ -118,33 +119,22 @@ def load(
             architecture is unknown, a weight is NaN (offloaded ones are not looked at), an adapter or tokenizer cannot
             be used, or a device map does not fit.
     """
-    with torch.random.fork_rng(devices=[]):  # some architectures draw weights before they read them
-        return _load(source, device, dtype, tokenizer, revision, gguf_file, device_map, quantization)
-
-
-def _load(
-    source: Any,
-    device: Any,
-    dtype: torch.dtype | None,
-    tokenizer: Any,
-    revision: str | None,
-    gguf_file: str | None,
-    device_map: str | Mapping[str, int | str] | None,
-    quantization: Quantization | None,
-) -> Any:
     name = source
     if device_map is not None and device is not None:
         raise ValueError(f"device={str(device)!r} and a device_map: give one of them")
-    if device_map is not None and not isinstance(source, str | Path):
-        raise ValueError("device_map goes with a folder or a name on the hub: a model in memory stays where it is")
-    if quantization is not None and not isinstance(source, str | Path):
-        raise ValueError("quantization goes with a folder or a name on the hub: a model in memory stays as it is")
+    for option, given in (("device_map", device_map), ("quantization", quantization)):
+        if given is not None and not isinstance(source, str | Path):
+            raise ValueError(f"{option} goes with a folder or a name on the hub: a model in memory stays as it is")
     if gguf_file is not None and (not isinstance(source, str | Path) or source in BUNDLED):
         raise ValueError(f"gguf_file={gguf_file!r} goes with a folder or a name on the hub: leave it out")
     if isinstance(source, str) and source in BUNDLED:
         dtype, source = dtype or torch.float32, BUNDLED[source]()
     if isinstance(source, HookedModel):
-        return _unchanged(source, device, dtype, tokenizer)
+        if (device, dtype, tokenizer) != (None, None, None):
+            raise ValueError(
+                "a TransformerLens model is returned unchanged: set its device, dtype and tokenizer yourself"
+            )
+        return source
     if isinstance(source, str | Path):
         target = _device(device)  # an unknown device is refused before anything is downloaded
         place = _place(source, revision, gguf_file)
@@ -168,12 +158,6 @@ def _load(
         source = source.to(dtype)  # pyright: ignore[reportArgumentType]
     name = str(source.name_or_path or "model")
     return _bridge(source, _tokenizer(tokenizer, Path(name)), name)
-
-
-def _unchanged(model: HookedModel, device: Any, dtype: Any, tokenizer: Any) -> HookedModel:
-    if device is not None or dtype is not None or tokenizer is not None:
-        raise ValueError("a TransformerLens model is returned unchanged: set its device, dtype and tokenizer yourself")
-    return model
 
 
 def _device(name: str | torch.device | None) -> torch.device:
@@ -244,11 +228,8 @@ def _read(
     if (folder / "adapter_config.json").is_file():
         return _read_adapter(folder, dtype, device)
     if not (folder / "config.json").is_file():
-        remedy = (
-            "name its GGUF file with gguf_file="
-            if any(folder.glob("*.gguf"))
-            else "give a folder that save_pretrained wrote"
-        )
+        has_gguf = any(folder.glob("*.gguf"))
+        remedy = "name its GGUF file with gguf_file=" if has_gguf else "give a folder that save_pretrained wrote"
         raise ValueError(f"no config.json in {str(folder)!r}: {remedy}")
     settings = settings_in(folder, "config.json")
     kind = settings.get("model_type")
@@ -272,15 +253,16 @@ def _read(
         raise ValueError(
             f"config.json in {str(folder)!r} cannot be used ({_short(error)}): correct it, or download the folder again"
         ) from error
-    offloaded, reduced = None, {}
+    placed: dict[str, Any] = {}
     if quantization is not None:
-        reduced = {"quantization_config": quantization_config(quantization, outline.dtype)}
+        placed["quantization_config"] = quantization_config(quantization, outline.dtype)
+    offloaded = None
     if device_map is None:
         check_memory(folder, memory_of(outline), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
     else:
         check_device_map(device_map, outline)
         offloaded = TemporaryDirectory(prefix="align-circuits-")
-    spread = {} if offloaded is None else {"device_map": device_map, "offload_folder": offloaded.name}
+        placed |= {"device_map": device_map, "offload_folder": offloaded.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -291,8 +273,7 @@ def _read(
             trust_remote_code=False,
             attn_implementation="eager",
             output_loading_info=True,
-            **spread,
-            **reduced,
+            **placed,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]

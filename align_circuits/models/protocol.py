@@ -80,10 +80,7 @@ def _provenance(model: HookedModel) -> dict[str, Any]:
         "class": type(model).__name__,
         "name": str(getattr(config, "model_name", "")),
         "architecture": str(getattr(config, "architecture", None) or type(model).__name__),
-        **{
-            name: int(getattr(config, name))
-            for name in ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
-        },
+        **{name: int(getattr(config, name)) for name in SIZES},
         "dtype": _name(first.dtype),
         **({} if stored == first.dtype else {"stored_dtype": _name(stored)}),
         **({} if (kind := compat.quantization_of(model)) is None else {"quantization": kind}),
@@ -115,5 +112,6 @@ def _hash(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256("".join(line for _, line in sorted(lines)).encode()).hexdigest()[:16]
 
 
+SIZES = ("n_layers", "n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
 _AT_ONCE = 2**22
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,6 +18,10 @@ SCHEMA = {
 }
 """The keys of a line, each with what it holds. All lines have the same keys."""
 
+_TYPES = dict.fromkeys(("positions", "relations"), (dict, "an object, by name"))
+_TYPES |= {"group": (str | int | float, "a string or a number")}
+"""The type of each value that is no string, and its name."""
+
 _RELATION = {"query", "keys", "candidates"}
 
 
@@ -47,14 +51,10 @@ def read_jsonl(path: str | Path) -> dict[str, list[Any]]:
             raise ValueError(f"{place}: give an object with a string 'text'")
         if unknown := sorted(record.keys() - SCHEMA.keys()):
             raise ValueError(f"{place}: unknown key {unknown[0]!r}; a line may have {', '.join(SCHEMA)}")
-        for key in ("answer", "wrong", "corrupted", "corrupted_answer"):
-            if not isinstance(record.get(key, ""), str):
-                raise ValueError(f"{place}: {key} is {type(record[key]).__name__}; give a string")
-        for key in ("positions", "relations"):
-            if not isinstance(record.get(key, {}), dict):
-                raise ValueError(f"{place}: {key} is {type(record[key]).__name__}; give an object, by name")
-        if not isinstance(record.get("group", ""), str | int | float):
-            raise ValueError(f"{place}: group is {type(record['group']).__name__}; give a string or a number")
+        for key, value in record.items():
+            kind, wanted = _TYPES.get(key, (str, "a string"))
+            if not isinstance(value, kind):
+                raise ValueError(f"{place}: {key} is {type(value).__name__}; give {wanted}")
         _check_relations(place, record.get("relations", {}))
         if records and (uneven := sorted(record.keys() ^ records[0].keys())):
             raise ValueError(f"{place}: {uneven[0]!r} stands in some lines only; give it in all or in none")

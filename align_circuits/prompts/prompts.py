@@ -268,31 +268,33 @@ class Prompts:
         # position.
         old_rows = torch.argsort(torch.where(new_prompt == IGNORE, len(self), new_prompt), stable=True)
         old_rows = old_rows[: int((new_prompt != IGNORE).sum())]
-        new_row = torch.full((len(self.targets),), IGNORE)
-        new_row[old_rows] = torch.arange(len(old_rows))
-        targets = self.targets.iloc[old_rows.numpy()].reset_index(drop=True)
-        targets["prompt"] = new_prompt[old_rows].numpy()
+        kept = self._with_targets(old_rows)
 
         def moved(relation: Relation) -> Relation:
-            kept = relation.select(new_index[relation.prompt] != IGNORE)
-            return replace(
-                kept,
-                prompt=new_index[kept.prompt],
-                target=new_row[kept.target],
-                key_label=kept.key_label[chosen],
-                candidate_label=kept.candidate_label[chosen],
-            )
+            labels = {name: getattr(relation, name)[chosen] for name in ("key_label", "candidate_label")}
+            return replace(relation, prompt=new_index[relation.prompt], **labels)
 
         return replace(
-            self,
+            kept,
             **{name: getattr(self, name)[chosen] for name in ("inputs", "mask", "roles", "example")},
-            targets=targets,
-            correct=None if self.correct is None else self.correct[old_rows],
-            own_correct=None if self.own_correct is None else self.own_correct[old_rows],
-            relations={name: moved(relation) for name, relation in self.relations.items()},
+            targets=kept.targets.assign(prompt=new_prompt[old_rows].numpy()),
+            relations={name: moved(relation) for name, relation in kept.relations.items()},
             latent={name: value[chosen] for name, value in self.latent.items()},
             positions={name: value[chosen] for name, value in self.positions.items()},
             group=None if self.group is None else self.group[chosen],
+        )
+
+    def _with_targets(self, old_rows: Int[Tensor, " new"]) -> "Prompts":
+        """The prompts with these rows of the targets, in this order, and the rows of relations that belong to them."""
+        new_row = torch.full((len(self.targets),), IGNORE)
+        new_row[old_rows] = torch.arange(len(old_rows))
+        relations = {name: part.select(new_row[part.target] != IGNORE) for name, part in self.relations.items()}
+        return replace(
+            self,
+            targets=self.targets.iloc[old_rows.numpy()].reset_index(drop=True),
+            correct=None if self.correct is None else self.correct[old_rows],
+            own_correct=None if self.own_correct is None else self.own_correct[old_rows],
+            relations={name: replace(part, target=new_row[part.target]) for name, part in relations.items()},
         )
 
     def mask_of(self, positions: str | Sequence[str]) -> Bool[Tensor, "prompt pos"]:
@@ -350,16 +352,7 @@ class Prompts:
             )
         if not chosen.any():
             raise ValueError("no target is left: choose at least one")
-        kept = torch.tensor(chosen)  # a copy: pandas hands out arrays that must not be written
-        new_row = torch.where(kept, kept.cumsum(0) - 1, IGNORE)
-        relations = {name: relation.select(kept[relation.target]) for name, relation in self.relations.items()}
-        return replace(
-            self,
-            targets=self.targets[chosen].reset_index(drop=True),
-            correct=None if self.correct is None else self.correct[kept],
-            own_correct=None if self.own_correct is None else self.own_correct[kept],
-            relations={name: replace(part, target=new_row[part.target]) for name, part in relations.items()},
-        )
+        return self._with_targets(torch.from_numpy(np.flatnonzero(chosen)))
 
     def with_relations(self, **relations: Relation) -> "Prompts":
         """Returns the prompts with more relations, by name; one of the same name is replaced.

@@ -110,19 +110,10 @@ class Relation:
         rows.sort(key=lambda row: (row.prompt, row.query))
         key_label, key_value = _labels(name, rows, [row.keys for row in rows], prompts.mask)
         candidate_label, candidate_value = _labels(name, rows, [row.candidates for row in rows], prompts.mask)
-        prompt, query = (torch.tensor([getattr(row, part) for row in rows]) for part in ("prompt", "query"))
-        target = torch.tensor([row.target for row in rows])
-        return cls(
-            name,
-            target,
-            prompt,
-            query,
-            key_value,
-            candidate_value,
-            key_label,
-            candidate_label,
-            exchangeable=of_rows[0] is not None,
-        )
+        columns = ("target", "prompt", "query")
+        target, prompt, query = (torch.tensor([getattr(row, column) for row in rows]) for column in columns)
+        relation = cls(name, target, prompt, query, key_value, candidate_value, key_label, candidate_label)
+        return replace(relation, exchangeable=of_rows[0] is not None)
 
     @classmethod
     @checked
@@ -254,7 +245,7 @@ def previous_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt po
     """
     pos = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     before = rows["query"] - 1
-    relation = _among_all("previous", mask, key_label=torch.where(mask, pos, IGNORE), key_value=before, rows=rows)
+    relation = _among_all("previous", mask, torch.where(mask, pos, IGNORE), before, rows)
     return relation.select((before >= 0) & mask[rows["prompt"], before.clamp(min=0)])
 
 
@@ -265,10 +256,7 @@ def duplicate_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt p
     occurs for the first time have no key and are left out. Arguments as for `previous_token`.
     """
     key_value = ids[rows["prompt"], rows["query"]]
-    key_label = torch.where(mask, ids, IGNORE)
-    relation = _among_all(
-        "duplicate", mask, key_label=key_label, key_value=key_value, rows=rows, keys_before_query=True
-    )
+    relation = _among_all("duplicate", mask, torch.where(mask, ids, IGNORE), key_value, rows, keys_before_query=True)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
 
 
@@ -282,7 +270,7 @@ def induction(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"], 
     key_label = torch.full_like(ids, IGNORE)
     # A position is labelled with the token before it: where that equals the query's token, it followed an earlier copy.
     key_label[:, 1:] = torch.where(mask[:, 1:] & mask[:, :-1], ids[:, :-1], IGNORE)
-    relation = _among_all("induction", mask, key_label=key_label, key_value=key_value, rows=rows)
+    relation = _among_all("induction", mask, key_label, key_value, rows)
     return relation.select(_seen_before(ids, mask)[rows["prompt"], rows["query"]])
 
 
@@ -295,9 +283,7 @@ def first_token(ids: Int[Tensor, "prompt pos"], mask: Bool[Tensor, "prompt pos"]
     start = mask.int().argmax(1)
     pos = torch.arange(ids.shape[1], device=ids.device)
     key_label = torch.where(pos == start[:, None], 0, IGNORE)
-    relation = _among_all(
-        "first_token", mask, key_label=key_label, key_value=torch.zeros_like(rows["query"]), rows=rows
-    )
+    relation = _among_all("first_token", mask, key_label, torch.zeros_like(rows["query"]), rows)
     return relation.select(rows["query"] > start[rows["prompt"]])
 
 
@@ -323,23 +309,23 @@ def with_candidates(relation: Relation, also: Bool[Tensor, "prompt pos"]) -> Rel
 def _among_all(
     name: str,
     mask: Bool[Tensor, "prompt pos"],
-    *,
     key_label: Int[Tensor, "prompt pos"],
     key_value: Int[Tensor, " row"],
     rows: dict[str, Tensor],
+    *,
     keys_before_query: bool = False,
 ) -> Relation:
     """A relation whose candidates are all real tokens."""
     return Relation(
         name,
+        target=rows["target"],
+        prompt=rows["prompt"],
+        query=rows["query"],
         key_value=key_value,
         candidate_value=torch.zeros_like(key_value),
         key_label=key_label,
         candidate_label=torch.where(mask, 0, IGNORE),
         keys_before_query=keys_before_query,
-        target=rows["target"],
-        prompt=rows["prompt"],
-        query=rows["query"],
     )
 
 

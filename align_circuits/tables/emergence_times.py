@@ -1,7 +1,6 @@
 """When something emerged, as a number: from the course of a metric over the steps of a training."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.checks import checked
-from align_circuits.tables.intervals import binomial_interval, t_interval
+from align_circuits.tables.intervals import over_seeds
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
 MIN_RISE = 0.3
@@ -71,16 +70,8 @@ def crossing_step(
 ) -> float:
     """Returns the first step of `sustained` probes in a row that all reach a level; NaN if none do.
 
-    Of two runs it tells which came there first, whatever the rise of each.
-
-    Args:
-        steps: The step of each probe, ascending.
-        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
-        level: NaN is never reached.
-        sustained: The number of probes in a row.
-
-    Raises:
-        ValueError: As for `emergence_step`.
+    Of two runs it tells which came there first, whatever the rise of each. A `level` of NaN is never reached. Other
+    arguments and errors as for `emergence_step`.
 
     >>> crossing_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]), 0.45)
     40.0
@@ -100,17 +91,8 @@ def steepest_share(
     """Returns how much of a metric's rise comes within the few steps in which it is steepest; NaN if it did not emerge.
 
     The rise is that of `emergence_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
-    all of it; a rise at an even pace gives about `within` over all steps.
-
-    Args:
-        steps: The step of each probe, ascending.
-        values: The metric at each probe; a probe without a value (NaN) interrupts a row of probes.
-        within: How many steps.
-        min_rise: A smaller rise is no emergence.
-        sustained: The number of probes in a row.
-
-    Raises:
-        ValueError: As for `emergence_step`.
+    all of it; a rise at an even pace gives about `within` (a number of steps) over all steps. Other arguments and
+    errors as there.
 
     >>> steepest_share(np.arange(0.0, 70, 10), np.array([0.0, 0.0, 0.25, 0.75, 1.0, 1.0, 1.0]), 10.0)
     0.5
@@ -204,21 +186,14 @@ def emergence(
     emerged = ~np.isnan(values)
     rows = pd.DataFrame(groups, columns=by)
     measures = pd.concat([rows.assign(measure="step"), rows.assign(measure="emerged")], ignore_index=True)
-    value, weight = np.concatenate([values, emerged]), np.concatenate([emerged, np.ones_like(emerged)]).astype(float)
+    by_run, is_share = np.concatenate([values, emerged]), np.repeat([False, True], len(rows))
     settings = {"metric": metric, "best": best, "min_rise": min_rise, "sustained": sustained, "runs": len(tables)}
-    table = Table.from_prompts(
-        measures,
-        value,
-        weight,
+    return Table(
+        measures.assign(**over_seeds(by_run, is_share)),
         Provenance("emergence", settings=settings | keys),
-        bounded=np.repeat([False, True], len(rows)),
+        by_run,
+        (~np.isnan(by_run)).astype(float),
     )
-    low, high = t_interval(values)
-    shares = np.array([binomial_interval(int(row.sum()), len(row)) for row in emerged]).T
-    if len(tables) == 1:
-        shares[:] = np.nan
-    frame = table.frame.assign(low=np.concatenate([low, shares[0]]), high=np.concatenate([high, shares[1]]))
-    return replace(table, frame=frame)
 
 
 def best_head(frame: Any, last: int) -> Any:

@@ -1,7 +1,7 @@
 """Intervals: over prompts or seeds, the units that are drawn independently."""
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from scipy.special import expit, logit, stdtrit
 
@@ -98,6 +98,24 @@ def t_interval(values: Float[ndarray, "row seed"]) -> tuple[Float[ndarray, " row
     quantile = stdtrit(np.maximum(n - 1, 1), TAILS[1])  # of Student's t
     half = np.where((n < 2) | equal, np.nan, quantile * np.sqrt(square / np.maximum(n, 1)))
     return mean - half, mean + half
+
+
+def over_seeds(
+    values: Float[ndarray, "row seed"], yes_or_no: Bool[ndarray, " row"] | bool = False
+) -> dict[str, ndarray]:
+    """Returns each row's `value` (its mean over seeds), `low`, `high` and `n`; what `Table.over_seeds` computes.
+
+    Args:
+        values: A seed without a value (NaN) does not count.
+        yes_or_no: The rows of 0 and 1 with `binomial_interval`, not `t_interval`; a single seed has neither.
+    """
+    known = ~np.isnan(values)
+    n = known.sum(1)
+    mean = weighted_mean(values, known.astype(float))
+    low, high = t_interval(values)
+    for row in np.flatnonzero(yes_or_no & (n > 1)):
+        low[row], high[row] = binomial_interval(int(np.nansum(values[row])), int(n[row]))
+    return {"value": mean, "low": low, "high": high, "n": n}
 
 
 def binomial_interval(successes: int, trials: int, *, coverage: float = COVERAGE) -> tuple[float, float]:

@@ -228,6 +228,44 @@ class Table:
         table._check_one_row(("layer", "head"))
         return table.frame.pivot(index="layer", columns="head", values="value").to_numpy(dtype=float)
 
+    def over_seeds(self) -> "Table":
+        """Returns the mean over seeds of the rows that agree in every key but `seed`, with its 95% interval over seeds.
+
+        Numbers get Student's t interval (`t_interval` of `tables/intervals.py`; none where all seeds have the same
+        number). Where each `value` is True or False, the mean is the share of seeds with True, and the interval is the
+        exact binomial one (`binomial_interval`); 0.0 and 1.0 are numbers. `n` is the number of seeds that have a value:
+        those without one (NaN) are left out, and one seed has no interval (NaN). Intervals over prompts and per-prompt
+        values are dropped. For a paired difference subtract first: `(left - right).over_seeds()`.
+
+        Returns:
+            The table without the column `seed`, its rows in the order in which they first occur.
+
+        Raises:
+            ValueError: No column `seed`, rows without a seed, or several rows of one seed with equal keys.
+
+        >>> rows = {"arm": ["a", "a", "b", "b"], "seed": [0, 1, 0, 1], "value": [0.4, 0.8, 0.5, np.nan]}
+        >>> table = Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("each"))
+        >>> table.over_seeds().frame.round(2)
+          arm  value   low  high  n
+        0   a    0.6 -1.94  3.14  2
+        1   b    0.5   NaN   NaN  1
+        """
+        frame: Any = self.frame
+        if "seed" not in frame or frame["seed"].isna().any():
+            raise ValueError("rows without a seed: give each row one, in the key column 'seed'")
+        if frame.duplicated(self.keys).any():
+            raise ValueError("several rows of one seed with equal keys: tell them apart by a further key column")
+        keys = [key for key in self.keys if key != "seed"]
+        group = frame.groupby(keys, dropna=False, sort=False).ngroup() if keys else pd.Series(0, frame.index)
+        seed = pd.factorize(frame["seed"], sort=True)[0]
+        values = np.full((len(set(group)), len(set(seed))), np.nan)
+        values[group, seed] = frame["value"].to_numpy(float, na_value=np.nan)
+        number = frame["value"].notna() & ~frame["value"].map(lambda value: isinstance(value, bool | np.bool_))
+        numbers = np.zeros(len(values), dtype=bool)
+        numbers[group[number]] = True
+        means = frame.loc[~group.duplicated(), keys].reset_index(drop=True)
+        return Table(means.assign(**stats.over_seeds(values, ~numbers)), self.provenance)
+
     def __sub__(self, other: "Table") -> "Table":
         """Returns the difference, row paired with row by the key columns.
 

@@ -1,6 +1,5 @@
 """The alignment of output phrases with input positions (Agarwal & Sarawagi, 2025, Eq. 2)."""
 
-import math
 from typing import Literal
 
 import torch
@@ -55,11 +54,3 @@ def sample_alignment(
         order = tuple(rng.order("alignment", x_len).tolist())
         if order != tuple(range(x_len)):
             return order
-
-
-def order_caveats(x_len: int) -> tuple[str, ...]:
-    """Returns whether the inputs are too short for a permutation test of alignment, as `Task.caveats` does."""
-    orders = math.factorial(x_len)
-    if orders >= 1 / 0.05:
-        return ()
-    return (f"{x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)

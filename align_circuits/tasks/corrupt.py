@@ -29,13 +29,7 @@ def corrupt_seq2seq(
 ) -> Prompts:
     """Returns the corrupted halves of minimal pairs, as `Seq2SeqTask.corrupt` describes them.
 
-    Args:
-        prompts: Clean prompts of a sequence-to-sequence task.
-        kind: What changes.
-        seed: Which change.
-        places: The layout of the prompts.
-        ood: Whether the test input may be any permutation.
-        sample_automata: Draws automata of the task for a number of prompts.
+    `ood`: whether the test input may be any permutation. `sample_automata` draws automata for a number of prompts.
     """
     if kind not in get_args(Corruption):
         raise ValueError(f"corruption {kind!r}: choose one of {', '.join(map(repr, get_args(Corruption)))}")

@@ -74,15 +74,10 @@ def write(
     symbols: Int[Tensor, " symbol"],
     letters: Int[Tensor, " letter"],
 ) -> Int[Tensor, "prompt pos"]:
-    """Returns the token ids of prompts with these latent variables.
+    """Returns the token ids of prompts with these latent variables, `LATENT`.
 
-    Args:
-        places: The layout of the prompts.
-        latent: The latent variables, as described at `LATENT`.
-        which: The symbol that each phrase translates.
-        fixed: The token ids of the delimiters.
-        symbols: The token ids of the alphabet.
-        letters: The token ids of the letters.
+    `which` is the symbol that each phrase translates; `fixed`, `symbols` and `letters` are the token ids of delimiters,
+    alphabet and letters.
     """
     own = symbols[latent["symbols"]]
     inputs, copies = (own.gather(1, index.flatten(1)).view_as(index) for index in (latent["order"], which))

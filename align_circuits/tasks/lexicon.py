@@ -2,31 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from align_circuits.checks import Tokenizer, check_size, checked
-from align_circuits.prompts.prompts import REFERENCES, Prompts
-from align_circuits.tasks.alignment import order_caveats, sample_alignment
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tasks.alignment import sample_alignment
 from align_circuits.tasks.automaton import Automata
-from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
+from align_circuits.tasks.corrupt import Corruption
 from align_circuits.tasks.labels import prompts_of
 from align_circuits.tasks.layout import layout_of
 from align_circuits.tasks.rng import Rng
-from align_circuits.tasks.seq2seq import Seq2SeqTask, config_of
-from align_circuits.tasks.task import Task
+from align_circuits.tasks.seq2seq import TranslationTask, config_of
+from align_circuits.tasks.task import check_choices, check_least
 from align_circuits.tasks.token_ids import check_text, check_tokenizer, look_up, name_of, token_of
 from align_circuits.tasks.word_pairs import LEXICONS
 
 Order = Literal["monotonic", "reversed", "permutation"]
+LexiconStyle = Literal["standard", "pre-aligned"]
+Unknown = Literal["refuse", "leave out"]
 
 
 @checked
 @dataclass(frozen=True)
-class LexiconTask(Task):
+class LexiconTask(TranslationTask):
     r"""Translate m words by a lexicon known from pretraining, in an order that k examples show.
 
     As in `Seq2SeqTask`, output p translates the word at input position Ã(p), and the model must infer which word is
@@ -46,8 +48,6 @@ class LexiconTask(Task):
     ['BD:db\nAC:ca']
     """
 
-    roles: ClassVar = Seq2SeqTask.roles
-    references: ClassVar = REFERENCES
     target_name: ClassVar = "A translation"
 
     lexicon: str | Mapping[str, str] = "antonyms"
@@ -61,9 +61,9 @@ class LexiconTask(Task):
     shared: bool = False
     """Whether all examples hold the words of the test input, so that their translations can be looked up. Else none
     does, and the relation `lookup` is absent."""
-    style: Literal["standard", "pre-aligned"] = "standard"
+    style: LexiconStyle = "standard"
     """`"pre-aligned"`: each translation stands behind a copy of its word."""
-    unknown: Literal["refuse", "leave out"] = "refuse"
+    unknown: Unknown = "refuse"
     """What happens to pairs with a word that is not one token of the tokenizer."""
     colon: str = ":"
     """Between input and output."""
@@ -75,17 +75,10 @@ class LexiconTask(Task):
     """The seed of the permutation."""
 
     def __post_init__(self):
-        for name, least in (("x_len", 1), ("n_examples", 0), ("task_seed", 0)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name} is {value}: give at least {least}")
-        choices = {"alignment": Order, "style": Literal["standard", "pre-aligned"]}
-        choices["unknown"] = Literal["refuse", "leave out"]
-        known = {name: get_args(allowed) for name, allowed in choices.items()}
+        check_least(self, x_len=1, n_examples=0, task_seed=0)
+        check_choices(self, alignment=Order, style=LexiconStyle, unknown=Unknown)
         if isinstance(self.lexicon, str):
-            known["lexicon"] = tuple(LEXICONS)
-        for name, allowed in known.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+            check_choices(self, lexicon=LEXICONS)
 
     @property
     def aligned(self) -> tuple[int, ...]:
@@ -124,11 +117,7 @@ class LexiconTask(Task):
         Relations are those of `Seq2SeqTask`; `lookup` is absent where the examples do not hold the words (`shared`).
         The first prompts of a seed are the same however many are drawn.
 
-        Args:
-            n: How many prompts.
-            tokenizer: The Hugging Face tokenizer whose ids the prompts are made of.
-            seed: Which prompts; independent of `task_seed`.
-            references: Whether targets carry the reference accuracies.
+        Arguments as for `Seq2SeqTask.sample`.
 
         Raises:
             ValueError: There is no tokenizer, it does not read the words as single tokens (`pairs_of`), two of them are
@@ -186,28 +175,7 @@ class LexiconTask(Task):
         Raises:
             ValueError: As `Seq2SeqTask.corrupt` does.
         """
-        if prompts.task.get("config") != config_of(self):
-            raise ValueError(
-                "these prompts were not sampled by this task: corrupt them with the task that sampled them"
-            )
-        places = layout_of(self.style, self.x_len, 1, self.n_examples, prompts.task["bos"])
-        symbols = prompts.latent["symbols"]
-        return corrupt_seq2seq(
-            prompts, kind, seed, places=places, ood=True, sample_automata=lambda rng, _: _false_lexicon(rng, symbols)
-        )
-
-    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
-        """Returns clean prompts and the same with another test input; one word has no other order."""
-        return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
-
-    def control(self) -> "LexiconTask":
-        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
-        return replace(self, alignment="permutation" if self.alignment == "monotonic" else "monotonic")
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """Whether the inputs are too short for a permutation test of alignment."""
-        return order_caveats(self.x_len)
+        return self._corrupted(prompts, kind, seed, True, lambda rng, _: _false_lexicon(rng, prompts.latent["symbols"]))
 
 
 def _false_lexicon(rng: Rng, symbols: Int[Tensor, "prompt word"]) -> Automata:

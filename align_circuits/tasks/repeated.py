@@ -10,7 +10,7 @@ from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import Prompts, Role, next_token_targets, text_of, vocabulary_hash
 from align_circuits.prompts.relations import IGNORE, duplicate_token, induction, previous_token
 from align_circuits.tasks.rng import Rng
-from align_circuits.tasks.task import Task
+from align_circuits.tasks.task import Task, check_least
 from align_circuits.tasks.token_ids import check_tokenizer
 
 
@@ -38,9 +38,7 @@ class RepeatedTokensTask(Task):
     """Whether prompts start with the tokenizer's BOS token, if there is a tokenizer that has one."""
 
     def __post_init__(self):
-        for name, least in (("length", 2), ("repeats", 2)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name} is {value}: give at least {least}")
+        check_least(self, length=2, repeats=2)
 
     @checked
     def sample(self, n: int, tokenizer: Tokenizer | int | None = None, seed: int = 0) -> Prompts:

@@ -3,9 +3,9 @@
 import math
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Int
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from align_circuits.checks import Tokenizer, check_size, checked
 from align_circuits.prompts.prompts import REFERENCES, Prompts
-from align_circuits.tasks.alignment import AlignmentKind, PriorForm, order_caveats, sample_alignment
+from align_circuits.tasks.alignment import AlignmentKind, PriorForm, sample_alignment
 from align_circuits.tasks.automaton import Automata
 from align_circuits.tasks.corrupt import Corruption, corrupt_seq2seq
 from align_circuits.tasks.grammar import sample_orders, sample_uniform_orders
@@ -21,7 +21,7 @@ from align_circuits.tasks.labels import LATENT, prompts_of
 from align_circuits.tasks.layout import Style, layout_of
 from align_circuits.tasks.references import reference_accuracies
 from align_circuits.tasks.rng import Rng
-from align_circuits.tasks.task import TOKEN_ROLES, Task
+from align_circuits.tasks.task import TOKEN_ROLES, Task, check_choices, check_least
 from align_circuits.tasks.token_ids import check_text, look_up
 
 CHUNK = 256
@@ -33,9 +33,57 @@ MARKER = "!"
 AutomataScope = Literal["prompt", "task"]
 
 
+class TranslationTask(Task):
+    """What tasks of translation have in common: examples of inputs and of outputs in a known alignment."""
+
+    roles: ClassVar = {
+        "align_query": "attends to the input symbol about to be translated",
+        "align_key": "attends to the input symbol just translated",
+        "lookup": "attends to earlier translations of the same symbol",
+        **TOKEN_ROLES,
+    }
+    references: ClassVar = REFERENCES
+
+    x_len: int
+    phrase_len: int = 1
+    n_examples: int
+    alignment: Any
+    style: Any
+    _no_prior: ClassVar[Mapping[str, Any]] = {}
+    """The settings of a task whose alignment has no prior."""
+
+    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """Returns clean prompts and the same with another test input; one symbol has no other order."""
+        return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
+
+    def control(self) -> "TranslationTask":
+        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
+        alignment = "monotonic" if self.alignment in ("permutation", "reversed") else "permutation"
+        return replace(self, alignment=alignment, **self._no_prior)  # pyright: ignore[reportArgumentType] - a dataclass
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Whether the inputs are too short for a permutation test of alignment."""
+        orders = math.factorial(self.x_len)
+        if orders >= 1 / 0.05:
+            return ()
+        return (f"{self.x_len} input symbols have {orders} orders, too few to establish an aligner: use 5 or more.",)
+
+    def _corrupted(
+        self, prompts: Prompts, kind: Corruption, seed: int, ood: bool, sample_automata: Callable[[Rng, int], Automata]
+    ) -> Prompts:
+        """What `corrupt` returns."""
+        if prompts.task.get("config") != config_of(self):
+            raise ValueError(
+                "these prompts were not sampled by this task: corrupt them with the task that sampled them"
+            )
+        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
+        return corrupt_seq2seq(prompts, kind, seed, places=places, ood=ood, sample_automata=sample_automata)
+
+
 @checked
 @dataclass(frozen=True)
-class Seq2SeqTask(Task):
+class Seq2SeqTask(TranslationTask):
     """Translate m symbols into m phrases of c letters, from k examples in the prompt.
 
     Each symbol has an automaton that writes its phrases; phrase p translates the symbol at input position Ã(p). A model
@@ -53,14 +101,8 @@ class Seq2SeqTask(Task):
     ['EPR:bqwsch;PER:qovzch']
     """
 
-    roles: ClassVar = {
-        "align_query": "attends to the input symbol about to be translated",
-        "align_key": "attends to the input symbol just translated",
-        "lookup": "attends to earlier translations of the same symbol",
-        **TOKEN_ROLES,
-    }
-    references: ClassVar = REFERENCES
     target_name: ClassVar = "The first token of a phrase"
+    _no_prior: ClassVar = {"decay": None, "prior_form": "text"}
 
     x_len: int = 5
     """m: symbols in an input, and phrases in an output."""
@@ -182,28 +224,7 @@ class Seq2SeqTask(Task):
                 one input (`"query"`, x_len = 1), there are no examples (`"labels"` and `"alignment"`), or no order
                 contradicts the alignment (`"alignment"`).
         """
-        if prompts.task.get("config") != config_of(self):
-            raise ValueError(
-                "these prompts were not sampled by this task: corrupt them with the task that sampled them"
-            )
-        places = layout_of(self.style, self.x_len, self.phrase_len, self.n_examples, prompts.task["bos"])
-        return corrupt_seq2seq(
-            prompts, kind, seed, places=places, ood=self.ood, sample_automata=lambda rng, n: self._world(rng, n)[1]
-        )
-
-    def pairs(self, prompts: Prompts, seed: int = 0) -> tuple[Prompts, Prompts]:
-        """Returns clean prompts and the same with another test input; one symbol has no other order."""
-        return (prompts, prompts) if self.x_len == 1 else super().pairs(prompts, seed)
-
-    def control(self) -> "Seq2SeqTask":
-        """Returns the task with a permuted alignment, or with a monotonic one if its own is permuted or reversed."""
-        alignment = "monotonic" if self.alignment in ("permutation", "reversed") else "permutation"
-        return replace(self, alignment=alignment, decay=None, prior_form="text")
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """Whether the inputs are too short for a permutation test of alignment."""
-        return order_caveats(self.x_len)
+        return self._corrupted(prompts, kind, seed, self.ood, lambda rng, n: self._world(rng, n)[1])
 
     def _world(self, rng: Rng, n: int) -> tuple[Int[Tensor, "prompt symbol"], Automata]:
         """The symbols, as indices in the alphabet, and the automata of `n` prompts."""
@@ -249,9 +270,7 @@ def config_of(task: Any) -> dict[str, Any]:
 
 def _check(task: Seq2SeqTask) -> None:
     """Refuses a configuration that cannot be sampled."""
-    for name, least in (("x_len", 1), ("phrase_len", 1), ("n_examples", 0), ("task_seed", 0)):
-        if (value := getattr(task, name)) < least:
-            raise ValueError(f"{name} is {value}: give at least {least}")
+    check_least(task, x_len=1, phrase_len=1, n_examples=0, task_seed=0)
     if task.phrase_len > 60:
         raise ValueError(f"phrase_len is {task.phrase_len}: give at most 60")
     for name in ("alphabet", "letters"):
@@ -262,12 +281,7 @@ def _check(task: Seq2SeqTask) -> None:
             f"x_len is {task.x_len}, but the alphabet has {len(task.alphabet)} symbols and an input holds each of its "
             f"symbols once: give x_len up to {len(task.alphabet)} or a longer alphabet"
         )
-    choices = {"alignment": AlignmentKind, "prior_form": PriorForm, "automata": AutomataScope, "style": Style}
-    for name, allowed in choices.items():
-        if getattr(task, name) not in get_args(allowed):
-            raise ValueError(
-                f"{name} is {getattr(task, name)!r}: choose one of {', '.join(map(repr, get_args(allowed)))}"
-            )
+    check_choices(task, alignment=AlignmentKind, prior_form=PriorForm, automata=AutomataScope, style=Style)
     if task.prior_form != "text" and task.alignment != "prior":
         raise ValueError(
             f"prior_form is {task.prior_form!r} with alignment={task.alignment!r}: only alignment='prior' has a form"

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -76,6 +76,20 @@ class Task(ABC):
     def caveats(self) -> tuple[str, ...]:
         """What cannot be established on this task, in sentences."""
         return ()
+
+
+def check_least(config: Any, **least: int) -> None:
+    """Raises a ValueError if a number of a configuration is smaller than it may be."""
+    for name, allowed in least.items():
+        if (value := getattr(config, name)) < allowed:
+            raise ValueError(f"{name} is {value}: give at least {allowed}")
+
+
+def check_choices(config: Any, **choices: Any) -> None:
+    """Raises a ValueError if a setting of a configuration is none of its choices, a `Literal` or names."""
+    for name, allowed in choices.items():
+        if (value := getattr(config, name)) not in (known := get_args(allowed) or [*allowed]):
+            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, known))}")
 
 
 def exchanged(prompts: Prompts) -> tuple[Prompts, Prompts]:

@@ -72,32 +72,8 @@ def look_up(
     check_tokenizer(tokenizer)
     key = (len(tokenizer), tuple(alphabet), tuple(letters), colon, separator, marker, spaced)
     cached = _CACHE.setdefault(tokenizer, {})
-    if key not in cached:
-        cached[key] = _look_up(tokenizer, alphabet, letters, colon, separator, marker, spaced)
-    return cached[key]
-
-
-def check_tokenizer(tokenizer: Any) -> None:
-    """Raises a ValueError if there is no tokenizer."""
-    if tokenizer is None:
-        raise ValueError("this task is written in the tokens of a tokenizer: give one, or load the model with one")
-
-
-def token_of(tokenizer: Any, text: str) -> int | None:
-    """Returns the id of a text that is one known token of a tokenizer; None of any other."""
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens[0] if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id else None
-
-
-def _look_up(
-    tokenizer: Any,
-    alphabet: Sequence[str],
-    letters: Sequence[str],
-    colon: str,
-    separator: str,
-    marker: str,
-    spaced: bool,
-) -> TokenIds:
+    if key in cached:
+        return cached[key]
     space = " " if spaced else ""
     texts = [space + symbol for symbol in (*alphabet, *letters, *marker)] + [colon, separator]
     ids: dict[str, int] = {}
@@ -121,13 +97,26 @@ def _look_up(
     bos = tokenizer.bos_token_id
     fixed = (ABSENT if bos is None else int(bos), ids[colon], ids[separator], ids.get(space + marker, ABSENT))
     every = torch.tensor(sorted({*ids.values(), *fixed} - {ABSENT}))
-    return TokenIds(
+    cached[key] = TokenIds(
         symbols=tuple(ids[space + symbol] for symbol in alphabet),
         letters=tuple(ids[space + letter] for letter in letters),
         fixed=fixed,
         token_strings=text_of(tokenizer, every),
         tokenizer_hash=vocabulary_hash(tokenizer),
     )
+    return cached[key]
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises a ValueError if there is no tokenizer."""
+    if tokenizer is None:
+        raise ValueError("this task is written in the tokens of a tokenizer: give one, or load the model with one")
+
+
+def token_of(tokenizer: Any, text: str) -> int | None:
+    """Returns the id of a text that is one known token of a tokenizer; None of any other."""
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens[0] if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id else None
 
 
 _CHECKED: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()

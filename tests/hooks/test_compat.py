@@ -50,9 +50,7 @@ def test_a_bridge_has_the_parts_that_replay_calls(bridge, random_hf_model):
     block = bridge.blocks[0]
     for part in (bridge.embed, bridge.unembed, bridge.ln_final, bridge.rotary_emb, block.attn.o):
         assert compat.component(part) is part.original_component
-    assert isinstance(compat.component(block.ln1), LlamaRMSNorm) and isinstance(
-        compat.component(block.ln2), LlamaRMSNorm
-    )
+    assert all(isinstance(compat.component(norm), LlamaRMSNorm) for norm in (block.ln1, block.ln2))
     assert isinstance(compat.component(block.mlp), LlamaMLP)
     assert compat.layer_of(compat.component(bridge.blocks[1].attn)) == 1
     assert compat.wrapped(bridge).config._attn_implementation == "eager"
@@ -170,13 +168,8 @@ def test_weights_that_are_offloaded_are_brought_while_they_are_read():
 
 def test_where_modules_of_an_offloaded_model_run():
     module = torch.nn.Sequential(*(skip_init(torch.nn.Linear, 1, 1, device="meta") for _ in range(3)))
-    hooks = [
-        None,
-        SimpleNamespace(offload=False, execution_device="cpu"),
-        SimpleNamespace(offload=True, execution_device="cuda:3"),
-    ]
-    for part, hook in zip(module, hooks, strict=True):
-        part.__dict__["_hf_hook"] = hook
+    for part, (offload, device) in zip([*module][1:], ((False, "cpu"), (True, "cuda:3")), strict=True):
+        part.__dict__["_hf_hook"] = SimpleNamespace(offload=offload, execution_device=device)
     assert compat.device_of(module) == torch.device("cuda:3")
     assert compat.device_of(torch.nn.LayerNorm(1)) == torch.device("cpu")
 
@@ -217,19 +210,11 @@ def test_attention_functions_are_registered_where_transformers_looks():
     torch.testing.assert_close(total, scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_pre_hook",
-        "register_forward_hook",
-        "register_full_backward_pre_hook",
-        "register_full_backward_hook",
-    ],
-)
-def test_every_kind_of_hook_is_seen(register):
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_every_kind_of_hook_is_seen(kind):
     point = HookPoint()
     assert not compat.is_hooked(point)
-    handle = getattr(point, register)(lambda *_: None)
+    handle = getattr(point, f"register_{kind}_hook")(lambda *_: None)
     assert compat.is_hooked(point)
     handle.remove()
     assert not compat.is_hooked(point)

@@ -28,9 +28,8 @@ def adapted(random_hf_model, char_tokenizer):
         shared = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            config = LoraConfig(
-                r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **settings
-            )
+            targets = ["q_proj", "v_proj", "down_proj"]
+            config = LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", **settings)
             peft_model = get_peft_model(shared, config, autocast_adapter_dtype=False)
             for name, value in peft_model.named_parameters():
                 if "lora_B" in name:
@@ -81,19 +80,17 @@ def test_what_a_sum_would_change_stays_apart(adapted):
 def test_provenance_is_that_of_the_weights_as_they_are(adapted, monkeypatch):
     model, _ = adapted()
     before, state, seen = model_provenance(model), found(model), []
-    monkeypatch.setattr(edited_runs, "decoder_of", _watching(edited_runs.decoder_of, model, seen))
-    result = ac.localize(model, TASK, 8, draws=1)
-    assert seen and all(seen), "merged while sweeps run"
-    assert result.table.provenance.model == before == result.ablation_effects.provenance.model
-    assert not changed(state, found(model))
+    decoder_of = edited_runs.decoder_of
 
-
-def _watching(decoder_of: Any, model: Any, seen: list[bool]) -> Any:
     def watched(bridge: Any) -> Any:
         seen.append(all(layer.merged for layer in layers_of(model)))
         return decoder_of(bridge)
 
-    return watched
+    monkeypatch.setattr(edited_runs, "decoder_of", watched)
+    result = ac.localize(model, TASK, 8, draws=1)
+    assert seen and all(seen), "merged while sweeps run"
+    assert result.table.provenance.model == before == result.ablation_effects.provenance.model
+    assert not changed(state, found(model))
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])

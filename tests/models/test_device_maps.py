@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from legs import product
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
@@ -44,14 +45,9 @@ def device_map_of(folder: Path) -> dict[str, str]:
     return gpt2 | {"transformer.ln_f": "disk", "lm_head": "cpu"}
 
 
-def pair(model: Any, **how: Any) -> ac.Pair:
+def pair(model: Any, kind: Any = "query", **how: Any) -> ac.Pair:
     prompts = TASK.sample(4, model.tokenizer, seed=0)
-    return ac.Pair(prompts, TASK.corrupt(prompts, "query", seed=1), **how)
-
-
-def labels_corrupted(model: Any) -> ac.Pair:
-    prompts = pair(model).clean
-    return ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))
+    return ac.Pair(prompts, TASK.corrupt(prompts, kind, seed=1), **how)
 
 
 VERBS: dict[str, Any] = {
@@ -68,7 +64,7 @@ VERBS: dict[str, Any] = {
     "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
     "interchange": lambda model: ac.interchange(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
     "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
-    "head profile": lambda model: ac.head_profile(model, pair(model).clean, [labels_corrupted(model)]),
+    "head profile": lambda model: ac.head_profile(model, pair(model).clean, [pair(model, "labels")]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),
     "localize": lambda model: ac.localize(model, TASK, 8, draws=1).table,
 }
@@ -105,11 +101,7 @@ def test_what_cannot_be_spread_is_refused(folder, models, monkeypatch):
         (gone, f"has no place for '{first}.weight' and 0 other tensors"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-            ac.load(folder, device_map=device_map)
-    with pytest.raises(ValueError, match="device='cpu' and a device_map: give one of them"):
-        ac.load(folder, device="cpu", device_map="auto")
-    with pytest.raises(ValueError, match="a model in memory stays where it is"):
-        ac.load(models[0], device_map="auto")
-    with pytest.raises(ValueError, match="tune takes a model on one device"):
-        tune(models[1], TASK)
+        refused(message.replace("[", r"\["), ac.load, folder, device_map=device_map)
+    refused("device='cpu' and a device_map: give one of them", ac.load, folder, device="cpu", device_map="auto")
+    refused("a model in memory stays as it is", ac.load, models[0], device_map="auto")
+    refused("tune takes a model on one device", tune, models[1], TASK)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from transformer_lens import head_detector, patching
 
 from align_circuits.models.planted.model import DECOYS, ROLE_OF_KIND, planted_circuit
@@ -16,18 +17,28 @@ TASK = Seq2SeqTask(x_len=4, phrase_len=2, n_examples=8)
 SEEDS = (0, 1, 2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
 def at_targets(prompts: Prompts, logits: torch.Tensor) -> torch.Tensor:
     return logits[prompts.column("prompt"), prompts.column("query_pos")]
 
 
 def run(model: HandBuilt, prompts: Prompts) -> torch.Tensor:
-    with torch.no_grad():
-        return at_targets(prompts, model(prompts.tokens))
+    return at_targets(prompts, model(prompts.tokens))
+
+
+def right(prompts: Prompts, logits: torch.Tensor) -> torch.Tensor:
+    """Which targets are predicted by a correct letter."""
+    assert prompts.correct is not None
+    return (prompts.correct & (prompts.answer_tokens == logits.argmax(-1, keepdim=True))).any(1)
 
 
 def accuracy(prompts: Prompts, logits: torch.Tensor) -> float:
-    assert prompts.correct is not None
-    return (prompts.correct & (prompts.answer_tokens == logits.argmax(-1, keepdim=True))).any(1).double().mean().item()
+    return right(prompts, logits).double().mean().item()
 
 
 def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
@@ -44,9 +55,8 @@ def best_letters(task: Seq2SeqTask, prompts: Prompts) -> list[set[int]]:
                 agreement = tuple(a == b for a, b in zip(seen[:offset][::-1], prefix, strict=True))
                 votes.setdefault(agreement, Counter())[seen[offset]] += 1
         best = votes[max(votes)]
-        best_by_target.append(
-            {int(prompts.answer_tokens[i]) for i, count in best.items() if count == max(best.values())}
-        )
+        modes = {letter for letter, count in best.items() if count == max(best.values())}
+        best_by_target.append({int(prompts.answer_tokens[letter]) for letter in modes})
     return best_by_target
 
 
@@ -54,9 +64,7 @@ def assert_is_oracle(task: Seq2SeqTask, prompts: Prompts, logits: torch.Tensor) 
     best, predicted = best_letters(task, prompts), logits.argmax(-1).tolist()
     assert all(letter in letters for letter, letters in zip(predicted, best, strict=True))
     unique = torch.tensor([len(letters) == 1 for letters in best])
-    assert prompts.correct is not None
-    right = (prompts.correct & (prompts.answer_tokens == logits.argmax(-1, keepdim=True))).any(1).double()
-    assert torch.equal(right[unique], prompts.column("oracle")[unique])
+    assert torch.equal(right(prompts, logits).double()[unique], prompts.column("oracle")[unique])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +76,7 @@ def prompts(char_tokenizer):
 def cached(request, prompts):
     """A model, its logits at the targets, and its activations."""
     model = planted_circuit(TASK, seed=request.param)
-    with torch.no_grad():
-        logits, cache = model.run_with_cache(prompts.tokens)
+    logits, cache = model.run_with_cache(prompts.tokens)
     return model, at_targets(prompts, logits), cache
 
 
@@ -103,8 +110,7 @@ def effect(cached, prompts: Prompts, place: tuple[int, int]) -> float:
         z[:, :, head] = mean
         return z
 
-    with torch.no_grad():
-        logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", ablate)])
+    logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", ablate)])
     labels = prompts.column("token")[:, None]
     change = before.log_softmax(-1) - at_targets(prompts, logits).log_softmax(-1)
     return change.gather(1, labels).mean().item()
@@ -140,9 +146,7 @@ class TestPredictions:
         assert len(set(task.aligned)) < 5
         prompts = task.sample(20, char_tokenizer, seed=1)
         seen = prompts.column("oracle") == 1  # a symbol that no phrase translated cannot be looked up
-        predicted = run(planted_circuit(task), prompts).argmax(-1, keepdim=True)
-        assert prompts.correct is not None
-        assert (prompts.correct & (prompts.answer_tokens == predicted)).any(1)[seen].all()
+        assert right(prompts, run(planted_circuit(task), prompts))[seen].all()
 
     def test_do_not_fit_another_style(self, char_tokenizer):
         other = replace(TASK, style="pre-aligned").sample(20, char_tokenizer, seed=1)
@@ -151,13 +155,12 @@ class TestPredictions:
     def test_do_not_depend_on_padding(self, prompts):
         model = planted_circuit(TASK)
         tokens, mask = prompts.tokens[:4], prompts.mask[:4]
-        with torch.no_grad():
-            plain = model(tokens)
-            for width in (1, 40):
-                padded = torch.nn.functional.pad(tokens, (width, 0))
-                logits = model(padded, attention_mask=torch.nn.functional.pad(mask, (width, 0)))
-                assert torch.allclose(logits[:, width:], plain, atol=1e-4)
-                assert logits.isfinite().all()
+        plain = model(tokens)
+        for width in (1, 40):
+            padded = torch.nn.functional.pad(tokens, (width, 0))
+            logits = model(padded, attention_mask=torch.nn.functional.pad(mask, (width, 0)))
+            assert torch.allclose(logits[:, width:], plain, atol=1e-4)
+            assert logits.isfinite().all()
 
     def test_do_not_depend_on_decoys(self, prompts):
         bare = run(planted_circuit(TASK, seed=1, decoys=()), prompts)
@@ -209,22 +212,21 @@ class TestHeads:
         model, before, _ = cached
         corrupted = TASK.corrupt(prompts, "query", seed=1)
         labels = prompts.column("token")[:, None]
-        with torch.no_grad():
-            _, other = model.run_with_cache(corrupted.tokens)
-            for place, role in model.roles.items():
-                layer, head = place
+        _, other = model.run_with_cache(corrupted.tokens)
+        for place, role in model.roles.items():
+            layer, head = place
 
-                def patch(z, layer=layer, head=head, **_):
-                    z[:, :, head] = other["z", layer][:, :, head]
-                    return z
+            def patch(z, layer=layer, head=head, **_):
+                z[:, :, head] = other["z", layer][:, :, head]
+                return z
 
-                logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", patch)])
-                fall = (before - at_targets(prompts, logits).log_softmax(-1)).gather(1, labels)
-                fall = (fall - before.logsumexp(-1, keepdim=True)).mean().item()
-                if role in ("align_query", "align_key", "lookup"):
-                    assert fall > 0.2, (role, place)
-                else:
-                    assert abs(fall) < 1e-4, (model.kinds[place], place)
+            logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", patch)])
+            fall = (before - at_targets(prompts, logits).log_softmax(-1)).gather(1, labels)
+            fall = (fall - before.logsumexp(-1, keepdim=True)).mean().item()
+            if role in ("align_query", "align_key", "lookup"):
+                assert fall > 0.2, (role, place)
+            else:
+                assert abs(fall) < 1e-4, (model.kinds[place], place)
 
 
 class TestDecoys:
@@ -290,14 +292,12 @@ class TestStrength:
     def test_nothing_is_left_at_zero(self, prompts):
         model = planted_circuit(TASK, strength=0.0)
         assert set(model.roles.values()) == {None}
-        with torch.no_grad():
-            _, cache = model.run_with_cache(prompts.tokens[:2])
+        _, cache = model.run_with_cache(prompts.tokens[:2])
         layer, head = head_of_kind(model, "align_key")
         assert torch.allclose(cache["pattern", layer][0, head, 9, :10], torch.tensor(0.1))
 
 
 class TestModel:
-    @torch.no_grad()
     def test_is_a_plain_transformer(self, cached, prompts):
         """The same numbers by loops over heads and positions, from the weights."""
         model, _, cache = cached
@@ -316,32 +316,29 @@ class TestModel:
             hidden = (residual @ block.mlp.W_in + block.mlp.b_in).clamp(min=0)
             residual = residual + hidden @ block.mlp.W_out + block.mlp.b_out
             assert torch.allclose(residual, cache["resid_post", layer][0], atol=2e-3)
-        with torch.no_grad():
-            assert torch.allclose(residual @ model.W_U, model(tokens[None])[0], atol=1e-3)
+        assert torch.allclose(residual @ model.W_U, model(tokens[None])[0], atol=1e-3)
 
     def test_hooks_fire_and_leave_nothing_behind(self, prompts):
         model: Any = planted_circuit(TASK)
         tokens = prompts.tokens[:2]
-        with torch.no_grad():
-            before = model(tokens)
-            fired = []
-            hooks = [(name, lambda _, hook: fired.append(hook.name)) for name in model.hook_dict]
-            # Without a hook on the pattern a fused kernel attends.
-            torch.testing.assert_close(model.run_with_hooks(tokens, fwd_hooks=hooks), before, atol=1e-4, rtol=1e-5)
-            assert sorted(fired) == sorted(model.hook_dict)
+        before = model(tokens)
+        fired = []
+        hooks = [(name, lambda _, hook: fired.append(hook.name)) for name in model.hook_dict]
+        # Without a hook on the pattern a fused kernel attends.
+        torch.testing.assert_close(model.run_with_hooks(tokens, fwd_hooks=hooks), before, atol=1e-4, rtol=1e-5)
+        assert sorted(fired) == sorted(model.hook_dict)
 
-            def fail(*_, **__):
-                raise RuntimeError("stop")
+        def fail(*_, **__):
+            raise RuntimeError("stop")
 
-            with pytest.raises(RuntimeError, match="stop"):
-                model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", fail)])
-            assert torch.equal(model(tokens), before)
+        with pytest.raises(RuntimeError, match="stop"):
+            model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_z", fail)])
+        assert torch.equal(model(tokens), before)
 
     def test_shapes_are_transformer_lens_s(self, prompts):
         model = planted_circuit(TASK)
         cfg, (n, length) = model.cfg, prompts.tokens[:2].shape
-        with torch.no_grad():
-            logits, cache = model.run_with_cache(prompts.tokens[:2])
+        logits, cache = model.run_with_cache(prompts.tokens[:2])
         assert logits.shape == (n, length, cfg.d_vocab)
         assert len(model.tokenizer) == cfg.d_vocab
         for name in ("q", "k", "v", "z"):
@@ -372,10 +369,9 @@ class TestModel:
         def metric(logits):
             return at_targets(clean, logits).log_softmax(-1).gather(1, labels).mean()
 
-        with torch.no_grad():
-            _, cache = model.run_with_cache(clean.tokens)
-            result = patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens, cache, metric)
-            gain = result - metric(model(corrupted.tokens))
+        _, cache = model.run_with_cache(clean.tokens)
+        result = patching.get_act_patch_attn_head_out_all_pos(model, corrupted.tokens, cache, metric)
+        gain = result - metric(model(corrupted.tokens))
         assert tuple(divmod(int(gain.argmax()), model.cfg.n_heads)) == head_of_kind(model, "align_query")
 
 
@@ -400,14 +396,11 @@ class TestRefuses:
         ],
     )
     def test_what_the_circuit_is_not_made_for(self, config, arguments, match):
-        with pytest.raises(ValueError, match=match):
-            planted_circuit(Seq2SeqTask(**config), **arguments)
+        refused(match, planted_circuit, Seq2SeqTask(**config), **arguments)
 
     def test_prompts_longer_than_the_context(self, prompts):
         model = planted_circuit(Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2), n_ctx=64)
-        with pytest.raises(ValueError, match="context is 64"):
-            model(prompts.tokens)
+        refused("context is 64", model, prompts.tokens)
 
     def test_text_without_a_tokenizer(self):
-        with pytest.raises(ValueError, match="no tokenizer"):
-            HandBuilt(planted_circuit(TASK).cfg).to_tokens("A:b")
+        refused("no tokenizer", HandBuilt(planted_circuit(TASK).cfg).to_tokens, "A:b")

@@ -58,16 +58,10 @@ def test_known_edges_matter_and_others_do_not(phrase_len):
 
 def test_split_roles_share_the_work_and_decoys_have_no_known_edge():
     """Circuits with all that can be left out: a head that repairs, and one that says which letters occur."""
-    model = planted_circuit(
-        task(1),
-        seed=1,
-        n_ctx=96,
-        n_layers=5,
-        n_heads=6,
-        decoys=("diffuse", *OTHER_DECOYS),
-        copies={"align_query": 2, "lookup": 3},
-        self_repair=True,
-    )
+    shape: Any = {"n_ctx": 96, "n_layers": 5, "n_heads": 6}
+    copies = {"align_query": 2, "lookup": 3}
+    decoys = ("diffuse", *OTHER_DECOYS)
+    model = planted_circuit(task(1), seed=1, **shape, decoys=decoys, copies=copies, self_repair=True)
     positive, negative = known_edges(model)
     of = {f"L{layer}H{head}": kind for (layer, head), kind in model.kinds.items()}
     work = {(of.get(sender), of.get(receiver.split(".")[0])): count for (sender, receiver), count in positive.items()}

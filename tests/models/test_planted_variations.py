@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.heads.ablate import ablation_baseline
 from align_circuits.hooks.edits import Ablate
@@ -99,8 +100,7 @@ def test_decoys_without_output_attend_as_the_circuit_does(prompts):
     ],
 )
 def test_what_does_not_fit_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        planted_circuit(TASK, **settings)
+    refused(message, planted_circuit, TASK, **settings)
 
 
 class TestZoo:
@@ -126,5 +126,4 @@ class TestZoo:
     def test_a_seed_gives_the_same_circuit(self):
         first, again = (zoo_circuit(7).build() for _ in range(2))
         assert first.kinds == again.kinds and torch.equal(first.W_Q, again.W_Q)
-        with pytest.raises(ValueError, match="0 or more"):
-            zoo_circuit(-1)
+        refused("0 or more", zoo_circuit, -1)

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from test_device_maps import VERBS
+from refusals import refused
+from test_device_maps import VERBS, pair
 from torch import nn
 
 import align_circuits as ac
@@ -65,22 +66,15 @@ def test_quantization_to_8_bits_runs_alike_in_both_engines(folder, verb):
     table = VERBS[verb](model)
     assert table.provenance.model["quantization"] == "8bit"
     if verb == "patch":  # by replay, which has other batches
-        by_hooks = ac.patch_heads(model, pair_of(model), options=ac.RunOptions("reference"))
+        by_hooks = ac.patch_heads(model, pair(model), options=ac.RunOptions("reference"))
         assert table.provenance.engine == "replay"
         assert (table.frame["value"] - by_hooks.frame["value"]).abs().max() < 0.05  # activations are rounded to 8 bits
-
-
-def pair_of(model: Any) -> ac.Pair:
-    task = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=2)
-    prompts = task.sample(4, model.tokenizer, seed=0)
-    return ac.Pair(prompts, task.corrupt(prompts, "query", seed=1))
 
 
 @needs_bitsandbytes
 def test_quantization_to_8_bits_has_no_weights_of_heads(folder):
     model = ac.load(folder, device="cpu", quantization="8bit")
-    with pytest.raises(ValueError, match="load it with quantization='4bit', or without"):
-        direct_logits(model, pair_of(model).clean)
+    refused("load it with quantization='4bit', or without", direct_logits, model, pair(model).clean)
 
 
 @needs_bitsandbytes
@@ -102,8 +96,7 @@ def test_quantization_that_a_cpu_dequantises_wrongly_is_refused(folder, monkeypa
     model = ac.load(folder, device="cpu", quantization="4bit").original_model
     keep_exact(model)
     monkeypatch.setattr(quantization, "dequantised", lambda module: dequantised(module).roll(1))
-    with pytest.raises(ValueError, match=r"dequantises .*q_proj \(\d+x\d+\) wrongly on this CPU: take a GPU"):
-        keep_exact(model)
+    refused(r"dequantises .*q_proj \(\d+x\d+\) wrongly on this CPU: take a GPU", keep_exact, model)
 
 
 def test_quantization_without_its_package_says_what_to_install(random_hf_model, tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from align_circuits.prompts.jsonl import SCHEMA, read_jsonl
 from align_circuits.prompts.prompts import WRONG, Prompts
 
+MOVER = {"query": "END", "keys": ["one"], "candidates": ["one", "two"]}
 LINE: dict[str, Any] = {
     "text": "ab:",
     "answer": "a",
@@ -15,7 +17,7 @@ LINE: dict[str, Any] = {
     "corrupted": "ba:",
     "corrupted_answer": "b",
     "positions": {"one": 1, "two": ["b", 0]},
-    "relations": {"mover": {"query": "END", "keys": ["one"], "candidates": ["one", "two"]}},
+    "relations": {"mover": MOVER},
     "group": "g",
 }
 LONGER = LINE | {"text": "xdc:", "corrupted": "xcd:", "positions": {"one": "c", "two": -3}, "group": 3}
@@ -36,19 +38,12 @@ def file(tmp_path):
 def test_every_key_is_read(file, char_tokenizer):
     assert LINE.keys() == SCHEMA.keys()
     clean, corrupted = Prompts.from_jsonl(file(LINE, LONGER), char_tokenizer)
-    pairs: dict[str, Any] = {
-        "answer": ["a", "a"],
-        "wrong": ["b", "b"],
-        "corrupted_answer": ["b", "b"],
-        "positions": {"one": [1, 3], "two": [2, 2]},
-        "groups": [0, 1],
-    }
+    answers: Any = {"answer": ["a", "a"], "wrong": ["b", "b"], "corrupted_answer": ["b", "b"]}
+    pairs: Any = answers | {"positions": {"one": [1, 3], "two": [2, 2]}, "groups": [0, 1]}
     other, partner = Prompts.from_pairs(["ab:", "xdc:"], ["ba:", "xcd:"], char_tokenizer, **pairs)
     assert corrupted is not None and clean.digest == other.digest and corrupted.digest == partner.digest
     assert clean.targets[WRONG].equals(other.targets[WRONG])
-    assert {name: at.tolist() for name, at in clean.positions.items()} == {
-        name: at.tolist() for name, at in other.positions.items()
-    }
+    assert str(clean.positions) == str(other.positions)
     assert clean.group is not None and clean.group.tolist() == [0, 1]
     mover = clean.relations["mover"]
     assert mover.exchangeable and corrupted.relations["mover"] is mover
@@ -90,10 +85,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(relations={}), "line 2: relations has other names than the first line"),
         (changed(relations={"mover": ["END"]}), "line 2: relation 'mover' needs 'query' and 'keys'"),
         (changed(relations={"mover": {"query": "END"}}), "line 2: relation 'mover' needs 'query' and 'keys'"),
-        (
-            changed(relations={"mover": {"query": "END", "keys": ["one"], "candidate": ["one"]}}),
-            "may have 'candidates', and nothing else",
-        ),
+        (changed(relations={"mover": MOVER | {"candidate": ["one"]}}), "may have 'candidates', and nothing else"),
         (changed(relations={"mover": {"query": "END", "keys": "one"}}), "keys and candidates are lists of names"),
         (changed(relations={"mover": {"query": "END", "keys": []}}), "with at least one"),
         (changed(relations={"mover": {"query": "END", "keys": [2, 1]}}), "2 is no name; name places under 'positions'"),
@@ -102,8 +94,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 )
 def test_a_line_that_does_not_fit_is_named(file, line, message):
     raw = "\n".join([json.dumps(LINE), line if isinstance(line, str) else json.dumps(line)])
-    with pytest.raises(ValueError, match=message):
-        read_jsonl(file(raw=raw))
+    refused(message, read_jsonl, file(raw=raw))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +106,19 @@ def test_a_line_that_does_not_fit_is_named(file, line, message):
     ],
 )
 def test_keys_that_need_others(file, missing, message):
-    with pytest.raises(ValueError, match=message):
-        read_jsonl(file(changed(**dict.fromkeys(missing, ...))))
+    refused(message, read_jsonl, file(changed(**dict.fromkeys(missing, ...))))
 
 
 def test_files_that_hold_no_prompts(file, tmp_path, char_tokenizer):
-    with pytest.raises(ValueError, match="has no lines"):
-        read_jsonl(file(raw="\n\n"))
+    refused("has no lines", read_jsonl, file(raw="\n\n"))
     with pytest.raises(ValueError, match=r"no file .*missing.jsonl': give one JSON object a line, with the keys text"):
         Prompts.from_jsonl(tmp_path / "missing.jsonl", char_tokenizer)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
-        read_jsonl(tmp_path / "bytes")
+    refused("is no text in UTF-8", read_jsonl, tmp_path / "bytes")
 
 
 def test_what_the_tokenizer_finds_is_named_too(file, char_tokenizer):
-    with pytest.raises(ValueError, match="pair 1: at token"):
-        Prompts.from_jsonl(file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
+    refused("pair 1: at token", Prompts.from_jsonl, file(LINE, LONGER | {"corrupted": "xcdd:"}), char_tokenizer)
     wrong = LINE | {"relations": {"mover": {"query": "END", "keys": ["three"]}}}
     with pytest.raises(KeyError, match="no position 'three' in these prompts; they have 'one', 'two', 'END'"):
         Prompts.from_jsonl(file(wrong), char_tokenizer)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.prompts.prompts import KINDS, TARGET_COLUMNS, Prompts, Role, text_of, vocabulary_hash
@@ -63,9 +64,7 @@ def same(left: Prompts, right: Prompts) -> None:
     for name in ("token_strings", "tokenizer_hash", "task"):
         assert getattr(left, name) == getattr(right, name), name
     for part in ("latent", "positions"):
-        one, other = (
-            {name: value.tolist() for name, value in getattr(prompts, part).items()} for prompts in (left, right)
-        )
+        one, other = ({k: v.tolist() for k, v in getattr(prompts, part).items()} for prompts in (left, right))
         assert one == other, part
 
 
@@ -76,27 +75,14 @@ def content(prompts: Prompts, index: int) -> list[Any]:
     assert prompts.correct is not None and prompts.own_correct is not None and prompts.group is not None
     known: list = [prompts.tokens[index][prompts.mask[index]].tolist(), prompts.latent["drawn"][index].tolist()]
     known += [int(prompts.group[index]), {name: int(at[index]) - start for name, at in prompts.positions.items()}]
-    known += [
-        (
-            row.query_pos - start,
-            row.target_pos - start,
-            row.token,
-            row.phrase,
-            row.kind,
-            row.chance,
-            prompts.correct[row.Index].tolist(),
-            prompts.own_correct[row.Index].tolist(),
-        )
-        for row in rows.itertuples()
-    ]
+    for row in rows.itertuples():
+        known += [row.query_pos - start, row.target_pos - start, row.token, row.phrase, row.kind, row.chance]
+        known += [correct[row.Index].tolist() for correct in (prompts.correct, prompts.own_correct)]
     for name, relation in sorted(prompts.relations.items()):
-        known += [
-            (name, prompts.targets["phrase"][target], query - start, [key - start for key in relation.keys_of(row)])
-            for row, (target, prompt, query) in enumerate(
-                zip(relation.target.tolist(), relation.prompt.tolist(), relation.query.tolist(), strict=True)
-            )
-            if prompt == index
-        ]
+        for row in (relation.prompt == index).nonzero()[:, 0].tolist():
+            target, query = int(relation.target[row]), int(relation.query[row])
+            keys = [key - start for key in relation.keys_of(row)]
+            known.append((name, prompts.targets["phrase"][target], query - start, keys))
     return known
 
 
@@ -147,20 +133,20 @@ def test_every_way_to_index():
     assert [len(prompt) for prompt in prompts] == [1, 1, 1], "iteration ends"
 
 
+MISSING = [(3, 3), (-4, -4), ([0, 3, 5], 3), (torch.tensor([-4, 7]), -4), ([2, 5, 1, -9], 5)]
+SHAPES = [((2,), "2 entries"), ((4,), "4"), ((3, 1), "3 x 1"), ((3, 5), "3 x 5"), ((), "no")]
+
+
 @pytest.mark.parametrize(
-    ("index", "first"), [(3, 3), (-4, -4), ([0, 3, 5], 3), (torch.tensor([-4, 7]), -4), ([2, 5, 1, -9], 5)]
+    ("index", "message"),
+    [
+        *((index, f"^no prompt {first}: there are 3, counted from 0") for index, first in MISSING),
+        *((torch.ones(shape, dtype=torch.bool), f"^a mask of {said}.* for 3 prompts") for shape, said in SHAPES),
+    ],
 )
-def test_a_prompt_that_does_not_exist(index, first):
-    with pytest.raises(IndexError, match=rf"no prompt {first}: there are 3, counted from 0"):
+def test_prompts_that_do_not_exist(index, message):
+    with pytest.raises(IndexError, match=message):
         with_everything(IDS)[index]
-
-
-@pytest.mark.parametrize(
-    ("shape", "entries"), [((2,), "2 entries"), ((4,), "4"), ((3, 1), "3 x 1"), ((3, 5), "3 x 5"), ((), "no")]
-)
-def test_a_mask_of_another_shape(shape, entries):
-    with pytest.raises(IndexError, match=f"^a mask of {entries}.* for 3 prompts"):
-        with_everything(IDS)[torch.ones(shape, dtype=torch.bool)]
 
 
 def test_a_column_may_be_written_to():
@@ -190,15 +176,13 @@ def test_save_and_load(tmp_path, chosen):
 
 
 def test_load_what_is_not_there_or_no_prompts(tmp_path):
-    with pytest.raises(ValueError, match=r"no file .*missing"):
-        Prompts.load(tmp_path / "missing")
+    refused(r"no file .*missing", Prompts.load, tmp_path / "missing")
     (tmp_path / "noise").write_bytes(b"not safetensors")
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "weights")
     for name in ("noise", "weights"):
-        with pytest.raises(ValueError, match=f"{name}' holds no prompts"):
-            Prompts.load(tmp_path / name)
+        refused(f"{name}' holds no prompts", Prompts.load, tmp_path / name)
 
 
 def test_digest_tells_prompts_apart():
@@ -250,9 +234,8 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
         pos = torch.arange(ids.shape[1]).expand_as(ids)
         among = torch.zeros_like(rows["query"])
         keys = torch.where(ids == 3, 0, IGNORE)
-        return Relation(
-            "three", **rows, key_value=among, candidate_value=among, key_label=keys, candidate_label=pos * 0
-        )
+        labels: Any = {"key_label": keys, "candidate_label": pos * 0}
+        return Relation("three", **rows, key_value=among, candidate_value=among, **labels)
 
     with pytest.raises(ValueError, match=r"relation 'three': \d+ of \d+ rows have no key, .* relation\.select"):
         Prompts.from_tokens([[5, 3, 6, 7]], relations={"three": the_three})
@@ -263,23 +246,15 @@ def test_a_relation_of_ones_own_has_keys_in_every_row():
 def test_fields_must_agree(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     prompts = with_everything(IDS)
-    with pytest.raises(ValueError, match=r"roles has shape \(3, 4\), but the inputs are \(3, 5\)"):
-        replace(prompts, roles=prompts.roles[:, 1:])
-    with pytest.raises(ValueError, match="the targets lack offset, kind"):
-        replace(prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
+    refused(r"roles has shape \(3, 4\), but the inputs are \(3, 5\)", replace, prompts, roles=prompts.roles[:, 1:])
+    refused("the targets lack offset, kind", replace, prompts, targets=prompts.targets.drop(columns=["offset", "kind"]))
     with pytest.raises(ValueError, match=r"correct has shape \(9, 2\); it needs a row for each of the 9 targets"):
         replace(prompts, answer_tokens=prompts.answer_tokens, correct=torch.ones(9, 2, dtype=torch.bool))
 
-
-def test_positions_and_groups_have_an_entry_for_each_prompt(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    prompts = with_everything(IDS)
     with pytest.raises(ValueError, match=r"positions\['END'\] has 2 entries for 3 prompts"):
         replace(prompts, positions={"END": torch.tensor([0, 1])})
-    with pytest.raises(ValueError, match="group has 4 entries for 3 prompts"):
-        replace(prompts, group=torch.arange(4))
-    with pytest.raises(ValueError, match=r"own_correct has shape \(2, 3\)"):
-        replace(prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
+    refused("group has 4 entries for 3 prompts", replace, prompts, group=torch.arange(4))
+    refused(r"own_correct has shape \(2, 3\)", replace, prompts, own_correct=torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_files_of_earlier_versions_have_no_exchangeable_relations(tmp_path):
@@ -366,8 +341,7 @@ def test_relations_are_added_by_name():
     assert len(more.with_relations(mine=own.select(own.prompt == 1)).relations["mine"]) == 1, "replaced"
     assert own.target.max() == 6
     for others in (prompts[:2], *(prompts.select_targets([True] * kept + [False] * (9 - kept)) for kept in (1, 6))):
-        with pytest.raises(ValueError, match=r"relation 'mine' is for \(3, 5\) tokens and these prompts have"):
-            others.with_relations(mine=own)
+        refused(r"relation 'mine' is for \(3, 5\) tokens and these prompts have", others.with_relations, mine=own)
     with pytest.raises(ValueError, match="relation 'mine': 3 of 3 rows have no key"):
         prompts.with_relations(mine=replace(own, key_value=own.key_value + 5))
 
@@ -400,10 +374,8 @@ def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
             framed |= set(relation.keys_of(row)) if name == "align_query" else set()
     own = prompts.targets[prompts.targets["prompt"] == 1]
     group |= dict(zip(own["target_pos"].tolist(), own["phrase"].tolist(), strict=True))
-    marks = [
-        Mark(prompts.token_text[1][pos], group.get(pos), pos in framed | set(own["target_pos"]))
-        for pos in range(prompts.mask.shape[1])
-    ]
+    framed |= set(own["target_pos"])
+    marks = [Mark(text, group.get(pos), pos in framed) for pos, text in enumerate(prompts.token_text[1])]
     last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 3]
     for examples in (None, 1, 2):
         prompts.drawing(1, examples=examples)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.prompts import relations as rel
 from align_circuits.prompts.prompts import Prompts
@@ -17,16 +18,15 @@ ids = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), min_size=1, 
 value of padding, which must never be mistaken for it."""
 
 
+def rows_of(relation: Relation) -> list[tuple[int, int, list[int], list[int]]]:
+    """Prompt, query, keys and candidates of each row."""
+    masks = [[row.nonzero()[:, 0].tolist() for row in mask] for mask in relation.expand()]
+    return [*zip(relation.prompt.tolist(), relation.query.tolist(), *masks, strict=True)]
+
+
 def by_query(relation: Relation) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Keys and candidates by prompt and query."""
-    keys, candidates = relation.expand()
-    return {
-        (int(relation.prompt[row]), int(relation.query[row])): (
-            keys[row].nonzero()[:, 0].tolist(),
-            candidates[row].nonzero()[:, 0].tolist(),
-        )
-        for row in range(len(relation))
-    }
+    return {(prompt, query): (keys, candidates) for prompt, query, keys, candidates in rows_of(relation)}
 
 
 def looped(prompts: list[list[int]], is_key) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
@@ -174,17 +174,7 @@ def test_relations_of_pairs_equal_a_loop_or_are_refused(data):
         assert not alone(expected)
         return
     assert relation.exchangeable == named
-    keys, among = relation.expand()
-    found = [
-        (
-            int(relation.prompt[row]),
-            int(relation.query[row]),
-            keys[row].nonzero()[:, 0].tolist(),
-            among[row].nonzero()[:, 0].tolist(),
-        )
-        for row in range(len(relation))
-    ]
-    assert sorted(found) == expected
+    assert sorted(rows_of(relation)) == expected
     for row, target in enumerate(relation.target.tolist()):
         chosen: Any = prompts.targets.loc[target]
         of_prompt: Any = prompts.targets[prompts.targets["prompt"] == int(relation.prompt[row])]
@@ -216,9 +206,8 @@ def test_later_queries_may_see_more_of_the_same_keys():
 
 
 def test_relations_of_named_positions(char_tokenizer):
-    prompts = Prompts.from_texts(
-        ["ab:", "xcd:"], char_tokenizer, answer=["a", "c"], positions={"one": [0, 1], "two": [1, 2]}
-    )
+    positions: Any = {"one": [0, 1], "two": [1, 2]}
+    prompts = Prompts.from_texts(["ab:", "xcd:"], char_tokenizer, answer=["a", "c"], positions=positions)
     relation = Relation.from_positions("END", "one", prompts=prompts, name="mine", candidates=["one", "two"])
     keys, among = relation.expand()
     for row in range(2):
@@ -254,8 +243,7 @@ def test_relations_of_named_positions(char_tokenizer):
 def test_relations_that_cannot_be_made(pairs, candidates, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     prompts = Prompts.from_tokens([[5, 7, 9, 5], [5, 7, 9]])
-    with pytest.raises(ValueError, match=f"^relation 'own'.*{message}"):
-        Relation.from_pairs(pairs, prompts=prompts, candidates=candidates)
+    refused(f"^relation 'own'.*{message}", Relation.from_pairs, pairs, prompts=prompts, candidates=candidates)
 
 
 def test_a_position_is_a_whole_number_and_a_row_has_a_target(monkeypatch):

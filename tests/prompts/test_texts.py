@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import WRONG, Prompts
@@ -114,8 +115,7 @@ def test_places(place, expected):
 )
 def test_places_that_are_not_there(place, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=rf"positions\['there'\].*{message}"):
-        Prompts.from_texts(["aba:"], TOKENIZER, positions={"there": place})
+    refused(rf"positions\['there'\].*{message}", Prompts.from_texts, ["aba:"], TOKENIZER, positions={"there": place})
 
 
 class Other:
@@ -140,8 +140,7 @@ def test_a_tokenizer_that_does_not_say_where_its_tokens_lie():
     trimmed = {"input_ids": [1, 2], "offset_mapping": [(0, 1), (2, 3)]}
     with pytest.raises(ValueError, match=r"positions\['gap'\]: no token of text 0 holds the end of 'a '"):
         Prompts.from_texts(["a b"], Other(encoding=trimmed), positions={"gap": "a "})
-    with pytest.raises(ValueError, match="text 0 is empty"):
-        Prompts.from_texts([""], Other(encoding={"input_ids": []}))
+    refused("text 0 is empty", Prompts.from_texts, [""], Other(encoding={"input_ids": []}))
 
 
 @pytest.mark.parametrize(
@@ -193,9 +192,8 @@ def test_pairs_are_halves_with_the_clean_targets():
     assert torch.equal(clean.positions["second"], corrupted.positions["second"])
     assert corrupted.string_of(ids_of("d")[-1]) == "d" and corrupted.task["corrupted"] == {"kind": "own"}
     plain, other = Prompts.from_pairs(["ab:"], ["ba:"], TOKENIZER, answer=["a"])
-    assert other.own_correct is None is plain.correct and torch.equal(
-        plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3]
-    )
+    assert other.own_correct is None is plain.correct
+    assert torch.equal(plain.inputs[:, 1:3].flip(1), other.inputs[:, 1:3])
 
 
 @settings(deadline=None)
@@ -221,23 +219,17 @@ def test_what_is_right_behind_the_clean_answer_is_known_while_both_agree(rows):
 def test_pairs_that_are_refused(byte_bpe_tokenizer):
     with pytest.raises(TypeError, match="corrupted is the text 'ab', not a list"):
         Prompts.from_pairs(["ab"], "ab", TOKENIZER, answer=["c"])
-    with pytest.raises(ValueError, match="corrupted: 2 for 1 clean texts"):
-        Prompts.from_pairs(["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
-    with pytest.raises(ValueError, match="corrupted: 1 for 2 clean texts"):
-        Prompts.from_pairs(["ab", "ba"], ["ab"], TOKENIZER, answer=["c", "c"])
+    refused("corrupted: 2 for 1 clean texts", Prompts.from_pairs, ["ab"], ["ab", "ba"], TOKENIZER, answer=["c"])
+    refused("corrupted: 1 for 2 clean texts", Prompts.from_pairs, ["ab", "ba"], ["ab"], TOKENIZER, answer=["c", "c"])
     message = (
         r"pair 1: at token 1 the clean text has ' cat' \(1 tokens\) and the corrupted one ' ferret' \(\d tokens\): "
         "take words of equally many tokens"
     )
-    with pytest.raises(ValueError, match=message):
-        Prompts.from_pairs(
-            ["the cat sat"] * 2, ["the dog sat", "the ferret sat"], byte_bpe_tokenizer, answer=[" on", " on"]
-        )
+    texts = ["the cat sat"] * 2, ["the dog sat", "the ferret sat"]
+    refused(message, Prompts.from_pairs, *texts, byte_bpe_tokenizer, answer=[" on", " on"])
     drawn = torch.randint(20, (240,), generator=torch.Generator().manual_seed(0)).tolist()
     long = TokenizedText("", drawn, 240, [], {})
-    with pytest.raises(
-        ValueError, match=r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
-    ):
-        check_aligned(3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
+    message = r"pair 3: at token 100 the clean text has '' \(0 tokens\) and .* \(1 tokens\)"
+    refused(message, check_aligned, 3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
     check_aligned(0, text, text.ids, byte_bpe_tokenizer)

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.tables.emergence_times import (
     crossing_step,
@@ -93,24 +94,12 @@ def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
 
 def table(courses: dict[tuple[int | None, int | None], list[float]], metric="align_query") -> Table:
     rows = [
-        {
-            "step": 10 * at,
-            "ood": False,
-            "metric": metric,
-            "kind": "all",
-            "offset": None,
-            "level": "model" if layer is None else "layer" if head is None else "head",
-            "layer": layer,
-            "head": head,
-            "value": value,
-            "low": value,
-            "high": value,
-            "n": 9,
-        }
+        (10 * at, "model" if layer is None else "layer" if head is None else "head", layer, head, *[value] * 3)
         for (layer, head), values in courses.items()
         for at, value in enumerate(values)
     ]
-    return Table(pd.DataFrame(rows), Provenance("tune"))
+    frame = pd.DataFrame(rows, columns=["step", "level", "layer", "head", "value", "low", "high"])
+    return Table(frame.assign(ood=False, metric=metric, kind="all", offset=None, n=9), Provenance("tune"))
 
 
 EARLY, LATE, NEVER = [0.0, 0.8, 0.8, 0.8, 0.8, 0.8], [0.0, 0.0, 0.0, 0.9, 0.9, 0.9], [0.1] * 6
@@ -137,9 +126,8 @@ def test_every_head_apart():
     assert steps.loc[(0, 0), "value"] == 20 and steps.loc[(0, 0), "n"] == 2
     assert steps.loc[(0, 0), "high"] == pytest.approx(20 + 12.7062 * 10, rel=1e-5)  # Student's t of two runs
     assert steps.loc[(1, 1), "value"] == 30 and steps.loc[(1, 1), "n"] == 1
-    mean = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False).where(
-        head=None, measure="step"
-    )
+    found = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False)
+    mean = found.where(head=None, measure="step")
     assert mean.frame[["level", "layer", "value"]].to_numpy().tolist() == [["layer", 0, 10.0]]
 
 
@@ -149,15 +137,10 @@ def test_metrics_of_the_whole_model():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ValueError, match="ascending"):
-        emergence_step(np.array([0.0, 0.0]), np.array([0.1, 0.2]))
-    with pytest.raises(ValueError, match="ascending"):
-        emergence_step(np.array([0.0]), np.array([math.nan]))
-    with pytest.raises(ValueError, match="3 probes show no rise"):
-        emergence_step(np.arange(3.0), np.array([0.0, 1.0, 1.0]))
-    with pytest.raises(ValueError, match="no runs"):
-        emergence([], "accuracy")
+    refused("ascending", emergence_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
+    refused("ascending", emergence_step, np.array([0.0]), np.array([math.nan]))
+    refused("3 probes show no rise", emergence_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]))
+    refused("no runs", emergence, [], "accuracy")
     with pytest.raises(KeyError, match="no metric 'accuracy'"):
         emergence(table({(0, 0): EARLY}), "accuracy")
-    with pytest.raises(ValueError, match="same rows"):
-        emergence([table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
+    refused("same rows", emergence, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)

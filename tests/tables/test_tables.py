@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import refused
+from scipy import stats
 
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -47,11 +49,8 @@ def test_only_what_is_bounded_has_an_exact_bound():
 
 def test_where():
     some = table().where(layer=1, metric=["a"])
-    assert some.frame[["level", "layer", "head"]].to_numpy().tolist() == [
-        ["head", 1, 0],
-        ["head", 1, 1],
-        ["layer", 1, pd.NA],
-    ]
+    places = some.frame[["level", "layer", "head"]].to_numpy().tolist()
+    assert places == [["head", 1, 0], ["head", 1, 1], ["layer", 1, pd.NA]]
     assert some.values is not None and some.values.shape == (3, 5)
     np.testing.assert_allclose(some.values.mean(1), some.frame["value"])
     assert len(table().where()) == 12
@@ -159,16 +158,11 @@ def test_what_matters_most_comes_first(verb, keys, best):
     assert both.where(when="after").top(metric, 1).frame["value"].item() == best / 2
 
 
-def test_attribution_without_a_sign_is_highest_in_both_directions():
-    made = effects("attribute_heads", direction="noise")
-    unsigned = Table(made.frame, Provenance("attribute_heads", {"graddrop": True, "direction": "noise"}))
-    assert unsigned.top("log_prob", 1).frame["value"].item() == 2
-
-
-def test_direction_of_tables_kept_without_its_column():
-    made = effects("attribute_heads")
-    kept = Table(made.frame, Provenance("attribute_heads", {"direction": "noise"}))
-    assert kept.top("log_prob", 1).frame["value"].item() == -3
+@pytest.mark.parametrize(("settings", "best"), [({"graddrop": True}, 2), ({}, -3)])
+def test_settings_decide_too(settings, best):
+    """Attribution without a sign is highest in both directions; older tables have the direction as a setting."""
+    kept = Table(effects("attribute_heads").frame, Provenance("attribute_heads", settings | {"direction": "noise"}))
+    assert kept.top("log_prob", 1).frame["value"].item() == best
 
 
 @pytest.mark.parametrize("level", ["layer", "edge"])
@@ -185,16 +179,13 @@ def test_top_refuses_several_rows_a_head():
     """Three kinds of targets would list the same head three times."""
     made = effects("ablate_heads", positions="all")
     kinds = Table(pd.concat([made.frame.assign(kind=kind) for kind in ("all", "first", "later")]), made.provenance)
-    with pytest.raises(ValueError, match=r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first"):
-        kinds.top("log_prob")
+    refused(r"several rows a head: choose one value of kind with \.where\(\.\.\.\) first", kinds.top, "log_prob")
     assert len(kinds.where(kind="all").top("log_prob")) == 3
     edges = effects("patch_edges", "edge", direction="noise")
     mixed = Table.concat([edges, effects("patch_edges", "edge", direction="denoise")])
-    with pytest.raises(ValueError, match="several rows an edge: choose one value of direction with"):
-        mixed.top("log_prob")
+    refused("several rows an edge: choose one value of direction with", mixed.top, "log_prob")
     doubled = Table(pd.concat([made.frame, made.frame]), made.provenance)
-    with pytest.raises(ValueError, match="several rows a head with equal keys"):
-        doubled.top("log_prob")
+    refused("several rows a head with equal keys", doubled.top, "log_prob")
 
 
 def test_top_refuses_what_has_no_order():
@@ -202,11 +193,9 @@ def test_top_refuses_what_has_no_order():
     with pytest.raises(ValueError, match="by='best': choose 'highest', 'lowest' or 'absolute'"):
         unchecked(effects("score_heads"), "log_prob", by="best")
     model = Table(effects("evaluate", "layer").frame.assign(level="model", layer=None), Provenance("evaluate"))
-    with pytest.raises(ValueError, match=r"no heads, layers or edges to rank: .* rows of the level model"):
-        model.top("log_prob")
+    refused(r"no heads, layers or edges to rank: .* rows of the level model", model.top, "log_prob")
     both = Table.concat([effects("ablate_heads"), effects("patch_heads", "layer", direction="denoise")])
-    with pytest.raises(ValueError, match="opposite ends matter most: select one"):
-        both.top("log_prob")
+    refused("opposite ends matter most: select one", both.top, "log_prob")
     assert both.top("log_prob", 1, by="lowest").frame["value"].item() == -3
 
 
@@ -217,18 +206,14 @@ def test_grid():
     for row in frame_of(made.heads(), metric="b").itertuples():
         assert grid[row.layer, row.head] == row.value
     doubled = Table(pd.concat([made.frame.assign(step=step) for step in (0, 1)]), made.provenance)
-    with pytest.raises(ValueError, match=r"several rows a head: choose one value of step"):
-        doubled.grid("b")
+    refused(r"several rows a head: choose one value of step", doubled.grid, "b")
 
 
 def test_a_difference_is_paired_by_keys_and_prompts():
     left, right = table(seed=0), table(seed=1)
     order = np.random.default_rng(0).permutation(12)
-    assert right.values is not None and right.weights is not None and left.values is not None
-    shuffled = Table(
-        right.frame.iloc[order].reset_index(drop=True), right.provenance, right.values[order], right.weights[order]
-    )
-    difference = left - shuffled
+    assert right.values is not None and left.values is not None
+    difference = left - right._rows(order)
     np.testing.assert_allclose(difference.frame["value"], (left.values - right.values).mean(1))
     assert frame_of(difference)["low"].le(frame_of(difference)["value"]).all()
     assert difference.provenance.verb == "difference"
@@ -270,6 +255,50 @@ def test_a_difference_of_two_directions_is_refused(how):
         with pytest.raises(ValueError, match=r"of direction 'denoise' and 'noise' and of 'noise': "):
             _ = both - of("noise")
         assert len(both.where(direction="noise") - of("noise")) == len(made)
+
+
+def of_seeds(values: dict[tuple[str, int], Any]) -> Table:
+    """One row for each metric and seed."""
+    rows = [{"metric": metric, "seed": seed, "value": value} for (metric, seed), value in values.items()]
+    return Table(pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1), Provenance("each"))
+
+
+def test_over_seeds_numbers_have_t_intervals_of_the_seeds_that_have_one():
+    values = {("b", 0): 4.0, ("a", 0): 1.0, ("a", 1): 2.0, ("a", 2): 6.0, ("b", 1): np.nan, ("b", 2): 4.5}
+    made = of_seeds(values | {("alone", 1): 3.0, ("none", 1): np.nan})
+    means = made.over_seeds()
+    assert means.keys == ["metric"] and means.provenance == made.provenance
+    found = means.frame.set_index("metric")
+    assert found["value"].to_dict() == pytest.approx({"b": 4.25, "a": 3.0, "alone": 3.0, "none": np.nan}, nan_ok=True)
+    assert found["n"].to_dict() == {"b": 2, "a": 3, "alone": 1, "none": 0}
+    half = stats.t.ppf(0.975, 2) * np.std([1, 2, 6], ddof=1) / 3**0.5
+    assert found.loc["a", ["low", "high"]].tolist() == pytest.approx([3 - half, 3 + half])
+    assert found.loc[["alone", "none"], ["low", "high"]].isna().all(axis=None)
+
+
+def test_over_seeds_yes_and_no_have_exact_intervals():
+    made = of_seeds({("yes", 0): True, ("yes", 1): False, ("yes", 2): True, ("yes", 3): None, ("alone", 0): True})
+    numbers = of_seeds({("all", 0): 1.0, ("all", 1): 1.0})
+    found = Table.concat([made, numbers]).over_seeds().frame.set_index("metric")
+    exact = stats.binomtest(2, 3).proportion_ci(0.95, "exact")
+    assert found.loc["yes"].tolist() == pytest.approx([2 / 3, exact.low, exact.high, 3])
+    assert found["value"].tolist() == pytest.approx([2 / 3, 1, 1]) and found["n"].tolist() == [3, 1, 2]
+    assert found.loc[["alone", "all"], ["low", "high"]].isna().all(axis=None)
+
+
+def test_over_seeds_without_other_keys():
+    frame = pd.DataFrame({"seed": [3, 4], "value": [1.0, 2.0], "low": np.nan, "high": np.nan, "n": 1})
+    assert Table(frame, Provenance("each")).over_seeds().frame[["value", "n"]].to_numpy().tolist() == [[1.5, 2]]
+
+
+def test_over_seeds_needs_one_row_a_seed():
+    made = of_seeds({("a", 0): 1.0, ("b", 0): 2.0})
+    for frame, message in (
+        (made.frame.drop(columns="seed"), "rows without a seed: give each row one"),
+        (made.frame.assign(seed=[0, None]), "rows without a seed: give each row one"),
+        (made.frame.assign(metric="a"), "several rows of one seed with equal keys"),
+    ):
+        refused(message, Table(frame, made.provenance).over_seeds)
 
 
 def test_save_and_load(tmp_path):
@@ -334,8 +363,7 @@ def test_per_prompt_values_of_other_rows_are_refused(tmp_path):
     made = table()
     made.save(tmp_path)
     made.frame[1:].to_csv(tmp_path / "table.csv", index=False)
-    with pytest.raises(ValueError, match=r"the rows differ: 11 in table\.csv, 12 in values\.safetensors; .* delete"):
-        Table.load(tmp_path)
+    refused(r"the rows differ: 11 in table\.csv, 12 in values\.safetensors; .* delete", Table.load, tmp_path)
 
 
 def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
@@ -360,18 +388,15 @@ def test_a_compressed_table_replaces_one_that_is_not(tmp_path):
 def test_load_from_files_of_others(tmp_path, provenance, frame, message):
     (tmp_path / "provenance.json").write_text(provenance)
     (tmp_path / "table.csv").write_text(frame)
-    with pytest.raises(ValueError, match=message):
-        Table.load(tmp_path)
+    refused(message, Table.load, tmp_path)
 
 
 def test_load_from_a_folder_without_a_table(tmp_path):
-    with pytest.raises(ValueError, match=r"no table in .*: table.csv and provenance.json missing"):
-        Table.load(tmp_path)
+    refused(r"no table in .*: table.csv and provenance.json missing", Table.load, tmp_path)
 
 
 def test_a_table_needs_its_values():
-    with pytest.raises(ValueError, match="low, high, n is missing"):
-        Table(pd.DataFrame({"layer": [0], "value": [1.0]}), Provenance("made"))
+    refused("low, high, n is missing", Table, pd.DataFrame({"layer": [0], "value": [1.0]}), Provenance("made"))
 
 
 def test_concat_by_name():
@@ -385,12 +410,8 @@ def test_concat_by_name():
         np.testing.assert_array_equal(rows.values, part.values)
         np.testing.assert_array_equal(rows.weights, part.weights)
     provenance = both.provenance
-    assert (provenance.verb, provenance.model, provenance.data, provenance.engine) == (
-        "concat",
-        {"name": "m"},
-        DATA,
-        "fast",
-    )
+    made = (provenance.verb, provenance.model, provenance.data, provenance.engine)
+    assert made == ("concat", {"name": "m"}, DATA, "fast")
     assert provenance.settings["names"] == ["before", "after"]
     assert [part["settings"] for part in provenance.settings["tables"]] == [{"x": 1}] * 2
 
@@ -421,8 +442,7 @@ def test_concat_of_tables_with_other_keys():
     ],
 )
 def test_concat_refuses(tables, key, message):
-    with pytest.raises(ValueError, match=message):
-        Table.concat(tables, key)
+    refused(message, Table.concat, tables, key)
 
 
 def test_to_parquet(tmp_path):

@@ -95,9 +95,8 @@ def test_automata_keep_to_their_ranges_and_rules(alphabet, states, edges, seed):
     ranges = [(low, low + more) for low, more in (alphabet, states)]
     automata = Automata.sample(Rng(seed), 2, 3, 26, ranges[0], ranges[1], edges)
     for prompt, symbol in itertools.product(range(2), range(3)):
-        letter, following, n_edges = (
-            table[prompt, symbol] for table in (automata.letter, automata.next, automata.n_edges)
-        )
+        tables = automata.letter, automata.next, automata.n_edges
+        letter, following, n_edges = (table[prompt, symbol] for table in tables)
         n_states = int((n_edges > 0).sum()) - 1
         assert ranges[1][0] <= n_states <= ranges[1][1]
         assert len(set(letter[letter != NONE].tolist())) <= ranges[0][1]
@@ -107,9 +106,7 @@ def test_automata_keep_to_their_ranges_and_rules(alphabet, states, edges, seed):
             out, to = letter[state].tolist(), following[state].tolist()
             assert out[count:] == to[count:] == [NONE] * (len(out) - count)
             assert len(set(out[:count])) == count == len(set(to[:count])), "two edges share a letter or a state"
-            assert all(1 <= state <= n_states for state in to[:count]) and all(
-                0 <= written < 26 for written in out[:count]
-            )
+            assert all(1 <= state <= n_states for state in to[:count]) and all(0 <= w < 26 for w in out[:count])
 
 
 def test_sizes_and_edges_are_uniform_over_their_ranges():

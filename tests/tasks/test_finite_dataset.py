@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.checks import WrongArgument
 from align_circuits.models.tokenizer import char_tokenizer
@@ -55,12 +56,10 @@ def test_fresh_test_examples_keep_their_gold():
 
 def test_what_cannot_be_drawn_is_refused():
     dataset = sample_finite_dataset(TASK, 4, TOKENIZER)
-    with pytest.raises(ValueError, match="5 different ones are needed"):
-        in_context(TASK, dataset)
+    refused("5 different ones are needed", in_context, TASK, dataset)
     with pytest.raises(ValueError, match="3 examples, but 4 different"):
         in_context(TASK, dataset[:3], sample_finite_dataset(TASK, 1, TOKENIZER, seed=1))
     wrong: Any = "three"
     with pytest.raises(WrongArgument, match="sample_finite_dataset: n is the text 'three', not an int"):
         sample_finite_dataset(TASK, wrong, TOKENIZER)
-    with pytest.raises(ValueError, match="automata='task'"):
-        sample_finite_dataset(Seq2SeqTask(), 4, TOKENIZER)
+    refused("automata='task'", sample_finite_dataset, Seq2SeqTask(), 4, TOKENIZER)

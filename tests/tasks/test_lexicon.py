@@ -1,9 +1,11 @@
 """Words as symbols and letters, and `LexiconTask`: read back from the text alone."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -20,16 +22,14 @@ COLOURS = ["red", "green", "blue", "black", "white", "orange"]
 def tokenizer(tmp_path_factory):
     """A byte-level BPE that knows the words, as a folder in the hub's format."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
     bpe.decoder = decoders.ByteLevel()
     words = [f" {word}" for word in ANIMALS + COLOURS]
     words += [text for name in ("antonyms", "digits") for pair in LEXICONS[name].items() for text in pair]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=3000, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
-    )
+    settings: dict[str, Any] = {"vocab_size": 3000, "special_tokens": ["<s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
     bpe.train_from_iterator([word for word in words for _ in range(3)], trainer)
     folder = tmp_path_factory.mktemp("words")
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", clean_up_tokenization_spaces=False)
@@ -38,10 +38,9 @@ def tokenizer(tmp_path_factory):
 
 
 def words_task(**changes):
-    return Seq2SeqTask(
-        **{"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet": ANIMALS, "letters": COLOURS} | changes,
-        alphabet_range=(4, 6),
-    )
+    config: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 4, "alphabet_range": (4, 6)}
+    config |= {"alphabet": ANIMALS, "letters": COLOURS} | changes
+    return Seq2SeqTask(**config)
 
 
 def read(prompts: Prompts, index: int) -> list[tuple[list[str], list[str]]]:
@@ -69,10 +68,8 @@ def test_words_of_several_characters_are_symbols_and_letters(tokenizer):
 
 
 def test_a_word_of_several_tokens_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match=r"reads ' giraffe' as \['Ġ"):
-        words_task(alphabet=[*ANIMALS, "giraffe"]).sample(1, tokenizer)
-    with pytest.raises(ValueError, match="the same token"):
-        words_task(letters=[*COLOURS, "dog"]).sample(1, tokenizer)
+    refused(r"reads ' giraffe' as \['Ġ", words_task(alphabet=[*ANIMALS, "giraffe"]).sample, 1, tokenizer)
+    refused("the same token", words_task(letters=[*COLOURS, "dog"]).sample, 1, tokenizer)
 
 
 @pytest.mark.parametrize("alignment", ["monotonic", "reversed", "permutation"])
@@ -124,9 +121,8 @@ def test_corruption_changes_one_thing(tokenizer):
         for (x, y), (clean_x, clean_y) in zip(alignment[:-1], clean[:-1], strict=True):
             assert x == clean_x and y != clean_y and sorted(y) == sorted(clean_y)
     own = changed["query"].own_correct
-    assert (
-        own is not None and prompts.correct is not None and own.sum(1).eq(1).all() and not (own & prompts.correct).any()
-    )
+    assert own is not None and prompts.correct is not None
+    assert own.sum(1).eq(1).all() and not (own & prompts.correct).any()
 
 
 def test_the_pre_aligned_style_copies_the_word(tokenizer):
@@ -148,8 +144,7 @@ def test_control_and_caveats():
 def test_words_that_are_not_single_tokens_are_named_or_left_out(tokenizer):
     own = {" dog": " red", " cat": " green", " horse": " blue", " giraffe": " black", " fish": " zebra"}
     task = LexiconTask(own, x_len=3, n_examples=2, shared=True)
-    with pytest.raises(ValueError, match=r"2 words of the lexicon .* ' giraffe' is read as \['Ġ.*unknown='leave out'"):
-        task.sample(1, tokenizer)
+    refused(r"2 words of the lexicon .* ' giraffe' is read as \['Ġ.*unknown='leave out'", task.sample, 1, tokenizer)
     kept = LexiconTask(own, x_len=3, n_examples=2, shared=True, unknown="leave out")
     assert list(kept.pairs_of(tokenizer)) == [" dog", " cat", " horse"]
     assert all(sorted(x) == ["cat", "dog", "horse"] for x, _ in read(kept.sample(1, tokenizer), 0))
@@ -166,13 +161,11 @@ def test_words_that_are_not_single_tokens_are_named_or_left_out(tokenizer):
     ],
 )
 def test_a_lexicon_task_that_cannot_be_sampled_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        LexiconTask(**config)
+    refused(message, LexiconTask, **config)
 
 
 def test_prompts_of_another_task_are_not_corrupted(tokenizer):
-    with pytest.raises(ValueError, match="not sampled by this task"):
-        LexiconTask(x_len=4).corrupt(LexiconTask(x_len=5).sample(1, tokenizer))
+    refused("not sampled by this task", LexiconTask(x_len=4).corrupt, LexiconTask(x_len=5).sample(1, tokenizer))
 
 
 def test_every_lexicon_says_each_word_once():

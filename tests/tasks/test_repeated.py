@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 
 from align_circuits.prompts.prompts import Role
 from align_circuits.tasks.repeated import RepeatedTokensTask
@@ -56,13 +57,8 @@ def test_a_vocabulary_is_never_listed():
 
 
 def test_what_cannot_be_repeated_is_refused():
-    with pytest.raises(ValueError, match="repeats is 1: give at least 2"):
-        RepeatedTokensTask(repeats=1)
-    with pytest.raises(ValueError, match="length is 1: give at least 2"):
-        RepeatedTokensTask(length=1)
-    with pytest.raises(ValueError, match="there are only 10 tokens"):
-        RepeatedTokensTask(length=11).sample(1, 10)
-    with pytest.raises(ValueError, match="0 prompts"):
-        RepeatedTokensTask().sample(0, 100)
-    with pytest.raises(ValueError, match="the seed is -1"):
-        RepeatedTokensTask().sample(1, 100, seed=-1)
+    refused("repeats is 1: give at least 2", RepeatedTokensTask, repeats=1)
+    refused("length is 1: give at least 2", RepeatedTokensTask, length=1)
+    refused("there are only 10 tokens", RepeatedTokensTask(length=11).sample, 1, 10)
+    refused("0 prompts", RepeatedTokensTask().sample, 0, 100)
+    refused("the seed is -1", RepeatedTokensTask().sample, 1, 100, seed=-1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import Prompts, Role
@@ -127,8 +128,7 @@ def test_every_tokenizer_shows_each_symbol_as_one_token_and_reads_the_text_back(
     tokenizer = request.getfixturevalue(fixture)
     task = Seq2SeqTask(x_len=3, n_examples=3, style=style, alignment="permutation")
     if style == "marked" and fixture == "byte_bpe_tokenizer":  # its small vocabulary lacks " !"
-        with pytest.raises(ValueError, match=r"reads ' !' as \['Ġ', '!'\].*try spaced=False"):
-            task.sample(4, tokenizer)
+        refused(r"reads ' !' as \['Ġ', '!'\].*try spaced=False", task.sample, 4, tokenizer)
         assert len(replace(task, spaced=False).sample(4, tokenizer)) == 4
         return
     prompts = task.sample(4, tokenizer, seed=1)
@@ -137,16 +137,13 @@ def test_every_tokenizer_shows_each_symbol_as_one_token_and_reads_the_text_back(
     for ids, token_texts in zip(prompts.tokens.tolist(), prompts.token_text, strict=True):
         assert tokenizer("".join(token_texts[start:]), add_special_tokens=False)["input_ids"] == ids[start:]
     same = task.sample(4, TOKENIZER, seed=1)
-    assert [[t.strip() for t in row[start:]] for row in prompts.token_text] == [
-        [t.strip() for t in row[1:]] for row in same.token_text
-    ]
+    texts = ([[t.strip() for t in row[i:]] for row in p.token_text] for p, i in ((prompts, start), (same, 1)))
+    assert next(texts) == next(texts)
 
 
 def test_bos_is_an_option_and_recorded(llama_tokenizer):
     task = Seq2SeqTask(x_len=3, n_examples=1)
-    with_bos, without = (
-        Seq2SeqTask(x_len=3, n_examples=1, bos=bos).sample(1, llama_tokenizer) for bos in (True, False)
-    )
+    with_bos, without = (replace(task, bos=bos).sample(1, llama_tokenizer) for bos in (True, False))
     assert with_bos.task["bos"] and not without.task["bos"] and task.bos
     assert with_bos.tokens[0, 0] == llama_tokenizer.bos_token_id and with_bos.roles[0, 0] == Role.BOS
     assert torch.equal(with_bos.tokens[:, 1:], without.tokens)
@@ -156,29 +153,23 @@ def test_unspaced_text_promises_nothing_and_the_check_names_what_breaks(llama_to
     task = Seq2SeqTask(x_len=3, n_examples=1, style="marked", spaced=False)
     assert "!" in task.sample(1, llama_tokenizer).text[0]
     words = look_up(llama_tokenizer, task.alphabet, task.letters, ":", "\n", "!", False)
-    with pytest.raises(ValueError, match="'!I', ':!'"):
-        check_text(llama_tokenizer, words, layout_of("marked", 3, 2, 1, True))
-
-
-def test_text_that_breaks_is_refused(llama_tokenizer):
-    with pytest.raises(ValueError, match=r"does not read the text of these prompts.*' as'"):
-        Seq2SeqTask(x_len=3, n_examples=1, separator="s").sample(1, llama_tokenizer)
+    refused("'!I', ':!'", check_text, llama_tokenizer, words, layout_of("marked", 3, 2, 1, True))
 
 
 def test_a_symbol_that_is_not_one_token_is_refused_by_name(llama_tokenizer, byte_bpe_tokenizer):
-    with pytest.raises(ValueError, match="reads ' 語'"):
-        Seq2SeqTask(alphabet="ABCDE語").sample(1, byte_bpe_tokenizer)
-    with pytest.raises(ValueError, match=r"'é' as .*<unk>"):
-        Seq2SeqTask(letters="abcdefghijklmnopqrsté", spaced=False).sample(1, TOKENIZER)
-    with pytest.raises(ValueError, match="'=>'"):
-        Seq2SeqTask(colon="=>>=").sample(1, llama_tokenizer)
+    refused("reads ' 語'", Seq2SeqTask(alphabet="ABCDE語").sample, 1, byte_bpe_tokenizer)
+    refused(r"'é' as .*<unk>", Seq2SeqTask(letters="abcdefghijklmnopqrsté", spaced=False).sample, 1, TOKENIZER)
+    refused("'=>'", Seq2SeqTask(colon="=>>=").sample, 1, llama_tokenizer)
+
+
+def test_text_that_breaks_is_refused(llama_tokenizer):
+    task = Seq2SeqTask(x_len=3, n_examples=1, separator="s")
+    refused(r"does not read the text of these prompts.*' as'", task.sample, 1, llama_tokenizer)
 
 
 def test_symbols_that_are_the_same_token_are_refused():
-    with pytest.raises(ValueError, match="the same token"):
-        Seq2SeqTask(colon="|", separator="|").sample(1, TOKENIZER)
-    with pytest.raises(ValueError, match="the same token"):
-        Seq2SeqTask(alphabet="abcde").sample(1, TOKENIZER)
+    refused("the same token", Seq2SeqTask(colon="|", separator="|").sample, 1, TOKENIZER)
+    refused("the same token", Seq2SeqTask(alphabet="abcde").sample, 1, TOKENIZER)
 
 
 def test_a_seed_fixes_the_prompts_whatever_their_number():
@@ -234,11 +225,12 @@ def test_prompts_survive_saving(tmp_path):
         ({"state_range": (5, 4)}, r"state_range is \(5, 4\)"),
         ({"edge_range": (1, 5)}, "edges differ in both"),
         ({"edge_range": (0, 2)}, "1 <= fewest"),
+        ({"letters": "".join(chr(0x4E00 + index) for index in range(101))}, "101 letters"),
+        ({"prior_form": "code"}, "only alignment='prior' has a form"),
     ],
 )
 def test_a_task_that_cannot_be_sampled_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        Seq2SeqTask(**config)
+    refused(message, Seq2SeqTask, **config)
 
 
 @pytest.mark.parametrize("name", ["alignment", "prior_form", "automata", "style"])
@@ -247,28 +239,14 @@ def test_an_unknown_choice_is_refused_with_the_known_ones(name):
     values = {f: getattr(Seq2SeqTask(), f) for f in Seq2SeqTask.__dataclass_fields__} | {name: "other"}
     for key, value in values.items():
         object.__setattr__(task, key, value)
-    with pytest.raises(ValueError, match=f"{name} is 'other': choose one of '"):
-        task.__post_init__()
+    refused(f"{name} is 'other': choose one of '", task.__post_init__)
 
 
 def test_sampling_refuses_what_it_cannot_draw():
-    with pytest.raises(ValueError, match="0 prompts"):
-        Seq2SeqTask().sample(0, TOKENIZER)
-    with pytest.raises(ValueError, match="the seed is -1"):
-        Seq2SeqTask().sample(1, TOKENIZER, seed=-1)
-    with pytest.raises(ValueError, match="references=False"):
-        Seq2SeqTask(x_len=15, phrase_len=1, n_examples=1).sample(1, TOKENIZER)
+    refused("0 prompts", Seq2SeqTask().sample, 0, TOKENIZER)
+    refused("the seed is -1", Seq2SeqTask().sample, 1, TOKENIZER, seed=-1)
+    refused("references=False", Seq2SeqTask(x_len=15, phrase_len=1, n_examples=1).sample, 1, TOKENIZER)
     assert len(Seq2SeqTask(x_len=26, phrase_len=1, n_examples=1).sample(1, TOKENIZER, references=False)) == 1
-
-
-def test_more_letters_than_the_tables_hold_are_refused():
-    with pytest.raises(ValueError, match="101 letters"):
-        Seq2SeqTask(letters="".join(chr(0x4E00 + index) for index in range(101)))
-
-
-def test_a_form_of_the_prior_without_a_prior_is_refused():
-    with pytest.raises(ValueError, match="only alignment='prior' has a form"):
-        Seq2SeqTask(prior_form="code")
 
 
 def test_what_tasks_share_cannot_be_changed():

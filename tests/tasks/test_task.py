@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from refusals import refused
 
 import align_circuits as ac
 from align_circuits.tasks.task import Task, exchanged
@@ -73,8 +74,7 @@ def test_a_prompt_alone_in_its_length_has_no_partner():
 
 @pytest.mark.parametrize("task", [ac.Seq2SeqTask(x_len=3), ac.RepeatedTokensTask()])
 def test_a_task_of_text_needs_a_tokenizer(task):
-    with pytest.raises(ValueError, match="written in the tokens of a tokenizer"):
-        task.sample(2)
+    refused("written in the tokens of a tokenizer", task.sample, 2)
 
 
 def test_the_base_class_cannot_be_sampled():

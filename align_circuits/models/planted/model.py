@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -189,19 +189,18 @@ def planted_circuit(
     _check_variations(n_layers, n_heads, n_key_value_heads, copies, self_repair, noise)
     stream = circuit.residual_stream(task, n_ctx, self_repair)
     # At the least, by what each head is made of: the places of all heads are drawn before their widths are known.
-    shape: dict[str, Any] = {
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_key_value_heads": n_key_value_heads,
-        "n_ctx": n_ctx,
-    }
-    least: dict[str, Any] = {
-        "d_model": stream["one"].shape[0],
-        "d_head": len(task.letters),
-        "d_mlp": 0,
-        "d_vocab": len(tokenizer),
-    }
-    check_fits(HandBuiltConfig(**shape, **least))
+    least = HandBuiltConfig(
+        n_layers,
+        n_heads,
+        d_model=stream["one"].shape[0],
+        d_head=len(task.letters),
+        d_mlp=0,
+        d_vocab=len(tokenizer),
+        n_ctx=n_ctx,
+        n_key_value_heads=n_key_value_heads,
+        model_name=f"planted-{seed}",
+    )
+    check_fits(least)
     generator = torch.Generator().manual_seed(seed)
     # In the order of the stages, but in any layers: no method may find a head by its place. A head that repairs comes
     # after all.
@@ -225,28 +224,16 @@ def planted_circuit(
     units = defaultdict(list, {layer: [*groups] for layer, groups in own_units.items()})
     for layer in [layer for (layer, _), (kind, _) in heads.items() if kind == "diffuse"]:
         units[layer].append(circuit.presence_units(stream))
-    if positional_bias:
-        heads = {
-            head: (kind, spec if kind in _PLACED_BY_POSITION else circuit.biased(spec, stream, positional_bias))
-            for head, (kind, spec) in heads.items()
-        }
-    if noise:
-        noise_generator = torch.Generator().manual_seed(seed)
-        heads = {
-            head: (kind, circuit.noisy(spec, stream, noise, noise_generator)) for head, (kind, spec) in heads.items()
-        }
-    width = max(spec.width for _, spec in heads.values())
-    model = PlantedModel(
-        HandBuiltConfig(
-            **shape,
-            d_vocab=len(tokenizer),
-            d_model=stream["one"].shape[0],
-            d_head=width * (n_heads // (n_key_value_heads or n_heads)),
-            d_mlp=max(sum(len(group.bias) for group in groups) for groups in units.values()),
-            model_name=f"planted-{seed}",
-        ),
-        tokenizer,
-    )
+    noise_generator = torch.Generator().manual_seed(seed)
+    for head, (kind, spec) in heads.items():
+        if positional_bias and kind not in _PLACED_BY_POSITION:
+            spec = circuit.biased(spec, stream, positional_bias)
+        if noise:
+            spec = circuit.noisy(spec, stream, noise, noise_generator)
+        heads[head] = (kind, spec)
+    d_head = max(spec.width for _, spec in heads.values()) * (n_heads // (n_key_value_heads or n_heads))
+    d_mlp = max(sum(len(group.bias) for group in groups) for groups in units.values())
+    model = PlantedModel(replace(least, d_head=d_head, d_mlp=d_mlp), tokenizer)
     with torch.no_grad():
         model.W_E.copy_(circuit.embeddings(task, stream, token_ids, len(tokenizer)))
         model.W_pos.copy_(circuit.positions(stream, n_ctx, bos))
@@ -297,8 +284,8 @@ def planted_competitors(task: Seq2SeqTask, seed: int = 0) -> PlantedModel:
     units.write(model, layer_of["lookup"], 0)
     model.specs = MappingProxyType({**model.specs, **specs})
     model.units = MappingProxyType({**model.units, layer_of["lookup"]: [units]})
-    kinds = {**model.kinds, induction: "induction", function_vector: "function_vector"}
-    model.kinds = MappingProxyType(kinds)
+    kinds = {induction: "induction", function_vector: "function_vector"}
+    model.kinds = MappingProxyType({**model.kinds, **kinds})
     return model
 
 
