@@ -28,9 +28,8 @@ from align_circuits.hooks.residual_edges import (
 )
 from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import CachedPair, Pair
-from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 

@@ -22,9 +22,9 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
 from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
-from align_circuits.run.sweeps import EDIT_SETS_A_PART, progress_bar
+from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Provenance, Table
 

@@ -12,9 +12,8 @@ from align_circuits.circuits.faithful import CircuitRuns
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
-from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 _AHEAD = 16

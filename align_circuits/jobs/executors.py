@@ -3,7 +3,6 @@
 Each is an `Executor` of the standard library, so that `run_jobs` knows no other.
 """
 
-import fcntl
 import multiprocessing
 import os
 import threading
@@ -11,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 
 from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.locks import locked
 
 MOST_IN_AN_ARRAY = 1000
 """Jobs that are submitted to Slurm at once: by default it takes no larger arrays (`MaxArraySize`)."""
@@ -76,16 +76,15 @@ def _start_worker(threads: int, devices: list[str], processes: int, places: str)
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[_take_place(places, processes) % len(devices)]
 
 
+_HELD = ExitStack()
+"""The locks that this process holds until it ends."""
+
+
 def _take_place(places: str, processes: int) -> int:
     """Takes the first free place among the processes; the system frees it when this process ends, however it ends."""
     while True:
         for place in range(processes):
-            handle = os.open(Path(places) / str(place), os.O_RDWR | os.O_CREAT)  # stays open, and so locked
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(handle)
-            else:
+            if _HELD.enter_context(locked(Path(places) / str(place), make=Path.touch, seconds=0.0)):
                 return place
         time.sleep(0.05)  # that of a process which is just ending
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
 from align_circuits.run.forward_pass import capture
-from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import SweepParts, progress_bar
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
 from align_circuits.tables.tables import Provenance, Table
 
@@ -140,9 +140,9 @@ class Pair:
     ) -> SweepParts:
         """Returns the parts of a sweep over edges or prompts, in `options.out` if that is given."""
         if options.out is None:
-            return SweepParts(options, verb, {})
+            return SweepParts(options.out, verb, {})
         identity = {"verb": verb, "direction": self.direction, **settings}
-        return SweepParts(options, verb, identity | self.target_metrics.identity(model, self.source, options))
+        return SweepParts(options.out, verb, identity | self.target_metrics.identity(model, self.source, options))
 
     def _part(self, rows: slice) -> "Pair":
         """Some of the prompts, with their share of the targets, which may be none."""

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Edit, edits_digests
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
-from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import EDIT_SETS_A_PART, PROMPTS_A_PART, SweepParts, progress_bar
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.tables.tables import Provenance, Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
@@ -34,6 +34,12 @@ Metric = MetricName | OwnMetric
 
 BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")
 """What the verbs of heads report if no metric is named."""
+
+EDIT_SETS_A_PART = 32
+"""Edited runs in one part of a sweep that is kept."""
+
+PROMPTS_A_PART = 32
+"""Prompts in such a part, rounded up to whole batches where the caller chose their size."""
 
 _LOGITS_AT_ONCE = 2**24
 
@@ -277,7 +283,7 @@ class TargetMetrics:
             for first in range(0, len(edit_sets), edits_a_part)
             for prompt, rows in self._rows_of_parts(prompts_a_part)
         }
-        parts = SweepParts(options, "edited runs", identity)
+        parts = SweepParts(options.out, "edited runs", identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
             computes = {
                 name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.run import pairs
-from align_circuits.run.sweeps import SweepParts
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
@@ -41,7 +41,7 @@ def test_batches_hold_as_many_prompts_as_fit(char_tokenizer, tmp_path, monkeypat
         return part.base.tokens.double().sum(1)[None]
 
     for options in (ac.RunOptions(batch_size=size), ac.RunOptions(batch_size=size, out=tmp_path)):
-        measured = pair.in_batches(measure, SweepParts(options, "sums", {}), options)
+        measured = pair.in_batches(measure, SweepParts(options.out, "sums", {}), options)
         torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
     assert sizes == 2 * batches
     kept = sorted(path.stem for path in tmp_path.rglob("*.safetensors"))
@@ -58,7 +58,7 @@ def test_prompts_longer_than_a_batch_are_measured_one_by_one(char_tokenizer, tmp
         return part.base.tokens.double().sum(1)[None]
 
     for options in (ac.RunOptions(), ac.RunOptions(out=tmp_path)):
-        measured = pair.in_batches(measure, SweepParts(options, "sums", {}), options)
+        measured = pair.in_batches(measure, SweepParts(options.out, "sums", {}), options)
         torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
     assert sizes == [1] * 8
 
