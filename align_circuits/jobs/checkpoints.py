@@ -71,11 +71,7 @@ def save_checkpoint(folder: Path, settings: Mapping[str, Any], checkpoint: Check
 
 
 def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | None:
-    """Returns the checkpoint in a folder, on the CPU, or None where there is none.
-
-    Args:
-        folder: Where `save_checkpoint` wrote it.
-        settings: What defines the run, as JSON.
+    """Returns the checkpoint that `save_checkpoint` wrote to a folder, on the CPU, or None where there is none.
 
     Raises:
         ValueError: The file is broken or no checkpoint, or is that of a run with other settings.

@@ -232,14 +232,7 @@ def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
 
 
 def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
-    """Returns how far the work is that writes some files.
-
-    Args:
-        what: What is measured.
-        started: When it began, in seconds since 1970.
-        paths: The files.
-        failed: Of which files the last attempt failed.
-    """
+    """Returns how far the work is that writes some files, of which the last attempt at some failed."""
     done = {path for path in paths if path.exists()}
     running = {path for path in paths if path not in done and is_claimed(path)}
     failures = tuple(failure for path, failure in failed.items() if path not in done | running)
@@ -409,13 +402,9 @@ def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], versions: Mapping
 
 
 def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | None = None) -> str | None:
-    """Runs a job and writes its result, unless another process is at it: None; returns the traceback if it fails.
+    """Runs a job, of this code version where one is given, in this folder where one is given, and writes its result.
 
-    Args:
-        path: Of its result.
-        job: The job.
-        version: What `code_version` must be, if that is known.
-        folder: Where relative paths begin; None: where this process is.
+    Returns the traceback if it fails, "" if not, and None where another process is at it.
     """
 
     def run(temporary: Path) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tqdm import tqdm
 
 from align_circuits.jobs.jobs import Progress, progress_of, write_plan
 from align_circuits.jobs.locks import shared_folder, until_done, written_once
@@ -61,6 +62,14 @@ class SweepParts:
         write_plan(self._folder / _PLAN, {"what": self._what, "parts": [path.name for path in paths]})
         for path, (values, engine) in until_done(paths, _attempts):
             yield path.stem, values, engine
+
+    def measure_all(self, parts: Mapping[str, Compute], bar: "tqdm[Any]") -> list[Float[ndarray, "..."]]:
+        """Returns the numbers of all parts, in their order, while a bar counts their entries."""
+        measured: dict[str, Float[ndarray, ...]] = {}
+        with bar:
+            for name, measured[name], _ in self.measure(parts):
+                bar.update(len(measured[name]))
+        return [measured[name] for name in parts]
 
 
 def read_sweeps(folder: str | Path) -> list[Progress]:
