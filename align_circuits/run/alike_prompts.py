@@ -80,10 +80,10 @@ def forward_alike(
         check_fits(model, rows.prompts)
         check_rows(rows.prompts, rows.prompt, rows.query)
     device, prompts = device_of(model), sets[0].prompts
-    (count, length), auto = prompts.tokens.shape, options.batch_size == "auto"
-    size = fitting_prompts(model, prompts, device, "fast") if options.batch_size == "auto" else options.batch_size
-    if auto and 2 * count <= 3 * size:
-        size = count  # a few more at once: a small second batch would cost about as much as a whole one
+    count, length = prompts.tokens.shape
+    fitting = fitting_prompts(model, prompts, device, "fast")
+    # A few more at once: a small second batch would cost about as much as a whole one.
+    size = options.prompts_at_once(count if 2 * count <= 3 * fitting else fitting)
 
     def run_batch(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
         batches = [Batch.of(rows.prompts, selected, rows.prompt, rows.query, device) for rows in sets]
@@ -99,9 +99,8 @@ def forward_alike(
         _continue(beginnings, sets, batches)
 
     with replaying(model) as decoder:
-        in_batches(
-            partial(run_batch, decoder), torch.arange(count), length, size * length, halve_to=length if auto else None
-        )
+        run = partial(run_batch, decoder)
+        in_batches(run, torch.arange(count), length, size * length, halve_to=options.halve_to(length))
     return "fast"
 
 

@@ -105,10 +105,9 @@ def first_order_effects(
             by_head = by_column.repeat_interleave(cfg.n_heads // len(by_column), 0)
             sums[index, ..., rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
 
-    size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
-    halve_to = length if options.batch_size == "auto" else None
     if edits:
-        in_batches(run, torch.arange(count), length, size * length, halve_to=halve_to)
+        tokens = options.prompts_at_once(max(1, CPU_TOKENS // length)) * length
+        in_batches(run, torch.arange(count), length, tokens, halve_to=options.halve_to(length))
     of_kind = np.stack([np.isin(range(len(labels)), label_of[kind]) for kind in kinds.values()]).astype(float)
     by_prompt = np.stack([np.bincount(targets.prompt, kind, count) for kind in kinds.values()])
     totals = np.einsum("ehmlp,kl->ehmkp", sums, of_kind)

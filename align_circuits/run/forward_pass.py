@@ -76,14 +76,15 @@ def forward(
     names = {*reads, *as_hooked(changes_of(edits, model, BatchContext(prompts, prompt[:0])), model)}
     engine = choose_engine(model, options, names)
     device = device_of(model)
-    auto = options.batch_size == "auto"
-    size = fitting_prompts(model, prompts, device, engine) if options.batch_size == "auto" else options.batch_size
     selected, length = prompt.unique(), prompts.mask.shape[1]
-    size = min(size, max(1, len(selected)))
+    fitting = fitting_prompts(model, prompts, device, engine)
+    tokens = min(options.prompts_at_once(fitting), max(1, len(selected))) * length
 
     def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)
-        hooked = _hooked(model, edits, reads, BatchContext(prompts, batch_prompts))
+        edited = as_hooked(changes_of(edits, model, BatchContext(prompts, batch_prompts)), model)
+        reading: dict[str, Change] = {name: partial(read, batch_prompts) for name, read in reads.items()}
+        hooked = Probes(model, edited), Probes(model, reading)  # in this order: readers see edited activations
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
         within = [hook for hook in hooks if engine == "fast" and is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
@@ -103,7 +104,7 @@ def forward(
             # Parts skip what no logits need; where a hook is to fire, the model itself runs.
             by_parts = isinstance(model, HasDecoder) or not (names or why_no_decoder(model))
             run = partial(_run_decoder, decoder) if by_parts else partial(_run_fast, model)
-        in_batches(partial(run_batch, run), selected, length, size * length, halve_to=length if auto else None)
+        in_batches(partial(run_batch, run), selected, length, tokens, halve_to=options.halve_to(length))
     return engine
 
 
@@ -205,14 +206,6 @@ def is_inside(name: str) -> bool:
     """Returns whether an activation is inside the fast engine's attention function, on any architecture."""
     place = site_of(name)
     return place is not None and place[1] in INSIDE_SITES
-
-
-def _hooked(
-    model: HookedModel, edits: Sequence[Edit], reads: Mapping[str, OnActivation], context: BatchContext
-) -> tuple[Probes, Probes]:
-    """The edits, then the readers, which thus see edited activations."""
-    changes: dict[str, Change] = {name: partial(read, context.rows) for name, read in reads.items()}
-    return Probes(model, as_hooked(changes_of(edits, model, context), model)), Probes(model, changes)
 
 
 @dataclass(frozen=True, eq=False)

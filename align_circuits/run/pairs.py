@@ -108,9 +108,7 @@ class Pair:
     ) -> Float[Tensor, "... prompt"]:
         """Returns what `measure` returns for all prompts, a batch at a time, smaller ones when memory runs out."""
         count, length = self.base.mask.shape
-        size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
-        size = min(size, max(1, count))
-        halve_to = length if options.batch_size == "auto" else None
+        size = min(options.prompts_at_once(max(1, CPU_TOKENS // length)), max(1, count))
         step = size if parts.kept else max(1, count)  # one part if none is kept: a batch once halved then stays small
         measured: dict[str, Tensor] = {}
         with progress_bar(options, count, "prompt") as bar:
@@ -122,7 +120,7 @@ class Pair:
                     batches.append(measure(self._part(slice(int(batch[0]), int(batch[-1]) + 1))))
                     bar.update(len(batch))
 
-                in_batches(run, prompts, length, size * length, halve_to=halve_to)
+                in_batches(run, prompts, length, size * length, halve_to=options.halve_to(length))
                 return torch.cat(batches, -1).numpy(), ""
 
             computes = {
