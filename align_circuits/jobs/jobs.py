@@ -213,7 +213,7 @@ def collect_rows(folder: str | Path) -> pd.DataFrame:
 
 
 def _plans(folder: str | Path) -> list[dict[str, Any]]:
-    """What `_write_plan` wrote, the latest first."""
+    """What `write_plan` wrote, the latest first."""
     plans = [json.loads(plan.read_text(encoding="utf-8")) for plan in Path(folder).glob(".plan-*.json")]
     if not plans:
         raise ValueError(f"{str(folder)!r} holds no run of jobs: give the folder of a run that has begun")

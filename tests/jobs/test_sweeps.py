@@ -57,11 +57,15 @@ VERBS: dict[str, Verb] = {
 }
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    for size in ("run.target_metrics.EDIT_SETS", "run.target_metrics.PROMPTS", "circuits.faithful.EDIT_SETS"):
+        monkeypatch.setattr(f"align_circuits.{size}_A_PART", 2)
+
+
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("name", VERBS)
 def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
-    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 2)
     whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
     options = ac.RunOptions(batch_size=2, out=tmp_path)
     write, written = sweeps.save_file, []
@@ -130,28 +134,27 @@ def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
 def test_another_sweep_is_not_read(model, pair, tmp_path):
     options = ac.RunOptions(out=tmp_path)
     ac.attribute_edges(model, pair, options=options)
-    others = [
-        lambda: ac.attribute_edges(model, pair, steps=3, options=options),
-        lambda: ac.attribute_edges(model, pair, method="eap", options=options),
-        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted), options=options),
-        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted, metric="prob"), options=options),
-        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 0]), options=options),
-        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 1]), options=options),
-        lambda: ac.patch_heads(model, pair, heads=[(0, 0)], options=options),
-        lambda: ac.patch_heads(model, pair, heads=[(0, 1)], options=options),
-        lambda: ac.patch_edges(model, pair, edges=[("L0H0", "logits")], options=options),
-        lambda: ac.patch_edges(model, pair, edges=[("L0H1", "logits")], options=options),
+    others: list[tuple[Any, ac.Pair, dict[str, Any]]] = [
+        (ac.attribute_edges, pair, {"steps": 3}),
+        (ac.attribute_edges, pair, {"method": "eap"}),
+        (ac.attribute_edges, ac.Pair(pair.clean, pair.corrupted), {}),
+        (ac.attribute_edges, ac.Pair(pair.clean, pair.corrupted, metric="prob"), {}),
+        (ac.attribute_heads, replace(pair, metric=lambda logits, _: logits[:, 0]), {}),
+        (ac.attribute_heads, replace(pair, metric=lambda logits, _: logits[:, 1]), {}),
+        (ac.patch_heads, pair, {"heads": [(0, 0)]}),
+        (ac.patch_heads, pair, {"heads": [(0, 1)]}),
+        (ac.patch_edges, pair, {"edges": EDGES[:1]}),
+        (ac.patch_edges, pair, {"edges": EDGES[1:2]}),
     ]
-    for count, measure in enumerate(others, start=2):
-        measure()
+    for count, (verb, of, settings) in enumerate(others, start=2):
+        verb(model, of, **settings, options=options)
         assert len(list(tmp_path.iterdir())) == count
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("name", VERBS)
 def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
     """Another process is at every other part when this one comes to it, and finishes while this one waits."""
-    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)
     alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=tmp_path / "alone"))
     shared = tmp_path / "shared"
