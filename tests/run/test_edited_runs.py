@@ -158,8 +158,9 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
     place |= {"site": site, "positions": positions}
     if site == "pattern" and what != "zero":
         shape = (len(prompts), model.cfg.n_heads, *[prompts.mask.shape[1]] * 2)
-        pattern = torch.rand(shape, generator=generator).tril()
-        return ac.Patch(**place, values={name_of(site, layer): pattern / pattern.sum(-1, keepdim=True)})
+        # None at padding: batches leave columns out that are padding in all of their prompts.
+        pattern = torch.rand(shape, generator=generator).tril() * prompts.mask[:, None, None]
+        return ac.Patch(**place, values={name_of(site, layer): nn.functional.normalize(pattern, p=1, dim=-1)})
     if what == "steer":
         cfg = model.cfg
         size = cfg.d_head if of_heads else cfg.d_mlp if site == "mlp_post" else cfg.d_model
