@@ -53,7 +53,9 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
                 stream = stream + written_by(residual_edges, name, cached[name]).sum(2)
             stream = residual_edges.with_bias(layer, stream)
-            for site in [site for site, of_layer in sites_of(graph) if of_layer == layer]:
+            for site, of_layer in sites_of(graph):
+                if of_layer != layer:
+                    continue
                 read, output = cached[reads_from(graph, site, layer)], cached[lands_at(graph, site, layer)]
                 output = output[:, :, None] if site == "mlp" else output
                 read = read[:, :, None].expand(-1, -1, output.shape[2], -1)

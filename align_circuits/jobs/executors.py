@@ -113,7 +113,7 @@ class SubmittedExecutor(Executor):
         """Submits a call with those that follow at once."""
         from submitit.helpers import FunctionSequence
 
-        call = FunctionSequence()  # which submitit may begin anew where it was preempted
+        call: Any = FunctionSequence()  # which submitit may begin anew where it was preempted
         call.add(fn, *args, **kwargs)
         future: Future[Any] = Future()
         with self._changed:
