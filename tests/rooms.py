@@ -15,21 +15,21 @@ SLACK = 1.1
 
 ROOMS = {
     "align_circuits": (326, 300),
-    "align_circuits/jobs": (1068, 1000),
+    "align_circuits/jobs": (1291, 1000),
     "align_circuits/prompts": (1419, 1300),
-    "align_circuits/tables": (1116, 1100),
+    "align_circuits/tables": (1117, 1100),
     "align_circuits/tasks": (2313, 2100),
     "align_circuits/models": (2829, 2400),
-    "align_circuits/run": (1976, 1500),
-    "align_circuits/heads": (3417, 2600),
-    "align_circuits/circuits": (1276, 1100),
+    "align_circuits/run": (1792, 1500),
+    "align_circuits/heads": (3418, 2600),
+    "align_circuits/circuits": (1239, 1100),
     "align_circuits/localizers": (567, 500),
     "align_circuits/report": (2075, 1700),
-    "align_circuits/training": (1730, 1400),
-    "align_circuits/cli": (2126, 1500),
-    "align_circuits/papers": (10980, 8500),
-    "hooks": (3220, 2600),
-    "tests": (28000, 20000),
+    "align_circuits/training": (1608, 1400),
+    "align_circuits/cli": (2113, 1500),
+    "align_circuits/papers": (10977, 8500),
+    "hooks": (3222, 2600),
+    "tests": (27680, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

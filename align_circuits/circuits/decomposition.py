@@ -35,7 +35,7 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
         ValueError: It does not: an adapter that is not merged, norms after a block, scaled residuals, experts.
     """
     module: Any = model
-    if adapted := [name for name, part in module.named_modules() if hasattr(part, "base_layer")]:
+    if adapted := [name for name, layer in module.named_modules() if hasattr(layer, "base_layer")]:
         raise ValueError(
             f"{adapted[0]} carries an adapter, which the weights of heads do not show: merge it first "
             "(merge_and_unload), then load the merged model"
@@ -53,21 +53,20 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
             for name in [name for name in sent_from(graph)[1:] if int(name.split(".")[1]) == layer]:
                 stream = stream + written_by(residual_edges, name, cached[name]).sum(2)
             stream = residual_edges.with_bias(layer, stream)
-            for site, at in [site for site in sites_of(graph) if site[1] == layer]:
-                read, output = cached[reads_from(graph, site, at)], cached[lands_at(graph, site, at)]
+            for site, of_layer in sites_of(graph):
+                if of_layer != layer:
+                    continue
+                read, output = cached[reads_from(graph, site, layer)], cached[lands_at(graph, site, layer)]
                 output = output[:, :, None] if site == "mlp" else output
                 read = read[:, :, None].expand(-1, -1, output.shape[2], -1)
-                check_same(f"what layer {layer} reads through {site!r}", residual_edges.read(site, at, read), output)
+                computed = residual_edges.read(site, layer, read)
+                check_same(f"what layer {layer} reads through {site!r}", computed, output)
         check_same("the last residual stream", stream, cached[reads_from(graph, "logits", graph.n_layers)])
     return residual_edges
 
 
 def check_same(what: str, computed: Tensor, captured: Tensor, size: Tensor | None = None) -> None:
-    """Raises unless two tensors are equal up to rounding, as a share of `size`, by default of the captured entries.
-
-    Raises:
-        ValueError: They lie apart by more than `TOLERANCE`.
-    """
+    """Raises a ValueError where two tensors lie apart by more than `TOLERANCE` of `size`, by default of the second."""
     apart = float((computed - captured).abs().max() / (captured if size is None else size).abs().max().clamp(min=1e-30))
     allowed = TOLERANCE.get(captured.dtype, NARROW)
     if not apart <= allowed:

@@ -25,7 +25,7 @@ from align_circuits.prompts.prompts import WRONG, Prompts
 from align_circuits.run.forward_pass import capture, choose_engine
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics, name_of_metric
+from align_circuits.run.target_metrics import TargetMetrics
 from align_circuits.tables.intervals import weighted_mean
 from align_circuits.tables.tables import Table, with_level
 
@@ -81,22 +81,18 @@ def direct_logits(
     with torch.no_grad():
         against = None if metric == "logit" else torch.from_numpy(targets.targets[WRONG].to_numpy(int, copy=True))
         direction, offset = _readout(model, at_targets[last], targets.token.to(device), against)
-        parts = torch.cat(
-            [written_by(residual_edges, name, at_targets[name][:, None])[:, 0] for name in sent_from(graph)], dim=1
-        )
-        rest = at_targets[last] - parts.sum(1)
-        direct = torch.einsum("tsd,td->st", torch.cat([parts, rest[:, None]], dim=1), direction)
+        written = [written_by(residual_edges, name, at_targets[name][:, None])[:, 0] for name in sent_from(graph)]
+        rest = at_targets[last] - torch.cat(written, dim=1).sum(1)
+        direct = torch.einsum("tsd,td->st", torch.cat([*written, rest[:, None]], dim=1), direction)
         direct[-1] += offset
-        check_same(
-            f"the {metric} of the targets", direct.sum(0), torch.from_numpy(total[0, 0]).to(direct), direct.abs().sum(0)
-        )
-    places = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
-    keys = pd.DataFrame([*places, ("rest", None, None)], columns=["sender", "layer", "head"])
+        measured = torch.from_numpy(total[0, 0]).to(direct)
+        check_same(f"the {metric} of the targets", direct.sum(0), measured, direct.abs().sum(0))
+    senders = [(sender.name, sender.layer, sender.head) for sender in graph.senders]
+    keys = pd.DataFrame([*senders, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric=f"direct_{metric}")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
-    return targets.table(
-        keys, values, provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind})
-    )
+    provenance = provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind})
+    return targets.table(keys, values, provenance)
 
 
 @checked
@@ -144,7 +140,7 @@ def function_vectors(
     layers = sorted({layer for layer, _ in selected})
     names = [name_of("z", layer) for layer in layers]
     options = replace(options, engine=choose_engine(model, options, names))
-    effects, engine = [], ""
+    effects, tasks, engine = [], [], ""
     for pair in pairs:
         check_fits(model, pair.clean)
         targets = TargetMetrics.of(pair.corrupted, (pair.metric or "prob",), pair.kind or "all")
@@ -156,17 +152,14 @@ def function_vectors(
         edits = [Patch([head], site="z", positions=queries, values=means) for head in selected]
         values, engine = targets.measure_edited(model, [[], *([edit] for edit in edits)], options=options)
         effects.append(targets.by_prompt(values[0, 1:] - values[0, 0]))
+        tasks.append({**pair.clean.task, "metric": targets.names[0], "kind": pair.kind or "all"})
     keys = with_level(pd.DataFrame(selected, columns=["layer", "head"])).assign(metric="function_vector")
-    tasks = [
-        {**pair.clean.task, "metric": name_of_metric(pair.metric or "prob"), "kind": pair.kind or "all"}
-        for pair in pairs
-    ]
     provenance = provenance_of("function_vectors", model, pairs[0].clean, engine, {"tasks": tasks})
-    if len(pairs) == 1:
-        values, weights = effects[0]
-        return Table.from_prompts(keys, values, weights, provenance, bounded=False)
-    means_of_tasks = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
-    return Table.from_prompts(keys, means_of_tasks, np.ones_like(means_of_tasks), provenance, bounded=False)
+    values, weights = effects[0]
+    if len(pairs) > 1:
+        values = np.stack([weighted_mean(*of_task) for of_task in effects], axis=1)
+        weights = np.ones_like(values)
+    return Table.from_prompts(keys, values, weights, provenance, bounded=False)
 
 
 @checked

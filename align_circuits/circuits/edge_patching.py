@@ -28,9 +28,8 @@ from align_circuits.hooks.residual_edges import (
 )
 from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import CachedPair, Pair
-from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 
@@ -85,15 +84,12 @@ def patch_edges(
         after, engine = targets.measure(model, [edit], len(senders), options=options)
         return targets.by_prompt((after - before)[0])[0], engine
 
-    effects: dict[str, Float[ndarray, "sender prompt"]] = {}
+    receivers = selected.any(1).nonzero()[:, 0].tolist()
+    computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
     parts = pair.sweep_parts("patch_edges", model, {"edges": selected.nonzero().tolist()}, options)
-    with progress_bar(options, int(selected.sum()), "edge") as bar:
-        receivers = selected.any(1).nonzero()[:, 0].tolist()
-        computes = {f"receiver-{receiver:05d}": partial(patch, receiver) for receiver in receivers}
-        for name, effects[name], _ in parts.measure(computes):
-            bar.update(len(effects[name]))
-    values = np.concatenate([effects[name] for name in computes])
-    return pair.edge_table(graph, selected, values, pair.provenance("patch_edges", model, {}, engine))
+    effects = parts.measure_all(computes, progress_bar(options, int(selected.sum()), "edge"))
+    provenance = pair.provenance("patch_edges", model, {}, engine)
+    return pair.edge_table(graph, selected, np.concatenate(effects), provenance)
 
 
 @checked
@@ -144,27 +140,27 @@ def patch_paths(
     options = replace(options, engine=choose_engine(model, options, hook_points(graph)))
     cached = pair.cache(model, sent_from(graph), options)
     before, engine = targets.measure(model, options=options)
-    effects = np.full((*selected.shape, len(pair.clean)), np.nan)
 
-    def patch(place: int) -> tuple[Float[ndarray, "receiver prompt"], str]:
-        readers = selected[:, place].nonzero()[:, 0]
+    def patch(sender: int) -> tuple[Float[ndarray, "receiver prompt"], str]:
+        readers = selected[:, sender].nonzero()[:, 0]
         given = torch.zeros(len(readers), len(selected), dtype=torch.bool)  # one receiver in each copy of the prompts
         given[torch.arange(len(readers)), readers] = True
         ends = {lands_at(graph, *site) for site, places in sites_of(graph).items() if given[:, places].any()}
-        edits = _patch_sender(graph, graph.senders[place], cached)
+        edits = _patch_sender(graph, graph.senders[sender], cached)
         received = capture(model, pair.base, sorted(ends), edits=edits, options=options)
         edit = PatchReceivers(graph, received, given)
         after, engine = targets.measure(model, [edit], len(readers), options=options)
         return targets.by_prompt((after - before)[0])[0], engine
 
     parts = pair.sweep_parts("patch_paths", model, {"edges": selected.nonzero().tolist()}, options)
-    with progress_bar(options, int(selected.sum()), "path") as bar:
-        places = {f"sender-{place:05d}": place for place in selected.any(0).nonzero()[:, 0].tolist()}
-        for name, values, _ in parts.measure({name: partial(patch, place) for name, place in places.items()}):
-            effects[selected[:, places[name]], places[name]] = values
-            bar.update(len(values))
+    computes = {f"sender-{sender:05d}": partial(patch, sender) for sender in selected.any(0).nonzero()[:, 0].tolist()}
+    effects = np.full((*selected.T.shape, len(pair.clean)), np.nan)
+    # Row by row of `selected.T`, the edges of one sender follow those of the one before.
+    effects[selected.T.numpy()] = np.concatenate(
+        parts.measure_all(computes, progress_bar(options, int(selected.sum()), "path"))
+    )
     provenance = pair.provenance("patch_paths", model, {}, engine)
-    return pair.edge_table(graph, selected, effects[selected.numpy()], provenance)
+    return pair.edge_table(graph, selected, effects.swapaxes(0, 1)[selected.numpy()], provenance)
 
 
 def _patch_sender(graph: Graph, sender: Sender, cached: CachedPair) -> list[Edit]:

@@ -22,9 +22,9 @@ from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.residual_edges import PatchEdges, hook_points, sent_from
 from align_circuits.models.protocol import check_fits
 from align_circuits.run.forward_pass import capture, choose_engine
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
-from align_circuits.run.sweeps import EDIT_SETS_A_PART, progress_bar
+from align_circuits.run.target_metrics import EDIT_SETS_A_PART
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.tables import Provenance, Table
 
@@ -34,8 +34,8 @@ FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 ROUNDING = 1e-5
 """A smaller change of the metric, in every prompt, is none."""
 
-Circuit = Bool[Tensor, "receiver sender"]
-"""The edges that a circuit keeps, as places among a `Graph`'s receivers and senders."""
+Circuits = Bool[Tensor, "circuit receiver sender"]
+"""The edges that each circuit keeps, by the places of a `Graph`'s receivers and senders."""
 
 
 @checked
@@ -88,21 +88,19 @@ def faithfulness(
         raise ValueError(f"by={by!r}: choose 'signed' or 'absolute'")
     runs = CircuitRuns(model, pair, options)
     graph, order = runs.graph, _order(scores, runs.graph, by)
-    counts = sorted({0, *(round(fraction * len(order)) for fraction in fractions), len(order)})
-    circuits: list[tuple[str, Circuit]] = []
-    for count in counts:
-        kept = torch.zeros_like(graph.edges)
-        kept[tuple(order[:count].T)] = True
-        circuits.append(("edges", kept))
-    circuits += [(name, graph.among(heads_of_set)) for name, heads_of_set in (heads or {}).items()]
     # None and all of the edges run like any circuit, not as plain runs: so f is 0 and 1 there exactly.
-    values = runs.measure([kept for _, kept in circuits])
+    counts = sorted({0, *(round(fraction * len(order)) for fraction in fractions), len(order)})
+    ranks = torch.full(graph.edges.shape, len(order))
+    ranks[tuple(order.T)] = torch.arange(len(order))
+    sets = heads or {}
+    circuits = torch.stack([*(ranks < count for count in counts), *map(graph.among, sets.values())])
+    values = runs.measure(circuits)
     none, all_of = values[0], values[len(counts) - 1]
     if not np.nanmax(np.abs(all_of - none)) > ROUNDING:
         raise ValueError("the corrupted prompts change no prediction of the model: take another corruption")
     value, low, high = stats.ratio(values - none, all_of - none, runs.weights)
-    edges = [int(kept.sum()) for _, kept in circuits]
-    keys = {"circuit": [name for name, _ in circuits], "fraction": np.array(edges) / len(order), "edges": edges}
+    edges = circuits.sum((1, 2)).numpy()
+    keys = {"circuit": ["edges"] * len(counts) + [*sets], "fraction": edges / len(order), "edges": edges}
     provenance = runs.provenance("faithfulness", {"fractions": list(fractions), "by": by})
     measured = runs.targets.table(pd.DataFrame({**keys, "metric": runs.targets.names[0]}), values, provenance).frame
     of_model = pd.DataFrame({**keys, "metric": "faithfulness", "value": value, "low": low, "high": high})
@@ -169,20 +167,14 @@ def completeness(
     heads, runs = heads_of(model.cfg, heads), CircuitRuns(model, pair, options)
     sets = [*dict.fromkeys([(), *((head,) for head in heads), tuple(heads), *_drawn(heads, draws, seed)])]
     remaining = [[head for head in of if head not in removed] for of in (heads, runs.graph.heads) for removed in sets]
-    values = runs.measure([runs.graph.among(kept) for kept in remaining])
+    values = runs.measure(torch.stack([runs.graph.among(kept) for kept in remaining]))
     circuit, model_values = values[: len(sets)], values[len(sets) :]
-    keys = pd.DataFrame(
-        [
-            (describe(removed) or "nothing", of, runs.targets.names[0])
-            for of in ("circuit", "model", "difference")
-            for removed in sets
-        ],
-        columns=["without", "of", "metric"],
-    )
-    provenance = runs.provenance(
-        "completeness", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
-    )
-    return runs.targets.table(keys, np.concatenate([values, circuit - model_values]), provenance)
+    without = [describe(removed) or "nothing" for removed in sets]
+    rows = [(name, of) for of in ("circuit", "model", "difference") for name in without]
+    keys = pd.DataFrame(rows, columns=["without", "of"]).assign(metric=runs.targets.names[0])
+    settings = {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
+    values = np.concatenate([values, circuit - model_values])
+    return runs.targets.table(keys, values, runs.provenance("completeness", settings))
 
 
 @checked
@@ -217,17 +209,15 @@ def minimality(
         for gone in ((*removed, head), removed)
     ]
     circuits = list(dict.fromkeys(remaining))  # several cases share a circuit, which is run once
-    values = runs.measure([runs.graph.among(kept) for kept in circuits])
+    values = runs.measure(torch.stack([runs.graph.among(kept) for kept in circuits]))
     place = [circuits.index(kept) for kept in remaining]
     change = values[place[::2]] - values[place[1::2]]
     means = np.abs(stats.weighted_mean(change, np.broadcast_to(runs.weights, change.shape)))
     best = [max((i for i, (of, _) in enumerate(cases) if of == head), key=lambda i: means[i]) for head in heads]
-    keys = pd.DataFrame(
-        [(*cases[i][0], describe(cases[i][1]) or "nothing", runs.targets.names[0]) for i in best],
-        columns=["layer", "head", "without", "metric"],
-    )
-    provenance = runs.provenance("minimality", {"heads": [list(head) for head in heads], "draws": draws, "seed": seed})
-    return runs.targets.table(keys, change[best], provenance)
+    rows = [(*head, describe(removed) or "nothing") for head, removed in (cases[i] for i in best)]
+    keys = pd.DataFrame(rows, columns=["layer", "head", "without"]).assign(metric=runs.targets.names[0])
+    settings = {"heads": [list(head) for head in heads], "draws": draws, "seed": seed}
+    return runs.targets.table(keys, change[best], runs.provenance("minimality", settings))
 
 
 class CircuitRuns:
@@ -248,24 +238,20 @@ class CircuitRuns:
         self._source = capture(model, pair.corrupted, sent_from(self.graph), options=self._options)
         self.weights = self.targets.weights
 
-    def measure(self, circuits: Sequence[Circuit]) -> Float[ndarray, "circuit prompt"]:
+    def measure(self, circuits: Circuits) -> Float[ndarray, "circuit prompt"]:
         """Returns the mean metric of each prompt when the model keeps only a circuit."""
-        patched = torch.stack([self.graph.edges & ~kept for kept in circuits])
+        patched = self.graph.edges & ~circuits
 
-        def run(part: Bool[Tensor, "circuit receiver sender"]) -> tuple[Float[ndarray, "circuit prompt"], str]:
-            edit = PatchEdges(self._residual_edges, self._source, part)
-            values, engine = self.targets.measure(self._model, [edit], len(part), options=self._options)
+        def run(corrupted: Circuits) -> tuple[Float[ndarray, "circuit prompt"], str]:
+            edit = PatchEdges(self._residual_edges, self._source, corrupted)
+            values, engine = self.targets.measure(self._model, [edit], len(corrupted), options=self._options)
             return self.targets.by_prompt(values[0])[0], engine
 
-        values: dict[str, Float[ndarray, "circuit prompt"]] = {}
         edges = [row.nonzero().tolist() for row in patched] if self._options.out is not None else None
         parts = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
-        with progress_bar(self._options, len(circuits), "circuit") as bar:
-            splits = enumerate(patched.split(EDIT_SETS_A_PART))
-            computes = {f"circuits-{place:05d}": partial(run, part) for place, part in splits}
-            for name, values[name], _ in parts.measure(computes):
-                bar.update(len(values[name]))
-        return np.concatenate([values[name] for name in computes])
+        splits = enumerate(patched.split(EDIT_SETS_A_PART))
+        computes = {f"circuits-{index:05d}": partial(run, some) for index, some in splits}
+        return np.concatenate(parts.measure_all(computes, progress_bar(self._options, len(circuits), "circuit")))
 
     def provenance(self, verb: str, settings: Mapping[str, Any]) -> Provenance:
         """Returns where the runs came from."""
@@ -294,13 +280,9 @@ def _order(scores: Table, graph: Graph, by: str) -> Int[Tensor, "edge 2"]:
     value = frame["value"].to_numpy(dtype=float)
     # Stable: tied edges keep the order of the table, on every machine.
     order = np.argsort(-np.abs(value) if by == "absolute" else value, kind="stable")
-    senders = {sender.name: place for place, sender in enumerate(graph.senders)}
-    receivers = {receiver.name: place for place, receiver in enumerate(graph.receivers)}
-    places = [
-        (receivers[receiver], senders[sender])
-        for receiver, sender in zip(frame["receiver"], frame["sender"], strict=True)
-    ]
-    return torch.tensor(places)[torch.from_numpy(order)]
+    receiver = frame["receiver"].map({receiver.name: index for index, receiver in enumerate(graph.receivers)})
+    sender = frame["sender"].map({sender.name: index for index, sender in enumerate(graph.senders)})
+    return torch.from_numpy(np.stack([receiver, sender], 1)[order])
 
 
 def _area(table: Table, height: Callable[[ndarray], ndarray]) -> float:

@@ -1,9 +1,9 @@
 """ACDC: greedy pruning of edges, from the logits back, as long as the prediction stays what it was."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -12,9 +12,8 @@ from align_circuits.circuits.faithful import CircuitRuns
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.run.options import RunOptions
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.pairs import Pair
-from align_circuits.run.sweeps import progress_bar
 from align_circuits.tables.tables import Table
 
 _AHEAD = 16
@@ -57,7 +56,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
     runs = CircuitRuns(model, pair, replace(options, out=None, progress=False))
     graph, kept = runs.graph, runs.graph.edges.clone()
     rises = np.zeros((*kept.shape, len(pair.clean)))
-    now = runs.measure([kept])[0]
+    now = runs.measure(kept[None])[0]
     with progress_bar(options, int(kept.sum()), "edge") as bar:
         for receiver in reversed(range(len(graph.receivers))):
             senders = graph.edges[receiver].nonzero()[:, 0].tolist()[::-1]
@@ -67,7 +66,9 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
                 continue
             while senders:
                 ahead = senders[:_AHEAD]
-                circuits = [_without(kept, receiver, ahead[: count + 1]) for count in range(len(ahead))]
+                circuits = kept.repeat(len(ahead), 1, 1)
+                for count in range(len(ahead)):
+                    circuits[count, receiver, ahead[: count + 1]] = False
                 values = np.concatenate([now[None], runs.measure(circuits)])
                 rise = np.diff(values, axis=0)
                 mean = rise @ runs.weights / runs.weights.sum()
@@ -80,17 +81,9 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
     return pair.edge_table(graph, graph.edges, rises[graph.edges.numpy()], runs.provenance("prune_edges", {"cut": cut}))
 
 
-def _without(
-    kept: Bool[Tensor, "receiver sender"], receiver: int, senders: Sequence[int]
-) -> Bool[Tensor, "receiver sender"]:
-    fewer = kept.clone()
-    fewer[receiver, list(senders)] = False
-    return fewer
-
-
 def _leads_on(graph: Graph, kept: Bool[Tensor, "receiver sender"], receiver: int) -> bool:
     """Whether an edge is kept that leaves the part to which a receiver belongs."""
-    at = graph.receivers[receiver]
-    heads = [None] if at.head is None else range(at.head * at.shared, (at.head + 1) * at.shared)
-    parts = [place for place, part in enumerate(graph.senders) if part.layer == at.layer and part.head in heads]
-    return at.site == "logits" or bool(kept[:, parts].any())
+    reader = graph.receivers[receiver]
+    heads = [None] if reader.head is None else range(reader.head * reader.shared, (reader.head + 1) * reader.shared)
+    written = [sender.layer == reader.layer and sender.head in heads for sender in graph.senders]
+    return reader.site == "logits" or bool(kept[:, torch.tensor(written)].any())

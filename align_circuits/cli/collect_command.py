@@ -9,7 +9,7 @@ import tyro
 from align_circuits.cli.folders import Results
 from align_circuits.cli.verb import Verb
 from align_circuits.jobs.jobs import Progress, collect_rows, read_progress
-from align_circuits.run.sweeps import read_sweeps
+from align_circuits.jobs.sweeps import read_sweeps
 
 
 @dataclass(frozen=True)

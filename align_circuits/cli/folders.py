@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from align_circuits.jobs.files import check_name, clear, finish_moves, locked, replacing_in, writable_folder
+from align_circuits.jobs.files import check_name, writable_folder
+from align_circuits.jobs.folders import clear, finish_moves, replacing_in
+from align_circuits.jobs.locks import locked
 
 LATEST = "latest"
 """The link to the latest numbered folder of a verb."""

@@ -17,11 +17,11 @@ from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, gr
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import HookedModel, model_provenance, provenance_of
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import SweepParts
 from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table, with_level
 
@@ -138,7 +138,7 @@ def ablation_baseline(
             "hooks": missing,
         }
         identity |= {"engine": options.engine, "batch_size": options.batch_size}
-        parts = SweepParts(options, "means for ablations", identity)
+        parts = SweepParts(options.out, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, missing, options).numpy(), "")}
         ((_, values, _),) = parts.measure(computes)

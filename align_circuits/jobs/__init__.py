@@ -1,5 +1,5 @@
 """Jobs: files that are whole or absent, locks, and work that goes on where a killed process left it.
 
-In: a function of a module with a config and a seed, or batches of a sweep, and a folder.
-Out: rows and arrays, each kept in one file; `run_jobs`, `replacing`, `claimed`, executors of processes and clusters.
+In: a function of a module with a config and a seed, the parts of a sweep, or the state of a training run, and a folder.
+Out: rows, arrays and checkpoints, each kept in one file; `replacing`, `claimed`, executors of processes and clusters.
 """

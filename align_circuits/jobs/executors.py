@@ -3,7 +3,6 @@
 Each is an `Executor` of the standard library, so that `run_jobs` knows no other.
 """
 
-import fcntl
 import multiprocessing
 import os
 import threading
@@ -11,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 
 from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.locks import locked
 
 MOST_IN_AN_ARRAY = 1000
 """Jobs that are submitted to Slurm at once: by default it takes no larger arrays (`MaxArraySize`)."""
@@ -45,7 +45,7 @@ class ProcessExecutor(Executor):
         threads = max(1, (os.cpu_count() or 1) // processes)
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = torch.cuda.device_count()
-        devices = [] if count < 2 else named.split(",")[:count] if named else [str(each) for each in range(count)]
+        devices = [] if count < 2 else named.split(",")[:count] if named else [str(device) for device in range(count)]
         self._places = TemporaryDirectory(prefix="align-circuits-")
         # A forked process inherits torch's thread pool without its threads, and hangs on first use.
         context: Any = multiprocessing.get_context("spawn")
@@ -76,16 +76,15 @@ def _start_worker(threads: int, devices: list[str], processes: int, places: str)
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[_take_place(places, processes) % len(devices)]
 
 
+_HELD = ExitStack()
+"""The locks that this process holds until it ends."""
+
+
 def _take_place(places: str, processes: int) -> int:
     """Takes the first free place among the processes; the system frees it when this process ends, however it ends."""
     while True:
         for place in range(processes):
-            handle = os.open(Path(places) / str(place), os.O_RDWR | os.O_CREAT)  # stays open, and so locked
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(handle)
-            else:
+            if _HELD.enter_context(locked(Path(places) / str(place), make=Path.touch, seconds=0.0)):
                 return place
         time.sleep(0.05)  # that of a process which is just ending
 
@@ -104,7 +103,7 @@ class SubmittedExecutor(Executor):
 
     def __init__(self, submitter: Any, *, seconds: float = 1.0):
         self._submitter, self._seconds = submitter, seconds
-        self._new: list[tuple[Future[Any], _Call]] = []
+        self._new: list[tuple[Future[Any], Any]] = []
         self._ending = self._cancelling = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -112,9 +111,13 @@ class SubmittedExecutor(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Submits a call with those that follow at once."""
+        from submitit.helpers import FunctionSequence
+
+        call: Any = FunctionSequence()  # which submitit may begin anew where it was preempted
+        call.add(fn, *args, **kwargs)
         future: Future[Any] = Future()
         with self._changed:
-            self._new.append((future, _Call(fn, args, kwargs)))
+            self._new.append((future, call))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -135,7 +138,7 @@ class SubmittedExecutor(Executor):
             if self._cancelling:
                 for future in (*running, *(future for future, _ in new)):
                     future.cancel()
-            running |= self._submit([each for each in new if not each[0].cancelled()])
+            running |= self._submit([(future, call) for future, call in new if not future.cancelled()])
             for future, job in [*running.items()]:
                 if future.cancelled():
                     job.cancel(check=False)
@@ -146,7 +149,7 @@ class SubmittedExecutor(Executor):
             if ending and not running:
                 return
 
-    def _submit(self, new: "list[tuple[Future[Any], _Call]]") -> "dict[Future[Any], Any]":
+    def _submit(self, new: "list[tuple[Future[Any], Any]]") -> "dict[Future[Any], Any]":
         if not new:
             return {}
         try:
@@ -160,26 +163,11 @@ class SubmittedExecutor(Executor):
         return dict(zip((future for future, _ in new), jobs, strict=True))
 
 
-class _Call:
-    """A call that submitit may begin anew where it was preempted."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self._function, self._args, self._kwargs = function, args, kwargs
-
-    def __call__(self) -> Any:
-        return self._function(*self._args, **self._kwargs)
-
-    def checkpoint(self) -> Any:
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
-
-
 def _settle(future: "Future[Any]", job: Any) -> None:
     """Gives a future the outcome of a job that has ended."""
     if future.set_running_or_notify_cancel():
         try:
-            future.set_result(job.result())
+            future.set_result(job.result()[0])
         except Exception as error:  # what the job raised, or that it never completed
             future.set_exception(error)
 

@@ -21,10 +21,11 @@ import torch
 from tqdm import tqdm
 
 from align_circuits.jobs.executors import ProcessExecutor, why_lost
-from align_circuits.jobs.files import Taken, claimed, is_claimed, remove_partial, replacing, shared_folder, until_done
+from align_circuits.jobs.files import remove_partial, replacing
+from align_circuits.jobs.locks import claimed, is_claimed, shared_folder, until_done, written_once
 
-Attempts = Iterator[tuple[Path, str | Taken | None]]
-"""The path of each job with its error, if there is one."""
+Attempts = Iterator[tuple[Path, str | None]]
+"""The path of each job with its error, which is empty if there is none; None where another process is at the job."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def run_jobs(
     paths = {_path(folder, job, versions[job.function]): job for job in jobs}
     waiting = {path: job for path, job in paths.items() if not path.exists()}
     if paths:
-        _write_plan(folder, paths)
+        listed = {path.name: asdict(job) for path, job in paths.items()}
+        write_plan(folder / f".plan-{_digest(sorted(listed))}.json", {"jobs": listed})
     if executor is not None:
         attempts = until_done(waiting, lambda left: _attempts_on(executor, left, versions))
     elif processes == 1:
@@ -156,7 +158,7 @@ def run_jobs(
     failures = []
     with tqdm(total=len(paths), initial=len(paths) - len(waiting), disable=not (progress and paths), unit="job") as bar:
         for path, error in attempts:
-            if error is not None:
+            if error:
                 failures.append(JobFailure(paths[path], error))
                 if not path.exists():
                     _write(path.with_suffix(".error"), json.dumps(asdict(paths[path]), indent=2) + "\n\n" + error)
@@ -211,7 +213,7 @@ def collect_rows(folder: str | Path) -> pd.DataFrame:
 
 
 def _plans(folder: str | Path) -> list[dict[str, Any]]:
-    """What `_write_plan` wrote, the latest first."""
+    """What `write_plan` wrote, the latest first."""
     plans = [json.loads(plan.read_text(encoding="utf-8")) for plan in Path(folder).glob(".plan-*.json")]
     if not plans:
         raise ValueError(f"{str(folder)!r} holds no run of jobs: give the folder of a run that has begun")
@@ -220,25 +222,17 @@ def _plans(folder: str | Path) -> list[dict[str, Any]]:
 
 def _progress(folder: Path, plan: Mapping[str, Any]) -> Progress:
     jobs = {folder / name: Job(**job) for name, job in plan["jobs"].items()}
-    errors = {path: path.with_suffix(".error") for path in jobs}
     failed = {
-        path: JobFailure(jobs[path], error.read_text(encoding="utf-8"))
-        for path, error in errors.items()
-        if error.exists()
+        path: JobFailure(job, error.read_text(encoding="utf-8"))
+        for path, job in jobs.items()
+        if (error := path.with_suffix(".error")).exists()
     }
     what = ", ".join(dict.fromkeys(job.function.partition(":")[2] for job in jobs.values()))
     return progress_of(what, plan["started"], jobs, failed)
 
 
 def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapping[Path, JobFailure]) -> Progress:
-    """Returns how far the work is that writes some files.
-
-    Args:
-        what: What is measured.
-        started: When it began, in seconds since 1970.
-        paths: The files.
-        failed: Of which files the last attempt failed.
-    """
+    """Returns how far the work is that writes some files, of which the last attempt at some failed."""
     done = {path for path in paths if path.exists()}
     running = {path for path in paths if path not in done and is_claimed(path)}
     failures = tuple(failure for path, failure in failed.items() if path not in done | running)
@@ -249,26 +243,20 @@ def progress_of(what: str, started: float, paths: Collection[Path], failed: Mapp
     return Progress(what, started, len(done), len(running), waiting, failures, left)
 
 
-def _write_plan(folder: Path, paths: Mapping[Path, Job]) -> None:
-    """Lists the jobs of a run; the same jobs again replace the list."""
-    plan = {"started": time.time(), "jobs": {path.name: asdict(job) for path, job in paths.items()}}
-    path = folder / f".plan-{_digest(sorted(plan['jobs']))}.json"
+def write_plan(path: Path, plan: Mapping[str, Any]) -> None:
+    """Writes what a run is to do, and when it began, for `progress_of`; the same run again replaces the file."""
     with claimed(path) as mine:
-        if mine:  # else another run of the same jobs is writing it
+        if mine:  # else another process of the same run is writing it
             remove_partial(path)
-            _write(path, json.dumps(plan) + "\n")
+            _write(path, json.dumps({"started": time.time(), **plan}) + "\n")
 
 
 def _remove_earlier(folder: Path, versions: Mapping[str, str]) -> None:
     """Removes what earlier code has left of functions whose jobs are all finished."""
     gone = set()
     for function, version in versions.items():
-        for of_function in (
-            f"{_prefix(function)}-*",
-            f".{_prefix(function)}-*.partial",
-            f".{_prefix(function)}-*.claim",
-        ):
-            for path in folder.glob(of_function):
+        for pattern in ("{}-*", ".{}-*.partial", ".{}-*.claim"):
+            for path in folder.glob(pattern.format(_prefix(function))):
                 if f"-{version}-" not in path.name:
                     path.unlink(missing_ok=True)
                     gone.add(path.name)
@@ -323,7 +311,7 @@ def _read_module(path: str, _mtime_ns: int, package: str, roots: frozenset[str])
     imported = tuple(_imports(tree, package, roots))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [part for part in node.body if not _is_text(part)]
+            node.body = [statement for statement in node.body if not _is_text(statement)]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imported
 
 
@@ -357,8 +345,8 @@ def _find(function: str) -> Callable[..., Any]:
     module, _, name = function.partition(":")
     try:
         value = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
+        for attribute in name.split("."):
+            value = getattr(value, attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"function={function!r} cannot be imported ({error}): give 'module:name'") from error
     return value  # pyright: ignore[reportReturnType]
@@ -413,33 +401,28 @@ def _attempts_on(executor: Executor, jobs: Mapping[Path, Job], versions: Mapping
             future.cancel()
 
 
-def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | None = None) -> str | Taken | None:
-    """Runs a job and writes its result; returns the traceback if it fails.
+def _attempt(path: Path, job: Job, version: str | None = None, folder: Path | None = None) -> str | None:
+    """Runs a job, of this code version where one is given, in this folder where one is given, and writes its result.
 
-    Args:
-        path: Of its result.
-        job: The job.
-        version: What `code_version` must be, if that is known.
-        folder: Where relative paths begin; None: where this process is.
+    Returns the traceback if it fails, "" if not, and None where another process is at it.
     """
+
+    def run(temporary: Path) -> None:
+        if version not in (None, code_version(job.function)):
+            raise RuntimeError(f"the code of {job.function} is not that of the process which submits it: update it")
+        rows = pd.DataFrame(_find(job.function)(**job.config, **job.seeded)).to_dict("records")
+        text = json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n"
+        temporary.write_text(text, encoding="utf-8")
+
     try:
         if folder is not None:
             os.chdir(folder)  # for good: a worker of several threads would set it back under its other jobs
-        with claimed(path) as mine:
-            if not mine:
-                return Taken.TAKEN
-            if path.exists():  # another process was faster
-                return None
-            remove_partial(path)  # of a killed attempt at this very job; other jobs may be writing now
-            if version not in (None, code_version(job.function)):
-                raise RuntimeError(f"the code of {job.function} is not that of the process which submits it: update it")
-            frame = pd.DataFrame(_find(job.function)(**job.config, **job.seeded))
-            rows = frame.to_dict("records")
-            _write(path, json.dumps({**asdict(job), "rows": rows}, indent=1, default=_null) + "\n")
-            path.with_suffix(".error").unlink(missing_ok=True)
+        if not written_once(path, run):
+            return None
+        path.with_suffix(".error").unlink(missing_ok=True)
     except Exception:  # any error is the job's own: it is reported with the job, and the others go on
         return traceback.format_exc()
-    return None
+    return ""
 
 
 def _null(value: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import why_not_fast
-from align_circuits.jobs.files import replacing_in
+from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import BUNDLED, is_gguf
 from align_circuits.models.quantization import keep_exact
 

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from align_circuits.heads.head_sets import Verdict
 from align_circuits.heads.localize_heads import Localization
 from align_circuits.hooks.heads import describe
-from align_circuits.jobs.files import replacing_in
+from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.prompts import KINDS
 from align_circuits.prompts.token_html import Html
 from align_circuits.report import plots

@@ -19,7 +19,7 @@ from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import fitting_prompts, in_batches
 from align_circuits.run.edited_runs import replaying
-from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_rows, forward
+from align_circuits.run.forward_pass import Batch, OnLogits, OnPattern, check_logits, check_rows, forward, widened
 from align_circuits.run.options import RunOptions
 
 Reader = tuple[Tensor, Tensor, Callable[..., None]]
@@ -39,16 +39,16 @@ class Rows:
     @classmethod
     def joined(cls, prompts: Prompts, of_pattern: Sequence[Reader], of_logits: Sequence[Reader] = ()) -> "Rows":
         """Returns the rows of several readers, each position once; every reader is called with its own row indices."""
-        places = [torch.stack([prompt, query], 1) for prompt, query, _ in (*of_pattern, *of_logits)]
-        rows, inverse = torch.cat(places).unique(dim=0, return_inverse=True)
-        rows_of = inverse.split([len(place) for place in places])
+        read = [torch.stack([prompt, query], 1) for prompt, query, _ in (*of_pattern, *of_logits)]
+        rows, inverse = torch.cat(read).unique(dim=0, return_inverse=True)
+        rows_of = inverse.split([len(positions) for positions in read])
 
         def hand_on(readers: Sequence[Reader], rows_of: Sequence[Tensor], batch: Tensor, *layer: int, values: Tensor):
             for (*_, read), of_reader in zip(readers, rows_of, strict=True):
                 in_batch = torch.isin(of_reader, batch)
-                at = torch.searchsorted(batch, of_reader[in_batch]).to(values.device)
-                if len(at):
-                    read(in_batch.nonzero()[:, 0], *layer, values[at])
+                if in_batch.any():
+                    found = torch.searchsorted(batch, of_reader[in_batch]).to(values.device)
+                    read(in_batch.nonzero()[:, 0], *layer, values[found])
 
         split = len(of_pattern)
         prompt, query = rows.T.contiguous()
@@ -70,43 +70,20 @@ def forward_alike(
     That is so where prompt i of every set has the same tokens in at least the first half of its columns, and no row is
     read there. The numbers then differ from those of `forward` by rounding. Edits, engines other than the fast one, and
     prompts of other lengths than those of the first set make `forward` run each set.
-
-    Args:
-        model: A model with TransformerLens's hooks.
-        sets: What is read of which prompts.
-        edits: What is changed while the model runs.
-        options: Engine and batch size, in prompts of one set.
-
-    Returns:
-        The engine that ran, `"fast"` or `"reference"`.
-
-    Raises:
-        ValueError: As `forward` does.
+    The batch size is in prompts of one set. Returns the engine that ran, and raises, as `forward` does.
     """
     shared = 0 if edits or options.engine == "reference" or why_no_decoder(model) else _shared_columns(sets)
     if not shared:
-        engines = [
-            forward(
-                model,
-                rows.prompts,
-                prompt=rows.prompt,
-                query=rows.query,
-                on_pattern=rows.on_pattern,
-                on_logits=rows.on_logits,
-                edits=edits,
-                options=options,
-            )
-            for rows in sets
-        ]
+        engines = [forward(model, **vars(rows), edits=edits, options=options) for rows in sets]
         return engines[0]
     for rows in sets:
         check_fits(model, rows.prompts)
         check_rows(rows.prompts, rows.prompt, rows.query)
     device, prompts = device_of(model), sets[0].prompts
-    (count, length), auto = prompts.tokens.shape, options.batch_size == "auto"
-    size = fitting_prompts(model, prompts, device, "fast") if options.batch_size == "auto" else options.batch_size
-    if auto and 2 * count <= 3 * size:
-        size = count  # a few more at once: a small second batch would cost about as much as a whole one
+    count, length = prompts.tokens.shape
+    fitting = fitting_prompts(model, prompts, device, "fast")
+    # A few more at once: a small second batch would cost about as much as a whole one.
+    size = options.prompts_at_once(count if 2 * count <= 3 * fitting else fitting)
 
     def run_batch(decoder: Decoder, selected: Int[Tensor, " prompt"], _: int) -> None:
         batches = [Batch.of(rows.prompts, selected, rows.prompt, rows.query, device) for rows in sets]
@@ -122,9 +99,8 @@ def forward_alike(
         _continue(beginnings, sets, batches)
 
     with replaying(model) as decoder:
-        in_batches(
-            partial(run_batch, decoder), torch.arange(count), length, size * length, halve_to=length if auto else None
-        )
+        run = partial(run_batch, decoder)
+        in_batches(run, torch.arange(count), length, size * length, halve_to=options.halve_to(length))
     return "fast"
 
 
@@ -150,23 +126,21 @@ def _continue(beginnings: Replay, sets: Sequence[Rows], batches: Sequence[Batch]
     # To replay, prompts of another set are those of the first with another residual stream at the first layer.
     runs = [beginnings.continued(batch.tokens, batch.mask, queries) for batch in batches]
     edit_sets: list[dict[str, Change]] = [
-        {name: lambda _, own=own: own for name, own in run.kept.items()} for run in runs
+        {name: lambda _, stream=stream: stream for name, stream in run.kept.items()} for run in runs
     ]
 
     def read(layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
-        parts = pattern.split([len(batch.rows) for batch in batches])
-        for rows, batch, part in zip(sets, batches, parts, strict=True):
-            batch.hand_over(rows.on_pattern, layer, part)
+        patterns = pattern.split([len(batch.rows) for batch in batches])
+        for rows, batch, of_set in zip(sets, batches, patterns, strict=True):
+            batch.hand_over(rows.on_pattern, layer, of_set)
 
     probe = PatternProbe(
-        torch.cat([batch.prompt + place * prompts for place, batch in enumerate(batches)]),
+        torch.cat([batch.prompt + index * prompts for index, batch in enumerate(batches)]),
         torch.cat([batch.query - start for batch in batches]),
         read,
     )
     for index, logits in runs[0].replay(edit_sets, start, probe):
         rows, batch = sets[index], batches[index]
-        if logits.amax(-1).isnan().any():
-            raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+        check_logits(logits)
         if rows.on_logits is not None:
-            of_rows = batch.rows_of(logits, queries)
-            rows.on_logits(batch.rows, of_rows.to(torch.promote_types(of_rows.dtype, torch.float32)))
+            rows.on_logits(batch.rows, widened(batch.rows_of(logits, queries)))

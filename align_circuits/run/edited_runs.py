@@ -24,19 +24,19 @@ from align_circuits.run.batching import fitting_tokens, in_batches
 from align_circuits.run.forward_pass import (
     Batch,
     capture,
+    check_logits,
     check_rows,
     choose_engine,
     forward,
     is_inside,
     not_fast,
     why_silent,
+    widened,
 )
 from align_circuits.run.options import RunOptions
 
 _NUMBERS_CACHED = 2**28
 """How many numbers of the source run are cached at a time, and how many of unedited runs are kept."""
-
-_NAN = "the model's logits are NaN: its weights are broken, or its dtype is too narrow"
 
 OnLogits = Callable[[int, Int[Tensor, " row"], Float[Tensor, "row d_vocab"]], None]
 """Takes the index of an edit set, rows and their logits, which it only reads."""
@@ -168,15 +168,9 @@ class _KeptRuns:
     ) -> Replay:
         """Returns a kept run with all that edited runs start from, or a new one, which is kept if it is small enough.
 
-        Args:
-            model: The model.
-            decoder: Its parts.
-            inputs: `tokens`, `mask` and `queries` of `Replay.run`.
-            keep: The hook points to start from.
-            starts: The columns to start from.
+        Arguments as of `Replay.run`, whose `tokens`, `mask` and `queries` are `inputs`.
         """
-        parts = [part.cpu() for part in inputs.values()]
-        key = (id(model), *((part.shape, part.numpy().tobytes()) for part in parts))
+        key = (id(model), *((tensor.shape, tensor.cpu().numpy().tobytes()) for tensor in inputs.values()))
         kept = self.runs.get(key)
         if kept is not None and kept.serves(keep, starts):
             return kept
@@ -234,15 +228,12 @@ def _replay_batch(
     context = BatchContext(runs.prompts, selected)
     # A patch from other prompts starts where these first differ: before, its values are those of the run itself.
     differs = _first_difference(runs, selected)
-    starts = [
-        min(
-            (max(edit.start(context), differs if _needs_source(edit) else 0) for edit in edits),
-            default=end + batch.cropped,
-        )
+    first_edited = [
+        [max(edit.start(context), differs if _needs_source(edit) else 0) - batch.cropped for edit in edits]
         for edits in runs.edit_sets
     ]
     # An edit set that changes nothing up to the last query starts at `end`: its logits are those of the unedited run.
-    starts = [min(max(0, start - batch.cropped), end) for start in starts]
+    starts = [min(max(0, min(columns, default=end)), end) for columns in first_edited]
     inputs: dict[str, Any] = {"tokens": batch.tokens[:, :end], "mask": batch.mask[:, :end], "queries": queries}
     keep, begun = starts_from(runs.names), [start for start in starts if start < end] or [end]
     kept = _KEPT.get()
@@ -256,10 +247,9 @@ def _replay_batch(
     all_places = torch.equal(places, torch.arange(len(selected) * len(queries), device=places.device))
 
     def hand_over(index: int, logits: Float[Tensor, "prompt query d_vocab"]) -> None:
-        if logits.amax(-1).isnan().any():
-            raise ValueError(_NAN)
+        check_logits(logits)
         rows = logits.flatten(0, 1) if all_places else logits.flatten(0, 1)[places]
-        runs.on_logits(index, batch.rows, rows.to(torch.promote_types(rows.dtype, torch.float32)))
+        runs.on_logits(index, batch.rows, widened(rows))
 
     source_run: Mapping[str, Tensor] = {}
     if runs.source is not None and replay.start < end:
@@ -317,10 +307,10 @@ def _next_names(runs: _EditedRuns, index: int) -> list[str]:
     config, mask = runs.model.cfg, runs.prompts.mask
     following = list(dict.fromkeys(name for names in runs.names[index:] for name in names))
     size = 0
-    for place, name in enumerate(following):
+    for count, name in enumerate(following):
         size += mask.numel() * _width(config, name, mask.shape[1])
-        if size > _NUMBERS_CACHED and place >= len(runs.names[index]):
-            return following[:place]
+        if size > _NUMBERS_CACHED and count >= len(runs.names[index]):
+            return following[:count]
     return following
 
 

@@ -74,12 +74,7 @@ def evaluation_table(prompts: Prompts, values: Float[ndarray, "metric target"], 
 def summarize_targets(
     prompts: Prompts, values: Float[ndarray, "metric target"]
 ) -> tuple[pd.DataFrame, Float[ndarray, "row prompt"], Float[ndarray, "row prompt"]]:
-    """Returns the keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there.
-
-    Args:
-        prompts: Whose targets were predicted.
-        values: Accuracy and log-probability of each target, as `TargetMetrics` measures them.
-    """
+    """Returns the keys of `evaluate`'s rows, each row's mean in each prompt, and the number of its targets there."""
     targets = prompts.targets
     by = {("model", "accuracy"): values[0], ("model", "log_prob"): values[1]}
     by |= {(name, "accuracy"): targets[name].to_numpy(dtype=float) for name in REFERENCES if name in targets}

@@ -17,7 +17,7 @@ from align_circuits.hooks.names import Site, name_of
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
-from align_circuits.run.forward_pass import capture, choose_engine
+from align_circuits.run.forward_pass import capture, choose_engine, widened
 from align_circuits.run.options import RunOptions
 from align_circuits.run.target_metrics import TargetMetrics
 
@@ -80,39 +80,35 @@ def first_order_effects(
 
         def scalars(logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, " metric_label"]:
             places = part.prompt.to(logits.device), torch.searchsorted(queries, part.query).to(logits.device)
-            wide = logits[places].to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 rounds them away
-            numbers = part.numbers(wide, torch.arange(len(part.token)))
+            numbers = part.numbers(widened(logits[places]), torch.arange(len(part.token)))
             zeros = numbers.new_zeros(len(numbers), len(labels))
             return zeros.index_add(1, label.to(numbers.device), numbers).flatten()
 
         # Prompts do not interact, so the gradient of a sum over prompts holds that of each.
         inputs = part.prompts.tokens.to(device), part.prompts.mask.to(device)
-        at = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=engine == "fast")
+        gradients = gradients_at(model, *inputs, dict.fromkeys(read), queries, scalars, fast=engine == "fast")
         values = {} if source is None else capture(model, source[rows], edited, options=alike)
         context = BatchContext.all_of(part.prompts)
         for index, ((site, layer, _), edit, name) in enumerate(zip(edits, edits.values(), read, strict=True)):
             here = _of_prompts(edit, rows, values)
-            (before, gradients), by_pattern = at[name], site in THROUGH_ATTENTION
+            (before, gradient), by_pattern = gradients[name], site in THROUGH_ATTENTION
             if by_pattern:
                 after = capture(model, part.prompts, [name], edits=[here], options=reference)[name].to(device)
             else:
                 after = here.changes(cfg, context)[name_of(site, layer)](before)
             assert after is not None
             real = inputs[1][:, None, :, None] if by_pattern else inputs[1][:, :, None, None]
-            change = (after - before).where(real, 0).to(torch.promote_types(before.dtype, torch.float32))
-            by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradients.to(change))
+            change = widened((after - before).where(real, 0))
+            by_column = torch.einsum(_PRODUCTS[by_pattern], change, gradient.to(change))
             if by_pattern:  # a key head changes the patterns of all heads that share it
                 by_column = by_column.unflatten(0, (-1, shared_at(cfg, site))).sum(1)
             by_head = by_column.repeat_interleave(cfg.n_heads // len(by_column), 0)
             sums[index, ..., rows] = by_head.unflatten(1, (-1, len(labels))).cpu().numpy()
 
-    size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
-    halve_to = length if options.batch_size == "auto" else None
     if edits:
-        in_batches(run, torch.arange(count), length, size * length, halve_to=halve_to)
-    of_kind = np.stack([np.bincount(label_of[kind], minlength=len(labels)) > 0 for kind in kinds.values()]).astype(
-        float
-    )
+        tokens = options.prompts_at_once(max(1, CPU_TOKENS // length)) * length
+        in_batches(run, torch.arange(count), length, tokens, halve_to=options.halve_to(length))
+    of_kind = np.stack([np.isin(range(len(labels)), label_of[kind]) for kind in kinds.values()]).astype(float)
     by_prompt = np.stack([np.bincount(targets.prompt, kind, count) for kind in kinds.values()])
     totals = np.einsum("ehmlp,kl->ehmkp", sums, of_kind)
     return np.divide(totals, by_prompt, out=np.full_like(totals, np.nan), where=by_prompt > 0)

@@ -76,14 +76,15 @@ def forward(
     names = {*reads, *as_hooked(changes_of(edits, model, BatchContext(prompts, prompt[:0])), model)}
     engine = choose_engine(model, options, names)
     device = device_of(model)
-    auto = options.batch_size == "auto"
-    size = fitting_prompts(model, prompts, device, engine) if options.batch_size == "auto" else options.batch_size
     selected, length = prompt.unique(), prompts.mask.shape[1]
-    size = min(size, max(1, len(selected)))
+    fitting = fitting_prompts(model, prompts, device, engine)
+    tokens = min(options.prompts_at_once(fitting), max(1, len(selected))) * length
 
     def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)
-        hooked = _hooked(model, edits, reads, BatchContext(prompts, batch_prompts))
+        edited = as_hooked(changes_of(edits, model, BatchContext(prompts, batch_prompts)), model)
+        reading: dict[str, Change] = {name: partial(read, batch_prompts) for name, read in reads.items()}
+        hooked = Probes(model, edited), Probes(model, reading)  # in this order: readers see edited activations
         hooks = [hook for probes in hooked for hook in probes.fwd_hooks]
         within = [hook for hook in hooks if engine == "fast" and is_inside(hook[0])]
         with model.hooks(fwd_hooks=[hook for hook in hooks if hook not in within]):
@@ -92,11 +93,9 @@ def forward(
             if engine == "fast" and probes.silent:
                 raise not_fast(f"{probes.silent[0]} does not fire under it")
             probes.check()
-        # amax passes NaN on, and makes no mask as large as the logits.
-        if logits.amax(-1).isnan().any():
-            raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+        check_logits(logits)
         if on_logits is not None:
-            on_logits(batch.rows, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            on_logits(batch.rows, widened(logits))
 
     with torch.no_grad(), evaluating(model), decoder_of(model) if engine == "fast" else nullcontext() as decoder:
         if decoder is None:
@@ -105,7 +104,7 @@ def forward(
             # Parts skip what no logits need; where a hook is to fire, the model itself runs.
             by_parts = isinstance(model, HasDecoder) or not (names or why_no_decoder(model))
             run = partial(_run_decoder, decoder) if by_parts else partial(_run_fast, model)
-        in_batches(partial(run_batch, run), selected, length, size * length, halve_to=length if auto else None)
+        in_batches(partial(run_batch, run), selected, length, tokens, halve_to=options.halve_to(length))
     return engine
 
 
@@ -121,14 +120,7 @@ def capture(
     """Returns the activations at the given hook points, after the edits, on the CPU; 0 at padding.
 
     Memory grows with the prompts: take one layer at a time where they are many or long.
-
-    Args:
-        model: A model with TransformerLens's hooks.
-        prompts: What it reads.
-        names: The hook points.
-        selected: Which prompts run, ascending; the activations of the others are 0. None: all.
-        edits: What is changed while the model runs.
-        options: Engine and batch size.
+    Only `selected` prompts run, ascending, where that is given; the activations of the others are 0.
     """
     kept: dict[str, Tensor] = {}
     length = prompts.mask.shape[1]
@@ -198,18 +190,22 @@ def why_silent(model: HookedModel, names: Collection[str], *, by_hooks: bool = F
     return f"{silent[0]} does not fire under it" if silent else None
 
 
+def check_logits(logits: Float[Tensor, "... d_vocab"]) -> None:
+    """Raises a ValueError where logits are NaN."""
+    # amax passes NaN on, and makes no mask as large as the logits.
+    if logits.amax(-1).isnan().any():
+        raise ValueError("the model's logits are NaN: its weights are broken, or its dtype is too narrow")
+
+
+def widened(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Returns numbers in float32, or as they are where they are wider; bfloat16 would round what is made of them."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
 def is_inside(name: str) -> bool:
     """Returns whether an activation is inside the fast engine's attention function, on any architecture."""
     place = site_of(name)
     return place is not None and place[1] in INSIDE_SITES
-
-
-def _hooked(
-    model: HookedModel, edits: Sequence[Edit], reads: Mapping[str, OnActivation], context: BatchContext
-) -> tuple[Probes, Probes]:
-    """The edits, then the readers, which thus see edited activations."""
-    changes: dict[str, Change] = {name: partial(read, context.rows) for name, read in reads.items()}
-    return Probes(model, as_hooked(changes_of(edits, model, context), model)), Probes(model, changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +257,7 @@ class Batch:
 
     def hand_over(self, on_pattern: OnPattern, layer: int, pattern: Float[Tensor, "row head pos"]) -> None:
         """Gives rows in the caller's coordinates."""
-        wide = pattern.to(self.query.device, torch.promote_types(pattern.dtype, torch.float32))
+        wide = widened(pattern.to(self.query.device))
         on_pattern(self.rows, layer, nn.functional.pad(wide, (self.cropped, 0)) if self.cropped else wide)
 
 
@@ -330,11 +326,7 @@ def _bridge_logits(batch: Batch, keep_logits: bool, run: Callable[..., Tensor]) 
 
 
 def check_rows(prompts: Prompts, prompt: Int[Tensor, " row"], query: Int[Tensor, " row"]) -> None:
-    """Raises unless rows ascend by prompt and their queries are tokens.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Raises a ValueError unless rows ascend by prompt and their queries are tokens."""
     if len(prompt) != len(query) or (prompt[1:] < prompt[:-1]).any():
         raise ValueError("rows need a prompt and a query each, and prompts ascend: sort the rows by prompt")
     if len(prompt) and (int(prompt[0]) < 0 or int(prompt[-1]) >= len(prompts)):

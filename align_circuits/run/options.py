@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from tqdm import tqdm
 
 from align_circuits.checks import checked
 
@@ -38,3 +40,17 @@ class RunOptions:
             raise ValueError(f"progress={self.progress!r}: choose True, False or 'auto'")
         if self.batch_size != "auto" and (isinstance(self.batch_size, str) or self.batch_size < 1):
             raise ValueError(f"batch_size={self.batch_size!r}: give a positive number of prompts, or 'auto'")
+
+    def prompts_at_once(self, fitting: int) -> int:
+        """Returns the batch size, given how many prompts fit."""
+        return fitting if self.batch_size == "auto" else self.batch_size
+
+    def halve_to(self, tokens: int) -> int | None:
+        """Returns down to how many tokens a batch may be halved when memory runs out; None: a given size stays."""
+        return tokens if self.batch_size == "auto" else None
+
+
+def progress_bar(options: RunOptions, total: int, unit: str) -> "tqdm[Any]":
+    """Returns a bar that appears after a second, unless the output is a log or the options say otherwise."""
+    disable = None if options.progress == "auto" else not options.progress  # None: where there is no terminal
+    return tqdm(total=total, disable=disable, delay=1.0, unit=unit, leave=False)

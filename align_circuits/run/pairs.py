@@ -16,12 +16,12 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.hooks.graph import Graph
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS, in_batches
-from align_circuits.run.forward_pass import capture
-from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import SweepParts, progress_bar
+from align_circuits.run.forward_pass import capture, widened
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.run.target_metrics import Metric, TargetMetrics, name_of_metric
 from align_circuits.tables.tables import Provenance, Table
 
@@ -100,8 +100,7 @@ class Pair:
     def prepared(self, model: HookedModel, options: RunOptions) -> "Pair":
         """Returns the pair with all that its metric needs: `"kl"` is measured from the clean run."""
         pair = copy(self)
-        targets = self.target_metrics.with_reference(model, self.clean, options=options)
-        object.__setattr__(pair, "target_metrics", targets)
+        vars(pair)["target_metrics"] = self.target_metrics.with_reference(model, self.clean, options=options)
         return pair
 
     def in_batches(
@@ -109,9 +108,7 @@ class Pair:
     ) -> Float[Tensor, "... prompt"]:
         """Returns what `measure` returns for all prompts, a batch at a time, smaller ones when memory runs out."""
         count, length = self.base.mask.shape
-        size = max(1, CPU_TOKENS // length) if options.batch_size == "auto" else options.batch_size
-        size = min(size, max(1, count))
-        halve_to = length if options.batch_size == "auto" else None
+        size = min(options.prompts_at_once(max(1, CPU_TOKENS // length)), max(1, count))
         step = size if parts.kept else max(1, count)  # one part if none is kept: a batch once halved then stays small
         measured: dict[str, Tensor] = {}
         with progress_bar(options, count, "prompt") as bar:
@@ -123,7 +120,7 @@ class Pair:
                     batches.append(measure(self._part(slice(int(batch[0]), int(batch[-1]) + 1))))
                     bar.update(len(batch))
 
-                in_batches(run, prompts, length, size * length, halve_to=halve_to)
+                in_batches(run, prompts, length, size * length, halve_to=options.halve_to(length))
                 return torch.cat(batches, -1).numpy(), ""
 
             computes = {
@@ -132,7 +129,7 @@ class Pair:
             }
             for name, values, _ in parts.measure(computes):
                 measured[name] = torch.from_numpy(values)
-                bar.update(max(0, sum(part.shape[-1] for part in measured.values()) - bar.n))
+                bar.update(max(0, sum(of_part.shape[-1] for of_part in measured.values()) - bar.n))
         return torch.cat([measured[name] for name in computes], -1)
 
     def sweep_parts(
@@ -140,18 +137,18 @@ class Pair:
     ) -> SweepParts:
         """Returns the parts of a sweep over edges or prompts, in `options.out` if that is given."""
         if options.out is None:
-            return SweepParts(options, verb, {})
+            return SweepParts(options.out, verb, {})
         identity = {"verb": verb, "direction": self.direction, **settings}
-        return SweepParts(options, verb, identity | self.target_metrics.identity(model, self.source, options))
+        return SweepParts(options.out, verb, identity | self.target_metrics.identity(model, self.source, options))
 
     def _part(self, rows: slice) -> "Pair":
         """Some of the prompts, with their share of the targets, which may be none."""
-        # `replace` would check the part as a whole pair, and refuse one whose prompts have no targets.
-        part = copy(self)
-        parts = {"clean": self.clean[rows], "corrupted": self.corrupted[rows]}
-        for name, value in {**parts, "target_metrics": self.target_metrics.select(rows)}.items():
-            object.__setattr__(part, name, value)
-        return part
+        # `replace` would check them as a whole pair, and refuse one whose prompts have no targets.
+        selected = copy(self)
+        vars(selected).update(
+            clean=self.clean[rows], corrupted=self.corrupted[rows], target_metrics=self.target_metrics.select(rows)
+        )
+        return selected
 
     def cache(
         self, model: HookedModel, names: Sequence[str], options: RunOptions, device: torch.device | None = None
@@ -171,16 +168,14 @@ class Pair:
         return self.target_metrics.query.unique()
 
     def mean_metric(self, logits: Float[Tensor, "prompt query d_vocab"]) -> Float[Tensor, ""]:
-        """Returns the sum over prompts of each one's mean over its targets: what attribution takes gradients of.
+        """Returns the sum over prompts of each one's mean over its targets, from the logits at `queries`.
 
-        Args:
-            logits: At `queries`.
+        Attribution takes gradients of it.
         """
         targets = self.target_metrics
         prompt = targets.prompt.to(logits.device)
         at_targets = logits[prompt, torch.searchsorted(self.queries, targets.query).to(logits.device)]
-        wide = at_targets.to(torch.promote_types(at_targets.dtype, torch.float32))  # bfloat16 rounds gradients away
-        values = targets.numbers(wide, torch.arange(len(prompt)))[0]
+        values = targets.numbers(widened(at_targets), torch.arange(len(prompt)))[0]
         return (values / prompt.bincount(minlength=len(logits))[prompt]).sum()
 
     def provenance(self, verb: str, model: HookedModel, settings: Mapping[str, Any], engine: str) -> Provenance:
@@ -207,8 +202,8 @@ class Pair:
         keys = pd.DataFrame(
             {
                 "level": "edge",
-                "sender": [graph.senders[place].name for place in sender],
-                "receiver": [graph.receivers[place].name for place in receiver],
+                "sender": [graph.senders[index].name for index in sender],
+                "receiver": [graph.receivers[index].name for index in receiver],
                 "direction": self.direction,
                 "metric": self.target_metrics.names[0],
             }
@@ -233,11 +228,7 @@ class CachedPair:
 
 
 def check_pair(clean: Prompts, corrupted: Prompts) -> None:
-    """Raises unless two sets of prompts are halves of minimal pairs.
-
-    Raises:
-        ValueError: They differ in number, in length, or in their targets, or are given the wrong way round.
-    """
+    """Raises a ValueError unless two sets of prompts are halves of minimal pairs, given the right way round."""
     if "corrupted" in clean.task and "corrupted" not in corrupted.task:
         raise ValueError(
             "clean= is what task.corrupt returned, and corrupted= what it was made from: swap them; to put clean "

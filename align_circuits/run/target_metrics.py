@@ -16,12 +16,12 @@ from torch import Tensor
 
 from align_circuits.hooks.edits import Edit, edits_digests
 from align_circuits.hooks.hooked_model import HookedModel
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.models.protocol import model_provenance
 from align_circuits.prompts.prompts import KINDS, WRONG, Prompts
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.forward_pass import forward
-from align_circuits.run.options import RunOptions
-from align_circuits.run.sweeps import EDIT_SETS_A_PART, PROMPTS_A_PART, SweepParts, progress_bar
+from align_circuits.run.options import RunOptions, progress_bar
 from align_circuits.tables.tables import Provenance, Table
 
 MetricName = Literal["accuracy", "log_prob", "logit", "prob", "logit_diff", "kl"]
@@ -34,6 +34,12 @@ Metric = MetricName | OwnMetric
 
 BOTH: tuple[Metric, ...] = ("log_prob", "accuracy")
 """What the verbs of heads report if no metric is named."""
+
+EDIT_SETS_A_PART = 32
+"""Edited runs in one part of a sweep that is kept."""
+
+PROMPTS_A_PART = 32
+"""Prompts in such a part, rounded up to whole batches where the caller chose their size."""
 
 _LOGITS_AT_ONCE = 2**24
 
@@ -60,11 +66,9 @@ def prob(logits: Float[Tensor, "row d_vocab"], token: Int[Tensor, " row"]) -> Fl
 
 
 def kl(logits: Float[Tensor, "row d_vocab"], reference: Float[Tensor, "row d_vocab"]) -> Float[Tensor, " row"]:
-    """Returns the divergence of the prediction from a reference, D(reference || prediction), in nats, at least 0.
+    """Returns the divergence of the prediction from a reference of log-probabilities, in nats, at least 0.
 
-    Args:
-        logits: Of the prediction.
-        reference: The log-probabilities of the reference.
+    D(reference || prediction).
     """
     return (reference.exp() * (reference - logits.log_softmax(1))).sum(1)
 
@@ -144,13 +148,7 @@ class TargetMetrics:
     def with_reference(
         self, model: HookedModel, prompts: Prompts, *, options: RunOptions = RunOptions()
     ) -> "TargetMetrics":
-        """Returns the metrics with what `"kl"` is measured from: the predictions of a model on some prompts.
-
-        Args:
-            model: The model, unedited.
-            prompts: Prompts with the same targets.
-            options: How it is run.
-        """
+        """Returns the metrics with what `"kl"` is measured from: a model on prompts with the same targets."""
         if "kl" not in self.metrics or self.reference is not None:
             return self
         reference: list[Tensor] = [torch.empty(0)] * len(self.token)
@@ -204,8 +202,8 @@ class TargetMetrics:
         predicted = logits.argmax(1)
         if self.correct is None:
             return (predicted == token).to(logits.dtype)
-        answers, correct = (part.to(logits.device) for part in (self.prompts.answer_tokens, self.correct[rows]))
-        return ((predicted[:, None] == answers) & correct).any(1).to(logits.dtype)
+        answered = predicted[:, None] == self.prompts.answer_tokens.to(logits.device)
+        return (answered & self.correct[rows].to(logits.device)).any(1).to(logits.dtype)
 
     def _own_number(self, metric: OwnMetric, logits: Tensor, rows: Tensor) -> Tensor:
         """A metric of the user's own, checked."""
@@ -228,12 +226,8 @@ class TargetMetrics:
     ) -> tuple[Float[ndarray, "metric copy target"], str]:
         """Runs a model and returns the metrics, and the engine that ran.
 
-        Args:
-            model: A model with TransformerLens's hooks.
-            edits: What is changed while it runs. With several copies, edits that tell them apart
-                (`hooks.residual_edges`).
-            copies: How many times the prompts run, in as few batches as the options allow.
-            options: Engine and batch size, in prompts of all copies together.
+        The prompts run in several copies where edits tell them apart (`hooks.residual_edges`), in as few batches as the
+        options allow: their batch size is in prompts of all copies together.
         """
         count, size = len(self.prompts), len(self.token)
         values = np.full((len(self.metrics), copies * size), np.nan)
@@ -277,17 +271,15 @@ class TargetMetrics:
             for first in range(0, len(edit_sets), edits_a_part)
             for prompt, rows in self._rows_of_parts(prompts_a_part)
         }
-        parts = SweepParts(options, "edited runs", identity)
         with progress_bar(options, len(edit_sets) * len(self.token), "target") as bar:
             computes = {
                 name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)
                 for name, (sets, rows) in places.items()
             }
-            for name, part, ran in parts.measure(computes):
-                engine = ran
-                sets, rows = places[name]
-                values[sets, :, rows] = part
-                done += len(part) * part.shape[-1]
+            for name, measured, ran in SweepParts(options.out, "edited runs", identity).measure(computes):
+                engine, (sets, rows) = ran, places[name]
+                values[sets, :, rows] = measured
+                done += len(measured) * measured.shape[-1]
                 bar.update(max(0, done - bar.n))
         return values.swapaxes(0, 1), engine
 
@@ -343,8 +335,8 @@ class TargetMetrics:
         """Writes the metrics of some targets into their columns, in parts, since a softmax doubles the logits."""
         step = max(1, _LOGITS_AT_ONCE // logits.shape[1])
         columns = rows if columns is None else columns
-        for column, row, part in zip(columns.split(step), rows.split(step), logits.split(step), strict=True):
-            values[:, column.numpy()] = self.numbers(part, row).cpu().double().numpy()
+        for column, row, some in zip(columns.split(step), rows.split(step), logits.split(step), strict=True):
+            values[:, column.numpy()] = self.numbers(some, row).cpu().double().numpy()
 
     def by_prompt(
         self, values: Float[ndarray, "row target"]

@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from align_circuits.checks import checked, described
-from align_circuits.jobs.files import finish_moves, is_path, replacing, replacing_in
+from align_circuits.jobs.files import is_path, replacing
+from align_circuits.jobs.folders import finish_moves, replacing_in
 from align_circuits.tables import intervals as stats
 from align_circuits.tables.ranking import best_end
 

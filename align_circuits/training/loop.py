@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from tqdm import tqdm
 
-from align_circuits.training.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
+from align_circuits.jobs.checkpoints import Checkpoint, load_checkpoint, run_folder, save_checkpoint
 from align_circuits.training.muon import Muon
 
 Precision = Literal["fp32", "bf16"]

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.compat import has_fast_bfloat16
-from align_circuits.jobs.files import replacing_in, writable_folder
+from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.prompts.prompts import Prompts

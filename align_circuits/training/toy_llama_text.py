@@ -80,10 +80,8 @@ def pre_aligned(sampler: DocumentSampler) -> Document:
     names = sampler.names(m)
     colon = COLON if rng.random() < 0.85 else rng.choice([SEMICOLON, BANG])
     body = np.concatenate([names[which][..., None], sampler.phrases(which, c)], 2)
-    ids = np.concatenate([names[order], np.full((n, 1), colon), body.reshape(n, -1), np.full((n, 1), NEWLINE)], 1)
     # Symbols have no weight: to predict the next one after a phrase is to align, which pretraining must not teach.
-    weight = [0.0] * m + [SEPARATOR_WEIGHT] + ([0.0] + [1.0] * c) * m + [SEPARATOR_WEIGHT]
-    return _flat(ids, np.tile(weight, (n, 1)))
+    return _lines(n, (names[order], 0), (colon, SEPARATOR_WEIGHT), (body, ([0] + [1] * c) * m))
 
 
 def echoes(sampler: DocumentSampler) -> Document:
@@ -98,11 +96,9 @@ def echoes(sampler: DocumentSampler) -> Document:
     names = sampler.names(m)
     symbols = np.broadcast_to(names[order][..., None], (n, m, c))
     body = np.where(_echoed(rng, n, m, c, rng.uniform(*sampler.echoed)), symbols, sampler.phrases(order, c))
-    bang, colon, newline = (np.full((n, 1), token) for token in (BANG, COLON, NEWLINE))
-    ids = np.concatenate([bang, names[order], colon, body.reshape(n, -1), newline], 1)
-    early = np.concatenate([np.full((n, m + 2), PAD), symbols.reshape(n, -1), np.full((n, 1), PAD)], 1)
-    weight = [0.0] * (m + 1) + [SEPARATOR_WEIGHT] + [1.0] * (m * c) + [SEPARATOR_WEIGHT]
-    return ids.ravel(), np.tile(weight, n), early.ravel()
+    ids, weight, _ = _lines(n, (BANG, 0), (names[order], 0), (COLON, SEPARATOR_WEIGHT), (body, 1))
+    early = np.pad(symbols.reshape(n, -1), [(0, 0), (m + 2, 1)], constant_values=PAD)
+    return ids, weight, early.ravel()
 
 
 def halves(sampler: DocumentSampler) -> Document:
@@ -137,9 +133,7 @@ def single(sampler: DocumentSampler) -> Document:
     c = sampler.phrase_len()
     n = sampler.lines(c + 3)
     name = sampler.names(1)[0]
-    head = np.tile([name, COLON], (n, 1))
-    ids = np.concatenate([head, sampler.phrases(np.zeros(n, np.int64), c), np.full((n, 1), NEWLINE)], 1)
-    return _flat(ids, np.tile([0.0, SEPARATOR_WEIGHT] + [1.0] * c + [SEPARATOR_WEIGHT], (n, 1)))
+    return _lines(n, (name, 0), (COLON, SEPARATOR_WEIGHT), (sampler.phrases(np.zeros(n, np.int64), c), 1))
 
 
 def pairs(sampler: DocumentSampler) -> Document:
@@ -149,11 +143,8 @@ def pairs(sampler: DocumentSampler) -> Document:
     between = [] if rng.random() < 0.3 else [COLON if rng.random() < 0.8 else SEMICOLON]
     n = sampler.lines(c + 2 + len(between))
     which = rng.integers(0, m, n)
-    middle = np.tile(np.array(between, dtype=np.int64), (n, 1))
-    ids = np.concatenate(
-        [sampler.names(m)[which][:, None], middle, sampler.phrases(which, c), np.full((n, 1), NEWLINE)], 1
-    )
-    return _flat(ids, np.tile([0.0] + [SEPARATOR_WEIGHT] * len(between) + [1.0] * c + [SEPARATOR_WEIGHT], (n, 1)))
+    names = sampler.names(m)[which]
+    return _lines(n, (names, 0), *((token, SEPARATOR_WEIGHT) for token in between), (sampler.phrases(which, c), 1))
 
 
 def phrases(sampler: DocumentSampler) -> Document:
@@ -173,8 +164,7 @@ def strings(sampler: DocumentSampler) -> Document:
     """Strings of one automaton, one a line."""
     c = int(sampler.rng.integers(3, 13))
     n = sampler.lines(c + 1)
-    ids = np.concatenate([sampler.phrases(np.zeros(n, np.int64), c), np.full((n, 1), NEWLINE)], 1)
-    return _flat(ids, np.tile([1.0] * c + [SEPARATOR_WEIGHT], (n, 1)))
+    return _lines(n, (sampler.phrases(np.zeros(n, np.int64), c), 1))
 
 
 def outputs(sampler: DocumentSampler) -> Document:
@@ -187,12 +177,9 @@ def outputs(sampler: DocumentSampler) -> Document:
     labelled = rng.random() < 0.5
     n = sampler.lines(m * c + 1 + 2 * labelled)
     which = np.argsort(rng.random((n, m)), 1)
-    body = [sampler.phrases(which, c).reshape(n, -1), np.full((n, 1), NEWLINE)]
-    weight = ([SEPARATOR_WEIGHT] + [1.0] * (c - 1)) * m + [SEPARATOR_WEIGHT]
-    if labelled:
-        body = [rng.choice(sampler.names(m), (n, 1)), np.full((n, 1), COLON), *body]
-        weight = [0.0, SEPARATOR_WEIGHT, *weight]
-    return _flat(np.concatenate(body, 1), np.tile(weight, (n, 1)))
+    body = (sampler.phrases(which, c), ([SEPARATOR_WEIGHT] + [1] * (c - 1)) * m)
+    label = [(rng.choice(sampler.names(m), n), 0), (COLON, SEPARATOR_WEIGHT)] if labelled else []
+    return _lines(n, *label, body)
 
 
 def copies(sampler: DocumentSampler) -> Document:
@@ -293,6 +280,15 @@ class Mixture:
                 text, label = SWAPPED[text], SWAPPED[label]
             ids[row, 1:], weights[row, 1:], early[row, 1:] = (part[: length - 1] for part in (text, weight, label))
         return torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(early)
+
+
+def _lines(n: int, *columns: tuple[Any, Any]) -> Document:
+    """Lines that end in a newline; of each group of columns its tokens, and their weights, as lines have them all."""
+    tokens, weights = zip(*columns, (NEWLINE, SEPARATOR_WEIGHT), strict=True)
+    ids = [np.broadcast_to(of_lines, (n,)) if np.ndim(of_lines) == 0 else of_lines for of_lines in tokens]
+    ids = [of_lines.reshape(n, -1) for of_lines in ids]
+    weight = [np.broadcast_to(weight, of_lines.shape) for weight, of_lines in zip(weights, ids, strict=True)]
+    return _flat(np.concatenate(ids, 1), np.concatenate(weight, 1).astype(float))
 
 
 def _flat(ids: Int[ndarray, "..."], weight: Float[ndarray, "..."]) -> Document:

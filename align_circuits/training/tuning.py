@@ -21,7 +21,8 @@ from align_circuits.hooks import compat
 from align_circuits.hooks.attention import AttentionParts, take_parts
 from align_circuits.hooks.edits import BatchContext, Clamp, changes_of, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.jobs.files import replacing_in, writable_folder
+from align_circuits.jobs.files import writable_folder
+from align_circuits.jobs.folders import replacing_in
 from align_circuits.models.loading import load
 from align_circuits.models.lora import PROJECTIONS, quantise, recompute, save_adapter, sharing, unwrapped, with_adapter
 from align_circuits.models.protocol import HookedModel, check_fits, model_provenance

@@ -38,6 +38,11 @@ def pair():
     return {"clean": of_lengths((8, 8, 8), 0), "corrupted": of_lengths((8, 8, 8), 1)}
 
 
+@pytest.fixture
+def noise(pair) -> ac.Pair:
+    return ac.Pair(**pair, direction="noise")
+
+
 def slope(effect: Any) -> float:
     """The derivative at 0 of an effect by the share of the way that an activation is moved, to the fourth order."""
     near, far = (effect(step) - effect(-step) for step in (STEP, 2 * STEP))
@@ -54,8 +59,8 @@ def by_edge(table: ac.Table) -> dict[tuple[str, str], float]:
     return frame.set_index(["sender", "receiver"])["value"].to_dict()
 
 
-def test_heads_equal_finite_differences(model, pair):
-    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=list(SITES)))
+def test_heads_equal_finite_differences(model, pair, noise):
+    found = by_head(attribute_heads(model, noise, sites=list(SITES)))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
         column = head // 2 if site in ("k", "v") else None if pd.isna(head) else head
@@ -65,10 +70,10 @@ def test_heads_equal_finite_differences(model, pair):
     assert len({round(abs(value), 5) for value in found.values()}) > 20
 
 
-def test_outputs_have_the_scores_of_what_they_are_made_of(model, pair):
+def test_outputs_have_the_scores_of_what_they_are_made_of(model, noise):
     """Attention's output is linear in z, and the MLP's in its neurons."""
     sites: Any = ["z", "attn_out", "mlp_post", "mlp_out"]
-    frame: Any = attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=sites).frame
+    frame: Any = attribute_heads(model, noise, sites=sites).frame
     score: Any = frame.groupby(["site", "layer"])["value"].sum()
     for one, other in (("z", "attn_out"), ("mlp_post", "mlp_out")):
         assert score[one].to_numpy() == pytest.approx(score[other].to_numpy(), abs=1e-6)
@@ -77,11 +82,8 @@ def test_outputs_have_the_scores_of_what_they_are_made_of(model, pair):
 
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
     pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
-    found = by_head(
-        attribute_heads(
-            model, ac.Pair(**pair, direction="noise"), sites=["z", "v", "mlp_out", "resid_post"], graddrop=True
-        )
-    )
+    noise = ac.Pair(**pair, direction="noise")
+    found = by_head(attribute_heads(model, noise, sites=["z", "v", "mlp_out", "resid_post"], graddrop=True))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
         name, column = f"blocks.{layer}.{SITES[site]}", {"v": head // 2, "z": head}.get(site)
@@ -95,9 +97,9 @@ def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
 
 
 @pytest.mark.parametrize("site", ["q", "k"])
-def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pair, site):
-    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=[site, "z"], method="atp_star"))
-    plain = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=[site, "z"]))
+def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pair, noise, site):
+    found = by_head(attribute_heads(model, noise, sites=[site, "z"], method="atp_star"))
+    plain = by_head(attribute_heads(model, noise, sites=[site, "z"]))
     twin = Twin(model, *pair.values())
     for (at, layer, head), value in found.items():
         if at == "z":
@@ -119,9 +121,9 @@ def test_the_qk_fix_multiplies_the_change_of_attention_by_its_gradient(model, pa
         assert value != pytest.approx(plain[at, layer, head], abs=1e-4)
 
 
-def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair):
+def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair, noise):
     """By gradients that are taken by hand, at `rot_k` those of the key head that two heads share."""
-    found = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=["rot_q", "rot_k"]))
+    found = by_head(attribute_heads(model, noise, sites=["rot_q", "rot_k"]))
     assert len(found) == 2 * 2 * 4
     names = [f"blocks.{layer}.attn.hook_{site}" for site in ("rot_q", "rot_k") for layer in range(2)]
     _, other = model.run_with_cache(pair["corrupted"].tokens, names_filter=names)
@@ -142,17 +144,17 @@ def test_rotated_queries_and_keys_have_a_row_for_each_head(model, pair):
         assert mine == pytest.approx(expected.repeat_interleave(4 // len(expected)).tolist(), abs=1e-9)
 
 
-def test_where_hooks_are_silent_under_the_fast_engine_the_reference_runs(random_hf_model, pair):
+def test_where_hooks_are_silent_under_the_fast_engine_the_reference_runs(random_hf_model, noise):
     gpt2 = ac.load(random_hf_model("gpt2", seed=2))
-    found = attribute_heads(gpt2, ac.Pair(**pair, direction="noise"))
+    found = attribute_heads(gpt2, noise)
     assert found.provenance.engine == "reference"
-    expected = attribute_heads(gpt2, ac.Pair(**pair, direction="noise"), options=ac.RunOptions(engine="reference"))
+    expected = attribute_heads(gpt2, noise, options=ac.RunOptions(engine="reference"))
     np.testing.assert_array_equal(found.frame["value"], expected.frame["value"])
     with pytest.raises(ValueError, match=r"hook_z does not fire under it; use RunOptions\(engine='reference'"):
-        attribute_heads(gpt2, ac.Pair(**pair, direction="noise"), options=ac.RunOptions(engine="fast"))
+        attribute_heads(gpt2, noise, options=ac.RunOptions(engine="fast"))
 
 
-def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair):
+def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair, noise):
     """Near a probability of 1 a softmax in bfloat16 rounds what is left to nothing."""
     sure = copy.deepcopy(random_hf_model("llama", seed=2))
     with torch.no_grad():
@@ -160,18 +162,14 @@ def test_a_sure_model_in_bfloat16_has_gradients(random_hf_model, pair):
         sure.lm_head.weight[7] += 16 * hidden / hidden.square().sum()
         assert (sure(pair["clean"].tokens).logits[:, 7].softmax(-1)[:, 7] > 0.98).all()
     narrow = copy.deepcopy(sure).bfloat16()
-    wide, rounded = (
-        attribute_heads(ac.load(some), ac.Pair(**pair, direction="noise")).frame["value"] for some in (sure, narrow)
-    )
+    wide, rounded = (attribute_heads(ac.load(some), noise).frame["value"] for some in (sure, narrow))
     assert np.abs(wide - rounded).max() < 0.2 * np.abs(wide).max()
 
 
-def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
+def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair, noise):
     """The mean over runs in which one output is moved, by a displacement of what the MLP reads and autograd."""
     steps = 3
-    found = by_edge(
-        attribute_edges(model, ac.Pair(**pair, direction="noise"), method="eap_ig_all_activations", steps=steps)
-    )
+    found = by_edge(attribute_edges(model, noise, method="eap_ig_all_activations", steps=steps))
     twin = Twin(model, *pair.values())
     embedded = "blocks.0.hook_resid_pre"
     names = [embedded, *(f"blocks.{layer}.{SITES[site]}" for layer in range(2) for site in ("z", "mlp_out"))]
@@ -194,11 +192,9 @@ def test_nothing_passes_through_an_mlp_whose_output_is_replaced(model, pair):
         assert found["input", f"M{layer}"] == pytest.approx(total, abs=1e-9)
 
 
-def test_edges_equal_finite_differences(model, pair):
-    found = by_edge(
-        attribute_edges(model, ac.Pair(**pair, direction="noise"), method="eap", options=ac.RunOptions(batch_size=2))
-    )
-    fixed = by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method="atp_star"))
+def test_edges_equal_finite_differences(model, pair, noise):
+    found = by_edge(attribute_edges(model, noise, method="eap", options=ac.RunOptions(batch_size=2)))
+    fixed = by_edge(attribute_edges(model, noise, method="atp_star"))
     twin = Twin(model, *pair.values())
     for edge, value in list(found.items())[::7]:
         effect = slope(lambda share: twin.effect(*edge, freeze_mlps=True, share=share))  # noqa: B023
@@ -209,7 +205,7 @@ def test_edges_equal_finite_differences(model, pair):
 
 
 @pytest.mark.parametrize(("attribute", "method"), [(attribute_heads, "ig_inputs"), (attribute_edges, "eap_ig_inputs")])
-def test_a_batch_that_runs_out_of_memory_is_halved(model, pair, attribute: Any, method):
+def test_a_batch_that_runs_out_of_memory_is_halved(model, noise, attribute: Any, method):
     """It runs out in the second of two passes with gradients, after the first has added to the scores."""
     sizes, enough = [], 10**6
 
@@ -220,35 +216,33 @@ def test_a_batch_that_runs_out_of_memory_is_halved(model, pair, attribute: Any, 
                 raise torch.OutOfMemoryError("out of memory")
 
     model.blocks[1].mlp.original_component.register_forward_pre_hook(small_memory)
-    expected = attribute(model, ac.Pair(**pair, direction="noise"), method=method, steps=2).frame["value"]
+    expected = attribute(model, noise, method=method, steps=2).frame["value"]
     enough = len(sizes)
     assert sizes == enough * [3]
     sizes.clear()
-    found = attribute(model, ac.Pair(**pair, direction="noise"), method=method, steps=2).frame["value"]
+    found = attribute(model, noise, method=method, steps=2).frame["value"]
     assert sizes == enough * [3] + 3 * enough * [1]
     np.testing.assert_allclose(found, expected, atol=1e-9)
     sizes.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        attribute(
-            model, ac.Pair(**pair, direction="noise"), method=method, steps=2, options=ac.RunOptions(batch_size=3)
-        )
+        attribute(model, noise, method=method, steps=2, options=ac.RunOptions(batch_size=3))
 
 
-def test_the_qk_fix_of_an_edge(model, pair):
+def test_the_qk_fix_of_an_edge(model, noise):
     """An edge that brings all that another run says to a query changes attention as patching the query does."""
-    edges = by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method="atp_star"))
-    heads = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), sites=["q", "k"], method="atp_star"))
+    edges = by_edge(attribute_edges(model, noise, method="atp_star"))
+    heads = by_head(attribute_heads(model, noise, sites=["q", "k"], method="atp_star"))
     for head in range(4):  # of layer 0, which reads the embedding alone
         assert edges["input", f"L0H{head}.q"] == pytest.approx(heads["q", 0, head], abs=1e-9)
         assert edges["input", f"L0KV{head // 2}.k"] == pytest.approx(heads["k", 0, head], abs=1e-9)
 
 
-def test_integrated_gradients_are_means_over_runs_between(model, pair):
+def test_integrated_gradients_are_means_over_runs_between(model, pair, noise):
     clean, corrupted = pair.values()
     steps = 3
-    heads = by_head(attribute_heads(model, ac.Pair(**pair, direction="noise"), method="ig_inputs", steps=steps))
+    heads = by_head(attribute_heads(model, noise, method="ig_inputs", steps=steps))
     inputs, activations, every = (
-        by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method=method, steps=steps))
+        by_edge(attribute_edges(model, noise, method=method, steps=steps))
         for method in ("eap_ig_inputs", "eap_ig_activations", "eap_ig_all_activations")
     )
     whole = Twin(model, clean, corrupted)
@@ -326,15 +320,13 @@ def test_planted_edges_are_found_and_integrated_gradients_see_past_saturation(ch
     places = {kind: f"L{layer}H{head}" for (layer, head), kind in model.kinds.items()}
     shown = task.sample(4, char_tokenizer, seed=1)
     pair: Any = {"clean": shown, "corrupted": task.corrupt(shown, "query", seed=2)}
+    noise = ac.Pair(**pair, direction="noise")
     aligner, lookups = places["align_query"], (places["lookup"], places["backup"])
     true = {("input", f"{aligner}.v")}
     true |= {edge for one in lookups for edge in ((aligner, f"{one}.q"), (one, "logits"))}
-    exact = by_edge(patch_edges(model, ac.Pair(**pair, direction="noise"), edges=true))
+    exact = by_edge(patch_edges(model, noise, edges=true))
     assert max(exact.values()) < -0.1
-    found = {
-        method: by_edge(attribute_edges(model, ac.Pair(**pair, direction="noise"), method=method))
-        for method in ("eap", "eap_ig_inputs")
-    }
+    found = {method: by_edge(attribute_edges(model, noise, method=method)) for method in ("eap", "eap_ig_inputs")}
     best = sorted(found["eap_ig_inputs"].items(), key=lambda scored: -abs(scored[1]))[: len(true)]
     assert {edge for edge, _ in best} == true
     missed = {method: sum(abs(scores[edge] - exact[edge]) for edge in true) for method, scores in found.items()}
@@ -388,7 +380,7 @@ def test_tables_of_pairs_name_the_direction(model, pair):
             _ = one - other
 
 
-def test_refusals(model, pair, random_hf_model):
+def test_refusals(model, pair, noise, random_hf_model):
     with pytest.raises(ValueError, match="this model has one: leave it off"):
         attribute_heads(ac.load(random_hf_model("llama", num_hidden_layers=1)), ac.Pair(**pair), graddrop=True)
     for verb, wrong, message in (
@@ -400,16 +392,10 @@ def test_refusals(model, pair, random_hf_model):
         (attribute_heads, {"sites": ["attn_out"], "graddrop": True}, "no scores without a sign at site='attn_out'"),
     ):
         with pytest.raises(ValueError, match=message):
-            inspect.unwrap(verb)(model, ac.Pair(**pair, direction="noise"), **wrong)  # annotations unchecked
+            inspect.unwrap(verb)(model, noise, **wrong)  # annotations unchecked
     refused: Any = (("accuracy", "metric='accuracy' has no gradient"), ("log_prob", "no targets of kind 'first'"))
     for metric, message in refused:
         with pytest.raises(ValueError, match=message):
             attribute_heads(model, ac.Pair(**pair, metric=metric, kind="all" if metric == "accuracy" else "first"))
     with pytest.raises(ValueError, match=r"hook_pattern does not fire under it; use RunOptions\(engine='reference'"):
-        attribute_heads(
-            model,
-            ac.Pair(**pair, direction="noise"),
-            sites=["q"],
-            method="atp_star",
-            options=ac.RunOptions(engine="fast"),
-        )
+        attribute_heads(model, noise, sites=["q"], method="atp_star", options=ac.RunOptions(engine="fast"))

@@ -34,20 +34,20 @@ def pair(char_tokenizer):
     return {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
 
 
+@pytest.fixture
+def noise(pair) -> ac.Pair:
+    return ac.Pair(**pair, direction="noise")
+
+
 @pytest.fixture(scope="module")
 def llama(random_hf_model, char_tokenizer):
     return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
 
 
-def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair):
+def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair, noise):
     """With one edge patched, and with all of the embedding's edges patched, a run says what hooks by hand say."""
-    scores = attribute_edges(llama, ac.Pair(**pair, direction="noise"), method="eap")
-    curve = faithfulness(
-        llama,
-        scores,
-        ac.Pair(**pair, direction="noise"),
-        heads={"all heads": [(i, j) for i in range(2) for j in range(4)]},
-    )
+    scores = attribute_edges(llama, noise, method="eap")
+    curve = faithfulness(llama, scores, noise, heads={"all heads": [(i, j) for i in range(2) for j in range(4)]})
     log_probs: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
     ends = {name: float(TargetMetrics.of(pair[name]).measure(llama)[0].mean()) for name in ("clean", "corrupted")}
     n = int(Graph.of(llama.cfg).edges.sum())
@@ -117,28 +117,21 @@ def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     model = ac.planted_circuit(TASK, seed=0)
     clean = TASK.sample(3, char_tokenizer, seed=0)
     pair: Any = {"clean": clean, "corrupted": TASK.corrupt(clean, "query", seed=1)}
+    noise = ac.Pair(**pair, direction="noise")
     places = {kind: place for place, kind in model.kinds.items()}
     true = [places[kind] for kind in ("align_query", "align_key", "lookup", "backup")]
     idle = [*true, places["gold_without_output"]]
-    scores = attribute_edges(model, ac.Pair(**pair, direction="noise"))
-    curve = faithfulness(
-        model,
-        scores,
-        ac.Pair(**pair, direction="noise"),
-        fractions=(0.002, 0.01),
-        heads={"true": true, "without": true[1:]},
-    )
+    scores = attribute_edges(model, noise)
+    curve = faithfulness(model, scores, noise, fractions=(0.002, 0.01), heads={"true": true, "without": true[1:]})
     f: Any = curve.where(metric="faithfulness").frame.set_index(["circuit", "edges"])["value"]
     n = int(f["edges"].index.max())
     assert f["true"].iloc[0] == pytest.approx(1, abs=0.02)
     assert f["without"].iloc[0] < 0.2
     assert f["edges", round(0.01 * n)] == pytest.approx(1, abs=0.05), "eleven edges of a thousand are enough"
-    whole = completeness(model, true, ac.Pair(**pair, direction="noise"), draws=2)
+    whole = completeness(model, true, noise, draws=2)
     assert np.abs(whole.where(of="difference").frame["value"]).max() < 0.05
     assert np.min(whole.where(of="model").frame["value"]) < -0.5
-    needed: Any = minimality(model, idle, ac.Pair(**pair, direction="noise"), draws=2).frame.set_index(
-        ["layer", "head"]
-    )["value"]
+    needed: Any = minimality(model, idle, noise, draws=2).frame.set_index(["layer", "head"])["value"]
     assert (needed[true] < -0.01).all()
     assert needed[idle[-1]] == pytest.approx(0, abs=1e-5)
 
@@ -151,9 +144,8 @@ def test_random_sets_of_heads_lose_each_with_probability_one_half():
     assert np.abs(shares - 0.5).max() < 0.06, "nearly four standard errors"
 
 
-def test_sets_of_heads_that_are_taken_away_have_names(llama, pair):
+def test_sets_of_heads_that_are_taken_away_have_names(llama, noise):
     """Without random ones: nothing, each head, and all."""
-    noise = ac.Pair(**pair, direction="noise")
     lost = completeness(llama, ["L0H1", "L1H2"], noise, draws=0).where(of="circuit").frame
     assert list(lost["without"]) == ["nothing", "L0H1", "L1H2", "L0H1 L1H2"]
     needed = minimality(llama, ["L0H1", "L1H2"], noise, draws=0).frame
@@ -166,8 +158,8 @@ def curve_of(fractions: list[float], values: list[float]) -> Table:
     return Table(frame, Provenance("test"))
 
 
-def test_a_folder_of_results_knows_its_circuits(llama, pair, tmp_path):
-    noise, kept = ac.Pair(**pair, direction="noise"), ac.RunOptions(out=tmp_path)
+def test_a_folder_of_results_knows_its_circuits(llama, noise, tmp_path):
+    kept = ac.RunOptions(out=tmp_path)
     scores = attribute_edges(llama, noise, method="eap")
     faithfulness(llama, scores, noise, fractions=[0.1], options=kept)
     of_others, alone = (
@@ -195,8 +187,8 @@ def test_the_interval_of_a_ratio_is_that_of_means():
     assert high[0] - low[0] == pytest.approx(2 * 1.96 * error, rel=0.1)
 
 
-def test_refusals(llama, pair):
-    scores = attribute_edges(llama, ac.Pair(**pair, direction="noise"), method="eap")
+def test_refusals(llama, pair, noise):
+    scores = attribute_edges(llama, noise, method="eap")
     for options, message in (
         ({"fractions": (0.0,)}, r"fractions=\(0\.0,\): give shares"),
         ({"fractions": (0.5, 1.5)}, r"fractions=\(0\.5, 1\.5\): give shares"),
@@ -207,7 +199,7 @@ def test_refusals(llama, pair):
         ({"scores": replace(scores, frame=scores.frame.assign(value=np.nan))}, "82 of 82 scores are NaN"),
     ):
         with pytest.raises(ValueError, match=message):
-            given = {"scores": scores, "pair": ac.Pair(**pair, direction="noise"), **options}
+            given = {"scores": scores, "pair": noise, **options}
             inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
     with pytest.raises(ValueError, match="change no prediction of the model"):
         faithfulness(llama, scores, ac.Pair(pair["clean"], pair["clean"], direction="noise"))
@@ -215,11 +207,11 @@ def test_refusals(llama, pair):
         faithfulness(llama, scores, ac.Pair(**pair))
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
-        faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="signed")
-    assert len(faithfulness(llama, other_way, ac.Pair(**pair, direction="noise"), by="absolute"))
+        faithfulness(llama, other_way, noise, by="signed")
+    assert len(faithfulness(llama, other_way, noise, by="absolute"))
     for verb in (completeness, minimality):
         assert inspect.signature(verb).parameters["draws"].default == 10
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):
-            verb(llama, [], ac.Pair(**pair, direction="noise"))
+            verb(llama, [], noise)
         with pytest.raises(ValueError, match="draws=-1: give how many random sets"):
-            verb(llama, [(0, 0)], ac.Pair(**pair, direction="noise"), draws=-1)
+            verb(llama, [(0, 0)], noise, draws=-1)

@@ -10,8 +10,9 @@ import pytest
 
 from align_circuits.cli import entry, main
 from align_circuits.cli.folders import results_folder
-from align_circuits.jobs import files
-from align_circuits.jobs.files import finish_moves, replacing_in
+from align_circuits.jobs import folders
+from align_circuits.jobs.files import replacing
+from align_circuits.jobs.folders import finish_moves, replacing_in
 from align_circuits.tables.tables import Provenance, Table
 
 OLD, NEW = ({"table.csv": text, "report.html": text, "provenance.json": text} for text in ("old", "new"))
@@ -40,7 +41,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("existed", [False, True])
 def test_a_run_that_is_killed_at_any_rename_leaves_the_old_or_the_new_results(tmp_path, monkeypatch, existed):
-    rename, cleaned = Path.rename, files.shutil.rmtree
+    rename, cleaned = Path.rename, folders.shutil.rmtree
     outcomes = []
     for last in range(12):
         folder = tmp_path / str(last)
@@ -57,7 +58,7 @@ def test_a_run_that_is_killed_at_any_rename_leaves_the_old_or_the_new_results(tm
 
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rename", until)
-            patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+            patched.setattr(folders.shutil, "rmtree", lambda *_, **__: None)
             try:
                 with replacing_in(folder, going=("values.safetensors",)) as new:
                     write(new, NEW)
@@ -65,7 +66,7 @@ def test_a_run_that_is_killed_at_any_rename_leaves_the_old_or_the_new_results(tm
                 outcomes.append("killed")
             else:
                 outcomes.append("finished")
-        assert files.shutil.rmtree is cleaned
+        assert folders.shutil.rmtree is cleaned
         if (folder / "provenance.json").exists():  # complete, as it claims, before anything is repaired
             shown = {name: text for name, text in read(folder).items() if name in NEW}
             assert shown in (OLD, NEW)
@@ -81,8 +82,8 @@ def test_a_run_that_is_killed_at_any_rename_leaves_the_old_or_the_new_results(tm
 def test_a_table_whose_replacement_was_cut_off_is_read_whole(tmp_path, monkeypatch):
     table(1.0).save(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_finish", lambda _: (_ for _ in ()).throw(Killed()))
-        patched.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(folders, "_finish", lambda _: (_ for _ in ()).throw(Killed()))
+        patched.setattr(folders.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(Killed):
             table(2.0).save(tmp_path)
     assert Table.load(tmp_path).frame["value"].tolist() == [2.0]
@@ -157,7 +158,7 @@ def test_a_name_that_is_too_long_is_refused_in_a_line_and_the_longest_is_written
     for name in ("ä" * 127, "a" * 255):
         table(1.0).save(tmp_path / name)
         assert Table.load(tmp_path / name).frame["value"].tolist() == [1.0]
-        with files.replacing(tmp_path / name / name) as path:
+        with replacing(tmp_path / name / name) as path:
             path.write_text("whole")
     with pytest.raises(ValueError, match="at most 255 bytes"):
         table(1.0).save(tmp_path / long)

@@ -16,10 +16,10 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits.jobs import files
+from align_circuits.jobs import locks
 from align_circuits.jobs.executors import ProcessExecutor
-from align_circuits.jobs.files import claimed
 from align_circuits.jobs.jobs import Job, code_version, collect_rows, read_progress, run_jobs
+from align_circuits.jobs.locks import claimed
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["align_circuits.jobs.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
@@ -296,7 +296,7 @@ def test_no_jobs_give_no_rows(tmp_path):
 
 def race(path, name, folders, barrier):
     sys.path.insert(0, path)
-    files.PATIENCE = 0.005
+    locks.PATIENCE = 0.005
     for number, folder in enumerate(folders):
         barrier.wait(60)
         run([Job(f"{name}.functions:square", {"x": x, "trouble": str(number)}) for x in range(6)], folder)
@@ -330,7 +330,7 @@ def test_a_job_of_another_run_is_waited_for(code, tmp_path, monkeypatch):
 
     claim = claimed(result)
     assert claim.__enter__()
-    monkeypatch.setattr(files.time, "sleep", other_run_finishes)
+    monkeypatch.setattr(locks.time, "sleep", other_run_finishes)
     assert run([job], tmp_path / "results").frame["y"].tolist() == [5, 5], "what the other run wrote"
 
 

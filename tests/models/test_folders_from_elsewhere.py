@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from refusals import refused
 
 import align_circuits as ac
+from align_circuits.jobs.checkpoints import NAME
 from align_circuits.models.gguf_files import read_gguf
 from align_circuits.tables.tables import Provenance, Table
-from align_circuits.training.checkpoints import NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # inside peft 0.21
 

@@ -33,6 +33,9 @@ ON_A_CPU = (
 def test_the_same_prompts_come_again_in_halves(error):
     assert batches_of(13, halve_to=None, fits=13, error=error) == [[10, 11, 12, 13, 13], [14, 15, 16, 13]]
     halves = [[10, 11, 6], [12, 13, 6], [14, 15, 6], [16, 6]]
+    assert batches_of(13, halve_to=1, fits=1, error=error) == [[prompt, 1] for prompt in range(10, 17)]
+    with pytest.raises(RuntimeError):
+        batches_of(13, halve_to=1, fits=0, error=error)
     assert batches_of(13, halve_to=6, fits=6, error=error) == halves, "down to the limit itself"
     with pytest.raises(RuntimeError):
         batches_of(13, halve_to=7, fits=6, error=error)
@@ -61,3 +64,22 @@ def test_a_cpu_takes_at_least_one_prompt(monkeypatch):
 def test_an_mlp_of_unknown_width_is_four_times_as_wide_as_the_stream():
     assert batching._mlp_width(SimpleNamespace(d_model=7)) == 28
     assert batching._mlp_width(SimpleNamespace(d_model=7, d_mlp=5)) == 5
+
+
+def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, monkeypatch):
+    """Prompts of 20 tokens and 4-byte numbers; per token 12 and 4 numbers for each dimension of the stream and MLP, 2
+    for each token of the vocabulary, and 4 for each head and each of its scores."""
+    model, gpu, numbers = ac.load(random_hf_model("llama")), torch.device("cuda"), 12 * 32 + 4 * 48 + 2 * 64
+    prompts, free = ac.Prompts.from_tokens([[1] * 20]), [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 0))
+    for engine, scores in [("fast", 4 * 4 * 64), ("reference", 4 * 4 * 20)]:
+        for free[0], fit in [
+            (0, 1),
+            (2 * 3 * 20 * 4 * (numbers + scores), 3),
+            (2 * 3 * 20 * 4 * (numbers + scores) - 1, 2),
+        ]:
+            assert batching.fitting_prompts(model, prompts, gpu, engine) == fit
+    # Beside it, for edited runs: of the unedited one 4 numbers for each layer and dimension of the stream.
+    numbers = 4 * 2 * 32 + 16 * 32 + 4 * 48 + 4 * 4 * 20 + 2 * 64
+    for free[0], fit in [(0, 20), (2 * 25 * 4 * numbers, 25), (2 * 25 * 4 * numbers - 1, 24)]:
+        assert batching.fitting_tokens(model, prompts, gpu) == fit

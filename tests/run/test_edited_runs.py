@@ -1,6 +1,5 @@
 """Edited runs by replay beside the reference engine, run by run: random models, prompts, edits and splits."""
 
-import inspect
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -159,8 +158,9 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
     place |= {"site": site, "positions": positions}
     if site == "pattern" and what != "zero":
         shape = (len(prompts), model.cfg.n_heads, *[prompts.mask.shape[1]] * 2)
-        pattern = torch.rand(shape, generator=generator).tril()
-        return ac.Patch(**place, values={name_of(site, layer): pattern / pattern.sum(-1, keepdim=True)})
+        # None at padding: batches leave columns out that are padding in all of their prompts.
+        pattern = torch.rand(shape, generator=generator).tril() * prompts.mask[:, None, None]
+        return ac.Patch(**place, values={name_of(site, layer): nn.functional.normalize(pattern, p=1, dim=-1)})
     if what == "steer":
         cfg = model.cfg
         size = cfg.d_head if of_heads else cfg.d_mlp if site == "mlp_post" else cfg.d_model
@@ -196,6 +196,19 @@ def logits_of(
     return found, ran
 
 
+def replayed(model: Any, prompts: Prompts, edit_sets: Any, rows: Any, atol: float = 1e-5, **options: Any) -> Tensor:
+    """The logits by replay, after a comparison with the reference engine up to a share of the largest."""
+    source = options.get("source")
+    expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
+    assert ran == "reference"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "CPU_TOKENS", options.pop("tokens", batching.CPU_TOKENS))
+        found, ran = logits_of(model, prompts, edit_sets, rows, **options)
+    assert ran == "replay"
+    torch.testing.assert_close(found, expected, atol=atol * max(1.0, float(expected.abs().max())), rtol=0)
+    return found
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(case=cases())
 def test_replay_equals_the_reference_engine(models, case):
@@ -208,15 +221,9 @@ def test_replay_equals_the_reference_engine(models, case):
     ]
     chosen = torch.rand(len(prompts.targets), generator=torch.Generator().manual_seed(case.seed)) < 0.6
     rows = [prompts.column(name)[chosen] for name in ("prompt", "query_pos")]
-    expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
-    assert ran == "reference"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "CPU_TOKENS", case.tokens)
-        options = {"source": source, "batch_size": case.batch_size}
-        found, ran = logits_of(model, prompts, edit_sets, rows, engine=case.engine, **options)
-    assert ran == "replay"
-    atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype] * max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+    atol = {torch.float32: 1e-5, torch.float64: 1e-10}[case.dtype]
+    options = {"source": source, "engine": case.engine, "batch_size": case.batch_size, "tokens": case.tokens}
+    replayed(model, prompts, edit_sets, rows, atol, **options)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +240,8 @@ def test_hand_built_models_replay_every_edit_at_every_site(models, kind, lengths
     specs: Any = [(what, site, *head, first) for (site, what), (first, head) in zip(edits, places, strict=False)]
     edit_sets = [[edit_of(model, prompts, spec, seed)] for seed, spec in enumerate(specs)]
     edit_sets += [[ac.Clamp([(0, 1), (1, 2)], "half")], [edit for edits in edit_sets[::7] for edit in edits], []]
-    rows = every_row(prompts)
-    expected, ran = logits_of(model, prompts, edit_sets, rows, source=source, engine="reference")
-    assert ran == "reference" and (expected[:-1] != expected[-1]).any(2).any(1).float().mean() > 0.7
-    found, ran = logits_of(model, prompts, edit_sets, rows, source=source)
-    assert ran == "replay"
-    torch.testing.assert_close(found, expected, atol=atol * max(1.0, float(expected.abs().max())), rtol=0)
+    found = replayed(model, prompts, edit_sets, every_row(prompts), atol, source=source)
+    assert (found[:-1] != found[-1]).any(2).any(1).float().mean() > 0.7
 
 
 class Doubled(HandBuilt):
@@ -330,21 +333,14 @@ def every_row(prompts: Prompts) -> list[Tensor]:
 def test_patterns_are_edited_in_the_rows_of_their_runs(models):
     model, prompts = models(PLAIN.kind, PLAIN.dtype), prompts_of(PLAIN, 0)
     edits = [[ac.Ablate([(layer, head)], site="pattern")] for layer, head in ((0, 0), (0, 1), (1, 0))]
-    found, ran = logits_of(model, prompts, edits, every_row(prompts))
-    assert ran == "replay"
-    expected, _ = logits_of(model, prompts, edits, every_row(prompts), engine="reference")
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    found = replayed(model, prompts, edits, every_row(prompts))
     assert not torch.allclose(found[0], found[1])
 
 
 def test_a_few_queries_equal_the_reference_engine(models):
-    model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
-    edit_sets = [[], [ac.Ablate([(0, 1)])]]  # none after the last attention, which thus computes these queries alone
+    """With no edit after the last attention, which thus computes these queries alone."""
     rows = [torch.arange(3), torch.tensor([3, 5, 7])]
-    expected, _ = logits_of(model, prompts, edit_sets, rows, engine="reference")
-    found, ran = logits_of(model, prompts, edit_sets, rows)
-    assert ran == "replay"
-    torch.testing.assert_close(found, expected, atol=1e-5 * max(1.0, float(expected.abs().max())), rtol=0)
+    replayed(models("llama", torch.float32), prompts_of(PLAIN, 0), [[], [ac.Ablate([(0, 1)])]], rows)
 
 
 def test_earlier_positions_and_lower_layers_are_run_once(models):
@@ -451,13 +447,8 @@ def test_what_the_cone_cannot_do_goes_to_the_other_engines_and_is_told(models, r
 
 def test_refusals(models):
     model, prompts = models("llama", torch.float32), prompts_of(PLAIN, 0)
-    plain = inspect.unwrap(run_edited)  # annotations unchecked
-    rows = dict(zip(("prompt", "query"), every_row(prompts), strict=True))
-    for options, message in [
-        ({"source": prompts[:2]}, "the other run holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match")
-    ]:
-        with pytest.raises(ValueError, match=message):
-            plain(model, prompts, [[]], **rows, on_logits=lambda *_: None, **options)
+    with pytest.raises(ValueError, match=r"holds 2 prompts of up to 9 tokens, .* 3 of 9: they must match"):
+        logits_of(model, prompts, [[]], every_row(prompts), source=prompts[:2])
     with pytest.raises(ValueError, match=r"no values for 'blocks.0.attn.hook_z'"):
         logits_of(model, prompts, [[ac.Patch([(0, 0)])]], every_row(prompts))
 

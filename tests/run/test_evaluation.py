@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
@@ -22,20 +21,8 @@ TASK = Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
 
 
 @pytest.fixture(scope="module")
-def llama(char_tokenizer):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=128,
-            initializer_range=0.6,
-        )
-        return load(LlamaForCausalLM(config).eval(), tokenizer=char_tokenizer)
+def llama(random_hf_model, char_tokenizer):
+    return load(random_hf_model("llama", max_position_embeddings=128), tokenizer=char_tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.sources import boot_native
 
 import align_circuits as ac
-from align_circuits.run import batching
 from align_circuits.run.forward_pass import forward
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox"]
@@ -73,18 +72,7 @@ def hugging_face(hf, prompts):
     return torch.cat(patterns, 1), torch.cat(logits)
 
 
-@pytest.fixture
-def exact_softmax(monkeypatch):
-    """Lifts what Hugging Face and TransformerLens do to float64: their softmax is in float32 whatever the weights."""
-    plain = torch.nn.functional.softmax
-
-    def softmax(x, dim=None, _stacklevel=3, dtype=None):
-        return plain(x, dim, _stacklevel, None if x.dtype == torch.float64 else dtype)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
-
-
-@pytest.mark.usefixtures("exact_softmax")
+@pytest.mark.usefixtures("exact_arithmetic")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 def test_engines_agree_with_each_other_and_with_hugging_face(name, kind, random_hf_model, prompts):
@@ -141,41 +129,6 @@ def test_out_of_memory_halves_the_batch(which, random_hf_model, prompts):
     assert sizes == [4, 2, 2], "only the four prompts that have rows are run"
     with pytest.raises(torch.OutOfMemoryError):
         run(model, prompts, engine=which, batch_size=3)
-
-
-@pytest.mark.parametrize(
-    ("fits", "halve_to", "sizes"),
-    [(7, 1, [7]), (3, 1, [7, 3, 3, 1]), (1, 4, [7, 3, *[1] * 7]), (1, 8, None), (0, 1, None), (0, None, None)],
-)
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("x: can't allocate memory: y")])
-def test_batches_are_halved_down_to_a_limit(fits, halve_to, sizes, error):
-    """Of prompts of four tokens: 30 tokens hold seven, 15 three, 7 and 3 one."""
-    tried, ran = [], []
-
-    def run_batch(batch, _tokens):
-        tried.append(len(batch))
-        if len(batch) > fits:
-            raise error
-        ran.extend(batch.tolist())
-
-    if sizes is None:
-        with pytest.raises(RuntimeError, match=str(error)):
-            batching.in_batches(run_batch, torch.arange(7), 4, 30, halve_to=halve_to)
-        assert tried == ([7, 3] if halve_to == 8 else [7] if halve_to is None else [7, 3, 1, 1, 1])
-    else:
-        batching.in_batches(run_batch, torch.arange(7), 4, 30, halve_to=halve_to)
-        assert tried == sizes and ran == [*range(7)]
-
-
-def test_other_errors_are_not_taken_for_out_of_memory(random_hf_model, prompts):
-    model = ac.load(random_hf_model("llama"))
-
-    def broken(_module, _args):
-        raise RuntimeError("something else")
-
-    model.original_model.lm_head.register_forward_pre_hook(broken)
-    with pytest.raises(RuntimeError, match="something else"):
-        run(model, prompts)
 
 
 def test_bf16_runs_and_engines_stay_close(random_hf_model, prompts):
@@ -345,27 +298,3 @@ def test_dropout_is_off_and_every_module_keeps_its_mode(random_hf_model, prompts
     one, two = run(model, prompts), run(model, prompts)
     torch.testing.assert_close(one[:2], two[:2], atol=0, rtol=0)
     assert modes == [module.training for module in model.modules()]
-
-
-def test_batches_on_the_cpu_are_small(random_hf_model, prompts):
-    model = ac.load(random_hf_model("llama"))
-    assert batching.fitting_prompts(model, prompts, torch.device("cpu"), "fast") == batching.CPU_TOKENS // 20
-
-
-def test_batches_on_a_gpu_fill_half_of_its_free_memory(random_hf_model, prompts, monkeypatch):
-    """Prompts of 20 tokens and 4-byte numbers; per token 12 and 4 numbers for each dimension of the stream and MLP, 2
-    for each token of the vocabulary, and 4 for each head and each of its scores."""
-    model, gpu, numbers = ac.load(random_hf_model("llama")), torch.device("cuda"), 12 * 32 + 4 * 48 + 2 * 64
-    free = [0]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 0))
-    for engine, scores in [("fast", 4 * 4 * 64), ("reference", 4 * 4 * 20)]:
-        for free[0], fit in [
-            (0, 1),
-            (2 * 3 * 20 * 4 * (numbers + scores), 3),
-            (2 * 3 * 20 * 4 * (numbers + scores) - 1, 2),
-        ]:
-            assert batching.fitting_prompts(model, prompts, gpu, engine) == fit
-    # Beside it, for edited runs: of the unedited one 4 numbers for each layer and dimension of the stream.
-    numbers = 4 * 2 * 32 + 16 * 32 + 4 * 48 + 4 * 4 * 20 + 2 * 64
-    for free[0], fit in [(0, 20), (2 * 25 * 4 * numbers, 25), (2 * 25 * 4 * numbers - 1, 24)]:
-        assert batching.fitting_tokens(model, prompts, gpu) == fit

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import align_circuits as ac
+from align_circuits.jobs.sweeps import SweepParts
 from align_circuits.run import pairs
-from align_circuits.run.sweeps import SweepParts
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
@@ -28,7 +28,14 @@ def test_shown_in_consoles_and_notebooks(char_tokenizer):
 
 @pytest.mark.parametrize(
     ("tokens", "size", "batches", "parts"),
-    [(2, "auto", [2, 2], 2), (3.9, "auto", [3, 1], 2), (4, "auto", [4], 1), (9, "auto", [4], 1), (1, 3, [3, 1], 2)],
+    [
+        (0.1, "auto", [1] * 4, 4),
+        (2, "auto", [2, 2], 2),
+        (3.9, "auto", [3, 1], 2),
+        (4, "auto", [4], 1),
+        (9, "auto", [4], 1),
+        (1, 3, [3, 1], 2),
+    ],
 )
 def test_batches_hold_as_many_prompts_as_fit(char_tokenizer, tmp_path, monkeypatch, tokens, size, batches, parts):
     """A part that is kept is a batch; without any, all prompts are one part, which memory alone divides."""
@@ -41,26 +48,11 @@ def test_batches_hold_as_many_prompts_as_fit(char_tokenizer, tmp_path, monkeypat
         return part.base.tokens.double().sum(1)[None]
 
     for options in (ac.RunOptions(batch_size=size), ac.RunOptions(batch_size=size, out=tmp_path)):
-        measured = pair.in_batches(measure, SweepParts(options, "sums", {}), options)
+        measured = pair.in_batches(measure, SweepParts(options.out, "sums", {}), options)
         torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
     assert sizes == 2 * batches
     kept = sorted(path.stem for path in tmp_path.rglob("*.safetensors"))
     assert kept == [f"prompts-{first:05d}" for first in range(0, 4, batches[0])] and len(kept) == parts
-
-
-def test_prompts_longer_than_a_batch_are_measured_one_by_one(char_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(pairs, "CPU_TOKENS", 3)
-    clean = TASK.sample(4, char_tokenizer, seed=0)
-    pair, sizes = ac.Pair(clean, TASK.corrupt(clean, "query", seed=1)), []
-
-    def measure(part: ac.Pair) -> torch.Tensor:
-        sizes.append(len(part.base))
-        return part.base.tokens.double().sum(1)[None]
-
-    for options in (ac.RunOptions(), ac.RunOptions(out=tmp_path)):
-        measured = pair.in_batches(measure, SweepParts(options, "sums", {}), options)
-        torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
-    assert sizes == [1] * 8
 
 
 def test_pairs_of_vectors_have_no_drawing():

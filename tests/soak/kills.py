@@ -33,7 +33,7 @@ import torch
 import align_circuits as ac
 from align_circuits.cli import main
 from align_circuits.cli.entry import VERBS
-from align_circuits.jobs.files import finish_moves, replacing_in
+from align_circuits.jobs.folders import finish_moves, replacing_in
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 

@@ -48,6 +48,22 @@ def llama(folder):
     return ac.load(folder)
 
 
+@pytest.fixture
+def at_each_loss(monkeypatch):
+    """Makes `tune` call a function with the arguments of each loss before it is taken."""
+    module = sys.modules[tune.__module__]
+    real = module._loss
+
+    def begin(look):
+        def looking(model, batch):
+            look(model, batch)
+            return real(model, batch)
+
+        monkeypatch.setattr(module, "_loss", looking)
+
+    return begin
+
+
 def run(model, task: Any = TASK, config=QUICK, **more):
     return tune(model, task, config, progress=False, **more)
 
@@ -114,24 +130,14 @@ def test_only_the_given_matrices_are_tuned(llama, tmp_path, config, expected):
     assert all("lora" in name for name in checkpoint if name.startswith(("model.", "optimizer.")))
 
 
-def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, monkeypatch):
+def test_no_gradient_flows_below_the_lowest_tuned_layer(llama, at_each_loss):
     needs = {}
-    module = sys.modules["align_circuits.training.tuning"]
-    real = module._loss
 
-    def recording(model, batch):
-        layers = model.model.layers
-        hooks = [
+    def look(model, _):
+        for at, layer in enumerate(model.model.layers):
             layer.register_forward_hook(lambda _m, _i, out, at=at: needs.update({at: out.requires_grad}))
-            for at, layer in enumerate(layers)
-        ]
-        try:
-            return real(model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    monkeypatch.setattr(module, "_loss", recording)
+    at_each_loss(look)
     for checkpointing in (False, True):
         run(llama, config=replace(QUICK, layers=2, checkpointing=checkpointing))
         assert needs == {0: False, 1: False, 2: True}
@@ -223,27 +229,24 @@ def test_a_seed_decides_everything(llama):
     assert torch.equal(one.model(tokens), same.model(tokens))
 
 
-def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, monkeypatch):
-    config = replace(QUICK, steps=6)
+def test_a_killed_run_goes_on_to_the_bit(llama, tmp_path, at_each_loss):
+    config, steps = replace(QUICK, steps=6), []
     whole = run(llama, config=config, out=tmp_path / "whole")
-    module, steps = sys.modules["align_circuits.training.tuning"], []
-    real = module._loss
 
-    def dying(*given):
+    def die(*_):
         steps.append(1)
         if len(steps) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(*given)
 
     child = os.fork()  # one thread, so there is no lock that the child would wait for
     if child == 0:
         try:
-            setattr(module, "_loss", dying)  # noqa: B010 - sys.modules knows no attributes
+            at_each_loss(die)
             run(llama, config=config, out=tmp_path / "killed")
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
+    at_each_loss(lambda *_: steps.append(1))
     rest = run(llama, config=config, out=tmp_path / "killed")
     assert len(steps) == 4, "it did not go on from the probe at step 2"
     pd.testing.assert_frame_equal(whole.log, rest.log)
@@ -279,26 +282,23 @@ def test_four_bit_without_its_package(llama, monkeypatch):
 
 
 def test_four_bit_trains_on_nf4_and_evaluates_on_the_weights_as_they_are(
-    random_hf_model, char_tokenizer, tmp_path, monkeypatch
+    random_hf_model, char_tokenizer, tmp_path, at_each_loss
 ):
     bnb = pytest.importorskip("bitsandbytes")
     # Rows that fill whole blocks of 64: on a CPU with AVX-512, bitsandbytes 0.50 dequantises others wrongly.
     llama = ac.load(random_hf_model("llama", hidden_size=64, intermediate_size=128), tokenizer=char_tokenizer)
-    module, seen = sys.modules["align_circuits.training.tuning"], []
-    real = module._loss
+    seen = []
 
-    def looking(model, batch):
+    def look(model, _):
         seen.append({type(child) for child in model.modules()})
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return real(model, batch)
 
     config = replace(QUICK, dropout=0.0, four_bit=True)
     narrow = run(llama, config=config, out=tmp_path / "whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_loss", looking)
-        with pytest.raises(KeyboardInterrupt):
-            run(llama, config=config, out=tmp_path / "stopped")
+    at_each_loss(look)
+    with pytest.raises(KeyboardInterrupt):
+        run(llama, config=config, out=tmp_path / "stopped")
     assert all(bnb.nn.Linear4bit in types for types in seen)
     rest = run(llama, config=config, out=tmp_path / "stopped")
     pd.testing.assert_frame_equal(rest.log, narrow.log)
@@ -420,16 +420,9 @@ def test_the_loss_of_own_prompts_equals_a_loop(llama, folder, char_tokenizer, le
     assert all(bool(weight.grad.isfinite().all()) for weight in plain.parameters() if weight.grad is not None)
 
 
-def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, monkeypatch):
-    groups = [row // 2 for row in range(10)]
-    prompts, module, learned = own_prompts(char_tokenizer, PADDED, groups), sys.modules[tune.__module__], []
-    real = module._loss
-
-    def recording(model, batch):
-        learned.extend(tuple(row) for row in batch[0][:, :6].tolist())
-        return real(model, batch)
-
-    monkeypatch.setattr(module, "_loss", recording)
+def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, at_each_loss):
+    prompts, learned = own_prompts(char_tokenizer, PADDED, groups=[row // 2 for row in range(10)]), []
+    at_each_loss(lambda _, batch: learned.extend(map(tuple, batch[0][:, :6].tolist())))
     config = replace(QUICK, steps=30, probe_every=15, probe_prompts=None)
     tuned: Any = run(llama, prompts, config)
     split, held_out = OwnPrompts(prompts).split(0)
@@ -448,22 +441,18 @@ def test_held_out_prompts_are_never_learned_from(llama, char_tokenizer, monkeypa
     assert len(few.probes[False]) == 1
 
 
-def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, monkeypatch):
-    prompts, module, steps = own_prompts(char_tokenizer, PADDED), sys.modules[tune.__module__], []
-    real = module._loss
+def test_a_run_on_own_prompts_goes_on_only_with_them(llama, char_tokenizer, tmp_path, at_each_loss):
+    prompts, steps = own_prompts(char_tokenizer, PADDED), []
     whole = run(llama, prompts, out=tmp_path / "whole")
 
-    def dying(*given):
+    def stop(*_):
         steps.append(1)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        return real(*given)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_loss", dying)
-        with pytest.raises(KeyboardInterrupt):
-            run(llama, prompts, out=tmp_path / "stopped")
-    monkeypatch.setattr(module, "_loss", lambda *given: (steps.append(1), real(*given))[1])
+    at_each_loss(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(llama, prompts, out=tmp_path / "stopped")
     rest = run(llama, prompts, out=tmp_path / "stopped")
     assert len(steps) == 4 + 2, "it did not go on from the probe at step 2"
     pd.testing.assert_frame_equal(whole.log, rest.log)
@@ -540,19 +529,13 @@ def test_the_last_mlp_skips_what_no_loss_reads(name, checkpointing, random_hf_mo
 
 
 @pytest.mark.parametrize(("dropout", "reads"), [(0.0, 4), (0.5, 17)])
-def test_dropout_in_mlps_is_drawn_for_all_positions(llama, monkeypatch, dropout, reads):
-    module, seen = sys.modules[tune.__module__], set()
-    real = module._loss
+def test_dropout_in_mlps_is_drawn_for_all_positions(llama, at_each_loss, dropout, reads):
+    seen = set()
 
-    def recording(model, batch):
-        mlp = model.model.layers[-1].mlp
-        hook = mlp.register_forward_hook(lambda _m, given, _o: seen.add(given[0].shape[1]))
-        try:
-            return real(model, batch)
-        finally:
-            hook.remove()
+    def look(model, _):
+        model.model.layers[-1].mlp.register_forward_hook(lambda _m, given, _o: seen.add(given[0].shape[1]))
 
-    monkeypatch.setattr(module, "_loss", recording)
+    at_each_loss(look)
     run(llama, config=replace(QUICK, projections=("q", "up"), dropout=dropout))
     assert len(seen) == 1 and (seen == {reads}) == (dropout == 0), seen
 

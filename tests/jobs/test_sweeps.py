@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.jobs import files
+from align_circuits.jobs import locks, sweeps
 from align_circuits.jobs.jobs import Progress
-from align_circuits.run import edited_runs, sweeps
-from align_circuits.run.sweeps import SweepParts, progress_bar, read_sweeps
+from align_circuits.jobs.sweeps import SweepParts, read_sweeps
+from align_circuits.run import edited_runs
+from align_circuits.run.options import progress_bar
 
 TASK = ac.Seq2SeqTask(x_len=3, phrase_len=1, n_examples=2)
 
@@ -56,11 +57,15 @@ VERBS: dict[str, Verb] = {
 }
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    for size in ("run.target_metrics.EDIT_SETS", "run.target_metrics.PROMPTS", "circuits.faithful.EDIT_SETS"):
+        monkeypatch.setattr(f"align_circuits.{size}_A_PART", 2)
+
+
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("name", VERBS)
 def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
-    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 2)
     whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
     options = ac.RunOptions(batch_size=2, out=tmp_path)
     write, written = sweeps.save_file, []
@@ -129,28 +134,27 @@ def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
 def test_another_sweep_is_not_read(model, pair, tmp_path):
     options = ac.RunOptions(out=tmp_path)
     ac.attribute_edges(model, pair, options=options)
-    others = [
-        lambda: ac.attribute_edges(model, pair, steps=3, options=options),
-        lambda: ac.attribute_edges(model, pair, method="eap", options=options),
-        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted), options=options),
-        lambda: ac.attribute_edges(model, ac.Pair(pair.clean, pair.corrupted, metric="prob"), options=options),
-        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 0]), options=options),
-        lambda: ac.attribute_heads(model, replace(pair, metric=lambda logits, _: logits[:, 1]), options=options),
-        lambda: ac.patch_heads(model, pair, heads=[(0, 0)], options=options),
-        lambda: ac.patch_heads(model, pair, heads=[(0, 1)], options=options),
-        lambda: ac.patch_edges(model, pair, edges=[("L0H0", "logits")], options=options),
-        lambda: ac.patch_edges(model, pair, edges=[("L0H1", "logits")], options=options),
+    others: list[tuple[Any, ac.Pair, dict[str, Any]]] = [
+        (ac.attribute_edges, pair, {"steps": 3}),
+        (ac.attribute_edges, pair, {"method": "eap"}),
+        (ac.attribute_edges, ac.Pair(pair.clean, pair.corrupted), {}),
+        (ac.attribute_edges, ac.Pair(pair.clean, pair.corrupted, metric="prob"), {}),
+        (ac.attribute_heads, replace(pair, metric=lambda logits, _: logits[:, 0]), {}),
+        (ac.attribute_heads, replace(pair, metric=lambda logits, _: logits[:, 1]), {}),
+        (ac.patch_heads, pair, {"heads": [(0, 0)]}),
+        (ac.patch_heads, pair, {"heads": [(0, 1)]}),
+        (ac.patch_edges, pair, {"edges": EDGES[:1]}),
+        (ac.patch_edges, pair, {"edges": EDGES[1:2]}),
     ]
-    for count, measure in enumerate(others, start=2):
-        measure()
+    for count, (verb, of, settings) in enumerate(others, start=2):
+        verb(model, of, **settings, options=options)
         assert len(list(tmp_path.iterdir())) == count
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("name", VERBS)
 def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
     """Another process is at every other part when this one comes to it, and finishes while this one waits."""
-    monkeypatch.setattr("align_circuits.run.target_metrics.EDIT_SETS_A_PART", 2)
-    monkeypatch.setattr("align_circuits.run.target_metrics.PROMPTS_A_PART", 2)
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)
     alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=tmp_path / "alone"))
     shared = tmp_path / "shared"
@@ -158,7 +162,7 @@ def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monk
     for part in theirs:
         there = shared / part.relative_to(tmp_path / "alone")
         there.parent.mkdir(parents=True, exist_ok=True)
-        claims.append(files.claimed(there))
+        claims.append(locks.claimed(there))
         assert claims[-1].__enter__()
 
     def others_finish(_: float) -> None:
@@ -167,7 +171,7 @@ def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monk
         while claims:
             claims.pop().__exit__(None, None, None)
 
-    monkeypatch.setattr(files.time, "sleep", others_finish)
+    monkeypatch.setattr(locks.time, "sleep", others_finish)
     written = []
     write = sweeps.save_file
     monkeypatch.setattr(sweeps, "save_file", lambda *part: (written.append(part[1]), write(*part)))
@@ -180,7 +184,7 @@ def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monk
 
 
 def test_no_part_is_computed_twice_in_twenty_races(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE", 0.001)
+    monkeypatch.setattr(locks, "PATIENCE", 0.001)
     computed = []
 
     def part(number: int) -> tuple[np.ndarray, str]:
@@ -189,7 +193,7 @@ def test_no_part_is_computed_twice_in_twenty_races(tmp_path, monkeypatch):
         return np.full(2, float(number)), "fast"
 
     def race(number: int) -> dict[str, float]:
-        parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"race": number})
+        parts = SweepParts(tmp_path, "numbers", {"race": number})
         return {name: values[0] for name, values, _ in parts.measure({f"{n}": partial(part, n) for n in range(6)})}
 
     with ThreadPoolExecutor(3) as threads:
@@ -206,13 +210,13 @@ def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
     found: list[Progress] = []
     assert read_sweeps(tmp_path) == []
     started = time.time()
-    parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "this"})
+    parts = SweepParts(tmp_path, "numbers", {"of": "this"})
     list(parts.measure({f"{n}": partial(look, n) for n in range(3)}))
     assert [(each.done, each.running, each.waiting) for each in found] == [(0, 1, 2), (1, 1, 1), (2, 1, 0)]
     assert all(started <= each.started <= time.time() and each.failures == () for each in found)
     assert found[0].seconds_left is None, "nothing is done yet"
     assert found[1].seconds_left is not None and 0 < found[1].seconds_left <= 2 * (time.time() - started)
-    another = SweepParts(ac.RunOptions(out=tmp_path), "others", {"of": "another"})
+    another = SweepParts(tmp_path, "others", {"of": "another"})
     list(another.measure({"a": lambda: (np.zeros(2), "fast")}))
     read = read_sweeps(tmp_path)
     assert [(each.what, each.done, each.running, each.waiting) for each in read] == [
@@ -223,12 +227,12 @@ def test_how_far_a_sweep_is_can_be_read_while_it_runs(tmp_path):
 
 def test_a_sweep_is_known_by_what_its_identity_says_in_any_order(tmp_path):
     for identity in ({"prompts": "a", "edits": [1, 2]}, {"edits": [1, 2], "prompts": "a"}, {"prompts": "b"}):
-        list(SweepParts(ac.RunOptions(out=tmp_path), "numbers", identity).measure({"a": lambda: (np.zeros(2), "fast")}))
+        list(SweepParts(tmp_path, "numbers", identity).measure({"a": lambda: (np.zeros(2), "fast")}))
     assert len(parts_in(tmp_path)) == 2
 
 
 def test_a_file_that_is_no_part_is_refused(tmp_path):
-    parts = SweepParts(ac.RunOptions(out=tmp_path), "numbers", {"of": "this"})
+    parts = SweepParts(tmp_path, "numbers", {"of": "this"})
     assert [name for name, _, _ in parts.measure({"a": lambda: (np.zeros(2), "fast")})] == ["a"]
     [path] = parts_in(tmp_path)
     name = hashlib.sha256(b'{"of": "this"}').hexdigest()[:16]

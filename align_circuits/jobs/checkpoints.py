@@ -1,9 +1,7 @@
 """The checkpoint of a training run: one safetensors file in its folder, replaced as a whole."""
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from align_circuits.jobs.files import replacing, writable_folder
+from align_circuits.jobs.locks import locked
 
 NAME = "checkpoint.safetensors"
 
@@ -45,20 +44,10 @@ def run_folder(path: str | Path) -> Iterator[Path]:
         ValueError: The folder cannot be written, or another process trains there.
     """
     folder = writable_folder(path)
-    with (folder / ".lock").open("w") as lock:
-        # The system drops the lock with the process, however it ends: no stale lock file can block a run. Jobs that
-        # build on one pretrained model open its folder at the same time, each only to load the finished run.
-        given_up = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > given_up:
-                    raise ValueError(
-                        f"another process is training in {str(path)!r}: wait for it, or give another folder"
-                    ) from error
-                time.sleep(0.05)
+    # Jobs that build on one pretrained model open its folder at the same time, each only to load the finished run.
+    with locked(folder / ".lock", make=Path.touch, seconds=PATIENCE_S) as mine:
+        if not mine:
+            raise ValueError(f"another process is training in {str(path)!r}: wait for it, or give another folder")
         for pattern in (".*.partial", ".tmp*"):  # what a killed process was writing: `replacing`, safetensors itself
             for abandoned in folder.glob(pattern):
                 abandoned.unlink()
@@ -82,11 +71,7 @@ def save_checkpoint(folder: Path, settings: Mapping[str, Any], checkpoint: Check
 
 
 def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint | None:
-    """Returns the checkpoint in a folder, on the CPU, or None where there is none.
-
-    Args:
-        folder: Where `save_checkpoint` wrote it.
-        settings: What defines the run, as JSON.
+    """Returns the checkpoint that `save_checkpoint` wrote to a folder, on the CPU, or None where there is none.
 
     Raises:
         ValueError: The file is broken or no checkpoint, or is that of a run with other settings.

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_training import llama, loss, network, next_token, norms, quiet, same_weights, sample, tokens
 
-from align_circuits.training import checkpoints
+from align_circuits.jobs import checkpoints
 from align_circuits.training.loop import TrainConfig
 
 FORK = multiprocessing.get_context("forkserver")

@@ -1,0 +1,105 @@
+"""Long sweeps whose parts are kept in a folder, so that a killed sweep goes on.
+
+Processes that make the same sweep with the same folder share its parts.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from align_circuits.jobs.jobs import Progress, progress_of, write_plan
+from align_circuits.jobs.locks import shared_folder, until_done, written_once
+
+Part = tuple[Float[ndarray, "..."], str]
+"""Numbers, and the engine that ran."""
+
+Compute = Callable[[], Part]
+
+_PLAN = ".plan.json"
+
+
+class SweepParts:
+    """The parts of one sweep, each in a file of a folder, or nowhere if that is None.
+
+    Args:
+        folder: Where the parts are kept, beside those of other sweeps, which are not read.
+        what: What is measured, for people.
+        identity: What tells this sweep from all others, as JSON: the model's weights, the prompts, the edits, the
+            metrics.
+    """
+
+    def __init__(self, folder: str | Path | None, what: str, identity: Mapping[str, Any]):
+        self._what = what
+        self._folder: Path | None = None
+        if folder is not None:
+            text = json.dumps(identity, sort_keys=True, default=str)
+            self._folder = shared_folder(Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @property
+    def kept(self) -> bool:
+        """Whether the parts are kept."""
+        return self._folder is not None
+
+    def measure(self, parts: Mapping[str, Compute]) -> Iterator[tuple[str, Float[ndarray, "..."], str]]:
+        """Yields the name, the numbers and the engine of each part: read if they are there, else computed and kept.
+
+        Several processes may measure a sweep together: a part that another one is at comes last, and is read.
+        """
+        if self._folder is None:
+            for name, compute in parts.items():
+                yield name, *compute()
+            return
+        paths = {self._folder / f"{name}.safetensors": compute for name, compute in parts.items()}
+        write_plan(self._folder / _PLAN, {"what": self._what, "parts": [path.name for path in paths]})
+        for path, (values, engine) in until_done(paths, _attempts):
+            yield path.stem, values, engine
+
+    def measure_all(self, parts: Mapping[str, Compute], bar: "tqdm[Any]") -> list[Float[ndarray, "..."]]:
+        """Returns the numbers of all parts, in their order, while a bar counts their entries."""
+        measured: dict[str, Float[ndarray, ...]] = {}
+        with bar:
+            for name, measured[name], _ in self.measure(parts):
+                bar.update(len(measured[name]))
+        return [measured[name] for name in parts]
+
+
+def read_sweeps(folder: str | Path) -> list[Progress]:
+    """Returns how far each sweep is whose parts are kept in a folder, the latest first.
+
+    Args:
+        folder: As of `SweepParts`.
+    """
+    plans = [(plan.parent, json.loads(plan.read_text(encoding="utf-8"))) for plan in Path(folder).glob(f"*/{_PLAN}")]
+    found = [
+        # Sweeps of 0.2.0 before its release have not written what they measure.
+        progress_of(plan.get("what", "sweep"), plan["started"], [sweep / name for name in plan["parts"]], {})
+        for sweep, plan in plans
+    ]
+    return sorted(found, key=lambda progress: -progress.started)
+
+
+def _attempts(paths: Mapping[Path, Compute]) -> Iterator[tuple[Path, Part | None]]:
+    for path, compute in paths.items():
+
+        def write(temporary: Path, compute: Compute = compute) -> None:
+            values, engine = compute()
+            save_file({"values": np.ascontiguousarray(values)}, temporary, {"engine": engine})
+
+        yield path, _read(path) if written_once(path, write) else None
+
+
+def _read(path: Path) -> Part:
+    try:
+        with safe_open(path, "np") as file:
+            return file.get_tensor("values"), (file.metadata() or {})["engine"]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} is no part of a sweep ({error}): remove it, or give another out=") from error
