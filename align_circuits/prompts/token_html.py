@@ -89,3 +89,4 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters["readable"] = readable
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
