@@ -91,6 +91,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
         symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
         drawn = points(
             rows,
+            bars=not dots,
             x=x,
             name=name,
             customdata=rows["draw"].to_numpy(dtype=int) if dots else None,
@@ -102,7 +103,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
                 "color": COLOURS[style % len(COLOURS)] if main else GREY,
             },
         )
-        figure.add_trace(drawn.update(error_y=None, overwrite=True) if dots else drawn)
+        figure.add_trace(drawn)
     figure.update_yaxes(title="accuracy", range=SHARES)
     figure.update_xaxes(
         title="target tokens",
@@ -130,12 +131,10 @@ def accuracy_grids(
         value: The title of the scale.
     """
     figure, places = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
+    hover = f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}"
     for place, frame in zip(places, panels.values(), strict=True):
         numbers = "%{z:.2f}" if frame.size <= MAX_NUMBERS else None
-        names, hover = (
-            map(plain_list, (frame.columns, frame.index)),
-            f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}",
-        )
+        names = plain_list(frame.columns), plain_list(frame.index)
         figure.add_trace(cells(frame.to_numpy(), *names, hover, texttemplate=numbers), **place)
     columns, rows = (max(map(len, axes)) for axes in zip(*((f.columns, f.index) for f in panels.values()), strict=True))
     # "6" and "20" are labels, not numbers.

@@ -98,11 +98,14 @@ def rings(x: Sequence[int], y: Sequence[int], size: int, width: int) -> go.Scatt
     return go.Scatter(x=x, y=y, mode="markers", marker=style, showlegend=False, hoverinfo="skip")
 
 
-def points(rows: Any, *, mode: str = "markers", along: Literal["x", "y"] = "y", **options: Any) -> go.Scatter:
-    """Returns the values of a table's rows with their intervals; `options` are those of `go.Scatter`."""
+def points(
+    rows: Any, *, bars: bool = True, mode: str = "markers", along: Literal["x", "y"] = "y", **options: Any
+) -> go.Scatter:
+    """Returns the values of a table's rows, with bars for their intervals; `options` are those of `go.Scatter`."""
     above, below = rows["high"] - rows["value"], rows["value"] - rows["low"]
-    interval = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
-    return go.Scatter({along: rows["value"], f"error_{along}": interval, "mode": mode, **options})
+    style = {"type": "data", "symmetric": False, "thickness": 1.4, "width": 4}
+    ends = {**style, "array": above, "arrayminus": below} if bars else None
+    return go.Scatter({along: rows["value"], f"error_{along}": ends, "mode": mode, **options})
 
 
 def cells(z: Any, x: Any, y: Any, hover: str, gap: int | None = 1, **options: Any) -> go.Heatmap:
