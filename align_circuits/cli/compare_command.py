@@ -9,7 +9,7 @@ import pandas as pd
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, write_results
+from align_circuits.cli.verb import Verb
 from align_circuits.report.page import Section
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
@@ -48,9 +48,10 @@ class Compare(Verb):
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
             ("Numbers", "The largest differences first; value, low and high are of B minus A.", table),
         ]
-        write_results(
+        self.finish(
             results,
             table,
+            settings=table.provenance.settings,
             title=f"{tables[0].provenance.verb}: two runs",
             summary=summary,
             sections=sections,

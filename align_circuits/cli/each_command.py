@@ -17,7 +17,7 @@ import tyro
 
 from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, Verb, as_json, write_results
+from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import replacing
 from align_circuits.jobs.jobs import Job, run_jobs
@@ -64,7 +64,7 @@ class Each(Verb):
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
         rows: Any = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
-        made = Provenance("each", as_json(self), model={}, data={})
+        made = Provenance("each", self.settings, model={}, data={})
         table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], made)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:
@@ -76,7 +76,7 @@ class Each(Verb):
             print(f"== {_name(run)}: {run['folder']}\n{text}")
         verb = self.command[0]
         summary = f"{verb} for {len(runs)} runs: {', '.join(map(_name, runs))}."
-        write_results(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
+        self.finish(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
 
     def runs(self, folder: Path) -> Iterator[dict[str, Any]]:
         """Yields what is run, as the arguments of `run_once`.
