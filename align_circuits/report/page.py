@@ -30,7 +30,7 @@ MAX_BYTES = 3_000_000
 MAX_ROWS = 2_000
 """The rows of a table that a page shows at most."""
 
-_SCROLLS = 'tabindex="0" role="region" aria-label="table"'
+_SCROLLS = Markup('<div tabindex="0" role="region" aria-label="table: {}" class="wide')
 """What lets a keyboard scroll a table that is wider than the window."""
 
 
@@ -111,11 +111,11 @@ def _block(heading: str, note: str, content: Content | Sequence[Content]) -> dic
     """A section for the template, and the types of its contents."""
     contents = [content] if isinstance(content, Content) else list(content)
     anchor = re.sub(r"\W+", "-", heading.lower()).strip("-")
-    drawn = [_drawn(content, f"{anchor}-{index}", f"{heading}. {note}") for index, content in enumerate(contents)]
+    drawn = [_drawn(content, f"{anchor}-{index}", heading, note) for index, content in enumerate(contents)]
     return {"heading": heading, "note": note, "anchor": anchor, "contents": drawn, "kinds": {*map(type, contents)}}
 
 
-def _drawn(content: Content, name: str, description: str) -> Html:
+def _drawn(content: Content, name: str, heading: str, note: str) -> Html:
     """A content as HTML; a figure's own ids are made of `name`, so that the same results give the same page."""
     if isinstance(content, Table):
         rows = content.frame.head(MAX_ROWS).to_html(index=False, float_format="{:.3f}".format, na_rep="–", border=0)
@@ -124,7 +124,7 @@ def _drawn(content: Content, name: str, description: str) -> Html:
             f"<p>{MAX_ROWS:,} of {len(content):,} rows: table.csv has all.</p>" if len(content) > MAX_ROWS else ""
         )
     if isinstance(content, str):
-        return Html(content.replace('<div class="wide', f'<div {_SCROLLS} class="wide'))
+        return Html(content.replace('<div class="wide', _SCROLLS.format(heading)))
     if isinstance(content, go.Figure):
         download = {"modeBarButtons": [["toImage"]], "toImageButtonOptions": {"format": "svg"}, "displaylogo": False}
         config = {"responsive": True, **download}
@@ -132,5 +132,5 @@ def _drawn(content: Content, name: str, description: str) -> Html:
     else:
         text = content.html(script=False, name=f"attention-{name}")
     text = re.sub(r"<script[^>]*>(.*?)</script>", lambda script: packed(script[1]), text, flags=re.DOTALL)
-    figure = Markup('<div role="figure" tabindex="0" aria-label="{}">{}</div>')
-    return Html(figure.format(description, Html(text)))
+    figure = Markup('<div role="figure" tabindex="0" aria-label="{}. {}">{}</div>')
+    return Html(figure.format(heading, note, Html(text)))

@@ -22,15 +22,6 @@ TUNE = ["tune", "--model", "tiny", "--n", "4", "--x-len", "2", "--n-examples", "
 TUNE += ["--probe-every", "2", "--probe-prompts", "2", "--layers", "1", "--automata", "task", "--no-heads"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, random_hf_model, char_tokenizer):
-    """A folder with a random Llama of two layers that reads the bundled vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny")
-    random_hf_model("llama", max_position_embeddings=256).save_pretrained(folder)
-    char_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tiny, tmp_path, monkeypatch):
     """In a folder where "tiny" names the model."""

@@ -13,7 +13,6 @@ import torch
 
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
-from align_circuits.report.page import write_report
 from align_circuits.report.plots import pictures
 from align_circuits.tables.tables import Provenance, Table
 
@@ -28,8 +27,10 @@ def scores():
     return Table.from_prompts(keys, values, np.ones_like(values), Provenance("test"))
 
 
-def test_a_head_map_shows_every_head_at_its_place(scores):
+def test_a_head_map_shows_every_head_at_its_place_and_changes_no_global_template(scores):
+    before = plotly.io.templates.default
     (heat,) = plots.head_map(scores, "a").data
+    assert plotly.io.templates.default == before
     np.testing.assert_array_equal(heat.z, scores.grid("a"))
     assert list(heat.x) == [0, 1]
     assert list(heat.y) == [0, 1, 2]
@@ -209,33 +210,6 @@ def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
     np.testing.assert_allclose(np.add(named["value"], traces["named heads ablated"].error_y.array), named["high"])
 
 
-def test_drawing_changes_no_global_template(scores):
-    before = plotly.io.templates.default
-    plots.head_map(scores, "a")
-    assert plotly.io.templates.default == before
-
-
-def test_a_failed_report_leaves_no_file(tmp_path, scores):
-    unwritable = "a lone surrogate \ud800 has no bytes in UTF-8"
-    with pytest.raises(UnicodeEncodeError):
-        write_report(tmp_path / "report.html", title="t", summary=unwritable, sections=[], provenance=scores.provenance)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_report_escapes_what_it_is_given(tmp_path, scores):
-    path = write_report(
-        tmp_path / "report.html",
-        title="<t>",
-        summary="a & b",
-        sections=[("h", "<n>", scores)],
-        provenance=scores.provenance,
-    )
-    page = path.read_text(encoding="utf-8")
-    assert "&lt;t&gt;" in page
-    assert "a &amp; b" in page
-    assert "&lt;n&gt;" in page
-
-
 @pytest.fixture(scope="module")
 def circuit():
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
@@ -297,14 +271,6 @@ def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
     padded = replace(prompt, mask=prompt.mask & (torch.arange(prompt.mask.shape[1]) > 2))
     with pytest.raises(ValueError, match="not all real tokens"):
         plots.AttentionView(padded, [1], {head: rows[head][:1]})
-
-
-def test_a_token_cannot_end_the_script_it_stands_in(circuit):
-    model, prompt, head = circuit
-    spiteful = replace(prompt, token_strings=dict.fromkeys(prompt.token_strings, "</script><b>"))
-    widget = plots.attention(model, spiteful, [head]).html(script=False)
-    assert widget.count("</script>") == 1
-    assert "<b>" not in widget
 
 
 def test_a_widget_draws_itself_in_a_browser_without_a_network(circuit, tmp_path):
