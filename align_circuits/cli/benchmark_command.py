@@ -64,7 +64,7 @@ class Benchmark(Verb):
         self.finish(
             results,
             table,
-            settings=self.settings | table.provenance.settings,
+            settings={**self.settings, **table.provenance.settings},
             title=experiment.title,
             facts={"circuits": str(self.circuits), "command": command_line("benchmark", self, Benchmark())},
             summary="Means over circuits whose heads are known. A cost is in passes of the model over all prompts.",

@@ -5,15 +5,15 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from html import escape
 from io import StringIO
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import tyro
+from markupsafe import Markup
 
 from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
@@ -95,13 +95,8 @@ class Each(Verb):
         for model, variant, seed in product(self.models or (None,), self.variants, self.seeds):
             parts = [model or "", variant, f"seed-{seed}"]
             name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
-            yield {
-                "command": list(self.command),
-                "model": model,
-                "variant": variant,
-                "run_seed": seed,
-                "folder": str(folder / name),
-            }
+            run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
+            yield {**run, "folder": str(folder / name)}
 
 
 def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:
@@ -131,19 +126,12 @@ def over_seeds(table: Table) -> Table:
     grouped: Any = table.frame.groupby(keys, dropna=False, sort=False)["value"]
     means: Any = grouped.mean().reset_index()
     values = [group.to_numpy(dtype=float) for _, group in grouped]
-    padded = np.full((len(values), max(map(len, values))), np.nan)
-    for row, seeds in zip(padded, values, strict=True):
-        row[: len(seeds)] = seeds
-    low, high = t_interval(padded)
+    low, high = t_interval(np.array([*zip_longest(*values, fillvalue=np.nan)]).T)
     return Table(means.assign(low=low, high=high, n=[*map(len, values)]), table.provenance)
 
 
 def _options(variant: str) -> list[str]:
-    """The options of a variant as words of a command line.
-
-    Raises:
-        ValueError: A part that is not NAME=VALUE.
-    """
+    """The options of a variant, NAME=VALUE each, as words of a command line."""
     words = []
     for part in shlex.split(variant):
         name, equals, value = part.partition("=")
@@ -181,8 +169,8 @@ def _verbs() -> dict[str, type[PromptVerb]]:
 
 def _keys(run: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that tell the rows of a run from those of others."""
-    named = {"model": run["model"], "variant": run["variant"] or None}
-    return {name: value for name, value in named.items() if value is not None} | {"seed": run["run_seed"]}
+    named = {"model": run["model"], "variant": run["variant"] or None, "seed": run["run_seed"]}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _name(run: Mapping[str, Any]) -> str:
@@ -191,6 +179,6 @@ def _name(run: Mapping[str, Any]) -> str:
 
 def _links(runs: Sequence[dict[str, Any]], results: Results) -> str:
     """A list of the reports, with paths from the folder of all."""
-    places = [(_name(run), Path(run["folder"]).relative_to(results.folder) / "report.html") for run in runs]
-    rows = "".join(f'<li><a href="{escape(str(place))}">{escape(name)}</a></li>' for name, place in places)
-    return f"<ul>{rows}</ul>"
+    row = Markup('<li><a href="{}">{}</a></li>')
+    folders = {_name(run): Path(run["folder"]).relative_to(results.folder) for run in runs}
+    return f"<ul>{''.join(row.format(folder / 'report.html', name) for name, folder in folders.items())}</ul>"

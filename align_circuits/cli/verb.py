@@ -209,14 +209,14 @@ class PromptVerb(Verb):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from its `settings`."""
-        default: Any = cls(out=out)
-        names = {option.name for option in fields(cls)} - {"out", "overwrite"}
-        values: dict[str, Any] = {name: value for name, value in settings.items() if name in names}
-        for name, value in values.items():
-            if name == "prompts" and value is not None:
-                values[name] = Path(value)
-            elif is_dataclass(getattr(default, name)):  # a task or a configuration
-                parts = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
+        default = cls(out=out)
+        known = settings.keys() & {option.name for option in fields(cls)} - {"out", "overwrite"}
+        values: dict[str, Any] = {name: settings[name] for name in known}
+        if values.get("prompts") is not None:
+            values["prompts"] = Path(values["prompts"])
+        for name in ("task", "config"):  # of `tune`
+            if name in values:
+                parts = {key: tuple(part) if isinstance(part, list) else part for key, part in values[name].items()}
                 values[name] = type(getattr(default, name))(**parts)
         return replace(default, **values)
 

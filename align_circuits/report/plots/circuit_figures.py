@@ -8,7 +8,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.checks import checked
-from align_circuits.report.plots.style import GREY, RING, cells, coloured, marker, plain, plain_list, points, styled
+from align_circuits.report.plots.style import (
+    GREY,
+    RING,
+    cells,
+    coloured,
+    interval_grids,
+    marker,
+    plain,
+    plain_list,
+    points,
+    styled,
+)
 from align_circuits.tables.tables import Table
 
 
@@ -28,16 +39,14 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     frame = table.frame
     if frame.duplicated(["sender", "receiver"]).any():
         raise ValueError("several rows for a sender and a receiver: choose one metric with .where(...) first")
-    order = {name: list(dict.fromkeys(frame[name])) for name in ("sender", "receiver")}
-    grid: Any = frame.pivot(index="receiver", columns="sender", values="value")
-    grid = grid.reindex(index=order["receiver"], columns=order["sender"])
-    bound = float(np.nanmax(np.abs(grid.to_numpy(dtype=float)))) or 1.0
-    names = [plain_list(order[key]) for key in ("sender", "receiver")]
-    figure = go.Figure(cells(grid.to_numpy(dtype=float), *names, "%{x} to %{y}: %{z:.3f}"))
+    senders, receivers = (list(dict.fromkeys(frame[key])) for key in ("sender", "receiver"))
+    z, *_ = interval_grids(frame, ("receiver", receivers), ("sender", senders))
+    bound = float(np.nanmax(np.abs(z))) or 1.0
+    figure = go.Figure(cells(z, plain_list(senders), plain_list(receivers), "%{x} to %{y}: %{z:.3f}"))
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
     coloured(figure, unit, bound, signed=True)
-    return styled(figure, title, height=140 + 18 * min(len(grid), 40))
+    return styled(figure, title, height=140 + 18 * min(len(receivers), 40))
 
 
 @checked
