@@ -16,7 +16,7 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (376, 300),
     "align_circuits/jobs": (1068, 1000),
-    "align_circuits/prompts": (1439, 1300),
+    "align_circuits/prompts": (1449, 1300),
     "align_circuits/tables": (1085, 1100),
     "align_circuits/tasks": (2350, 2100),
     "align_circuits/models": (2863, 2400),
@@ -24,12 +24,12 @@ ROOMS = {
     "align_circuits/heads": (3417, 2600),
     "align_circuits/circuits": (1276, 1100),
     "align_circuits/localizers": (567, 500),
-    "align_circuits/report": (2075, 1700),
+    "align_circuits/report": (1835, 1700),
     "align_circuits/training": (1730, 1400),
-    "align_circuits/cli": (2126, 1500),
+    "align_circuits/cli": (2060, 1500),
     "align_circuits/papers": (10700, 8500),
     "hooks": (3220, 2600),
-    "tests": (28000, 20000),
+    "tests": (27794, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

@@ -79,11 +79,7 @@ class Each(Verb):
         self.finish(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
 
     def runs(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """Yields what is run, as the arguments of `run_once`.
-
-        Raises:
-            ValueError: No verb, or an option that is each run's own.
-        """
+        """Yields what is run, as the arguments of `run_once`."""
         if not self.command:
             raise ValueError('no verb: give one behind "--", such as: each --seeds 0 1 2 -- tune --steps 100')
         words = [*self.command[1:], *(word for variant in self.variants for word in _options(variant))]
@@ -102,11 +98,7 @@ class Each(Verb):
 def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:
     """Runs a verb with one model and seed, which writes its results into a folder; the function of a job.
 
-    Returns:
-        The rows of its table.
-
-    Raises:
-        RuntimeError: The verb ended with an error.
+    Returns the rows of its table; an error of the verb is a RuntimeError.
     """
     printed, complaint = StringIO(), StringIO()
     with redirect_stdout(printed), redirect_stderr(complaint):

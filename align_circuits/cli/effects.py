@@ -12,6 +12,7 @@ from align_circuits.cli.verb import head_value
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
 from align_circuits.report.page import Section
+from align_circuits.report.plots.position_figures import UNITS
 from align_circuits.run.pairs import Direction
 from align_circuits.tables.tables import Table
 
@@ -25,9 +26,6 @@ PairDirection = Annotated[
         "position."
     ),
 ]
-
-UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
-"""The units of the metrics; the others are shares."""
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,7 @@ class PromptVerb(Verb):
         return "Corrupted prompts have another test input: another symbol is to be translated at every position."
 
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
-        """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners.
-
-        Raises:
-            ValueError: A file whose lines have no corrupted text.
-        """
+        """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners."""
         model, clean, corrupted = self.prepare()
         if self.prompts is None:
             clean, corrupted = self.task.pairs(clean, self.seed)

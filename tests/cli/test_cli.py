@@ -106,9 +106,15 @@ def test_score_works_on_a_llama_folder_with_the_real_vocabulary(tmp_path, llama_
 def test_bad_input_ends_in_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
     out = tmp_path / "deep" / "run"
     assert main([*arguments, "--out", str(out)]) == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Loading weights" not in line)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line and "Loading weights" not in line)
     assert line.startswith("align-circuits: ") and message in line
     assert not out.parent.exists(), "something half-written was left"
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    assert main(["score", "--model", "/no/such/folder", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot write results" in capsys.readouterr().err
 
 
 def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypatch):
@@ -117,13 +123,6 @@ def test_small_models_run_on_one_thread_if_not_told_otherwise(tmp_path, monkeypa
     for options in ([], ["--threads", "2"]):
         assert main(["score", *SMALL, *options, "--overwrite", "--out", str(tmp_path)]) == 0
     assert threads == [1, 2]
-
-
-def test_an_unwritable_folder_is_refused_before_any_work(tmp_path, capsys):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    assert main(["score", "--model", "/no/such/folder", "--out", str(blocked)]) == 2
-    assert "cannot write results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,8 @@ def test_intervals_over_seeds_are_t_intervals_of_those_that_have_the_number():
 
 def test_variants_are_columns():
     variants = ["--variants", "x-len=2", "x-len=3 style=pre-aligned"]
-    assert (
-        main(["each", *variants, "--out", "run", "--", "evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"])
-        == 0
-    )
+    verb = ["evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"]
+    assert main(["each", *variants, "--out", "run", "--", *verb]) == 0
     table = Table.load("run")
     assert set(table.frame["variant"]) == {"x-len=2", "x-len=3 style=pre-aligned"}
     made = json.loads(Path("run/x-len-3-style-pre-aligned_seed-0/provenance.json").read_text())
