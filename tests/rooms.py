@@ -16,7 +16,7 @@ SLACK = 1.1
 ROOMS = {
     "align_circuits": (326, 300),
     "align_circuits/jobs": (1291, 1000),
-    "align_circuits/prompts": (1419, 1300),
+    "align_circuits/prompts": (1428, 1300),
     "align_circuits/tables": (1117, 1100),
     "align_circuits/tasks": (2313, 2100),
     "align_circuits/models": (2829, 2400),
@@ -24,12 +24,12 @@ ROOMS = {
     "align_circuits/heads": (3418, 2600),
     "align_circuits/circuits": (1239, 1100),
     "align_circuits/localizers": (567, 500),
-    "align_circuits/report": (2075, 1700),
+    "align_circuits/report": (1835, 1700),
     "align_circuits/training": (1608, 1400),
-    "align_circuits/cli": (2113, 1500),
+    "align_circuits/cli": (2049, 1500),
     "align_circuits/papers": (10977, 8500),
     "hooks": (3222, 2600),
-    "tests": (27680, 20000),
+    "tests": (27481, 20000),
 }
 """Of each room its budget and its goal, in lines. The files at the top of the package are a room."""
 

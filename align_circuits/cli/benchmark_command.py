@@ -1,12 +1,14 @@
 """`align-circuits benchmark`."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, as_json, command_line, write_results
+from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
 
 
@@ -26,6 +28,11 @@ class Benchmark(Verb):
     """Who runs the jobs; `status` and `collect` follow them from elsewhere."""
     out: Path | None = field(default=None, kw_only=True)
     """The folder for the results; by default runs/benchmark."""
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "Benchmark":
+        """Makes the verb from the settings of its table."""
+        return cls(tuple(settings["methods"]), settings["circuits"], settings["held_out"], out=out)
 
     @property
     def folder(self) -> Path:
@@ -54,12 +61,10 @@ class Benchmark(Verb):
             table = experiment.run(config, jobs=self.workers.jobs, folder=self.folder, executor=executor)
         found = overview(table)
         print(f"{self.circuits} circuits; means over them\n\n{found.to_string(float_format='{:.2f}'.format)}")
-        provenance = replace(
-            table.provenance, verb="benchmark", settings={**as_json(self), **table.provenance.settings}
-        )
-        write_results(
+        self.finish(
             results,
-            replace(table, provenance=provenance),
+            table,
+            settings={**self.settings, **table.provenance.settings},
             title=experiment.title,
             facts={"circuits": str(self.circuits), "command": command_line("benchmark", self, Benchmark())},
             summary="Means over circuits whose heads are known. A cost is in passes of the model over all prompts.",

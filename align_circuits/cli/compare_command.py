@@ -9,7 +9,7 @@ import pandas as pd
 import tyro
 
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, write_results
+from align_circuits.cli.verb import Verb
 from align_circuits.report.page import Section
 from align_circuits.tables.tables import VALUES, Provenance, Table
 
@@ -48,9 +48,10 @@ class Compare(Verb):
             *([("Claims", "How each claim stands in both runs.", _html(claims))] if len(claims) else []),
             ("Numbers", "The largest differences first; value, low and high are of B minus A.", table),
         ]
-        write_results(
+        self.finish(
             results,
             table,
+            settings=table.provenance.settings,
             title=f"{tables[0].provenance.verb}: two runs",
             summary=summary,
             sections=sections,
@@ -67,11 +68,7 @@ def _loaded(folder: Path) -> Table:
 def differences(first: Table, second: Table) -> tuple[Table, bool]:
     """Returns the rows that both tables have, with the difference second minus first, largest first.
 
-    Returns:
-        The table, with the numbers of both in the columns `A` and `B`, and whether its intervals are paired by prompt.
-
-    Raises:
-        ValueError: Tables of different verbs, or without a common row.
+    The numbers of both are in the columns `A` and `B`; what is returned beside says whether the intervals are paired.
     """
     verbs = [table.provenance.verb for table in (first, second)]
     if verbs[0] != verbs[1] or sorted(first.keys) != sorted(second.keys):
@@ -118,12 +115,11 @@ def claims_of(first: Table, second: Table) -> pd.DataFrame:
     from align_circuits.cli.experiments_list import experiment_named
 
     experiment = experiment_named(first.provenance.settings["name"])
-    checks = [{check.claim: check for check in experiment.check(table)} for table in (first, second)]
-    rows = [
-        (claim, *(text for each in checks for text in (f"{each[claim].measured}", each[claim].verdict)))
-        for claim in checks[0]
-        if claim in checks[1]
-    ]
+    one, other = (
+        {check.claim: (str(check.measured), check.verdict) for check in experiment.check(table)}
+        for table in (first, second)
+    )
+    rows = [(claim, *found, *other[claim]) for claim, found in one.items() if claim in other]
     return pd.DataFrame(rows, columns=columns)
 
 

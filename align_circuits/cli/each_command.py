@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from html import escape
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 
 import pandas as pd
 import tyro
+from markupsafe import Markup
 
 from align_circuits.cli.entry import PROGRAM, main, parse_verb
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, Verb, as_json, write_results
+from align_circuits.cli.verb import PromptVerb, Verb
 from align_circuits.cli.workers import Workers
 from align_circuits.jobs.files import replacing
 from align_circuits.jobs.jobs import Job, run_jobs
@@ -62,7 +62,7 @@ class Each(Verb):
         frames = [table.frame.assign(**_keys(run)) for table, run in zip(tables, runs, strict=True)]
         rows: Any = pd.concat(frames, ignore_index=True)
         keys = [*_keys(runs[0]), *(column for column in tables[0].frame if column not in VALUES)]
-        made = Provenance("each", as_json(self), model={}, data={})
+        made = Provenance("each", self.settings, model={}, data={})
         table = Table(rows[[*keys, *(column for column in rows if column not in keys)]], made)
         sections: list[Section] = [("Runs", "Each has a report of its own.", _links(runs, results))]
         if len(self.seeds) > 1:
@@ -74,14 +74,10 @@ class Each(Verb):
             print(f"== {_name(run)}: {run['folder']}\n{text}")
         verb = self.command[0]
         summary = f"{verb} for {len(runs)} runs: {', '.join(map(_name, runs))}."
-        write_results(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
+        self.finish(results, table, title=f"{verb}: {len(runs)} runs", summary=summary, sections=sections)
 
     def runs(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """Yields what is run, as the arguments of `run_once`.
-
-        Raises:
-            ValueError: No verb, or an option that is each run's own.
-        """
+        """Yields what is run, as the arguments of `run_once`."""
         if not self.command:
             raise ValueError('no verb: give one behind "--", such as: each --seeds 0 1 2 -- tune --steps 100')
         words = [*self.command[1:], *(word for variant in self.variants for word in _options(variant))]
@@ -93,23 +89,14 @@ class Each(Verb):
         for model, variant, seed in product(self.models or (None,), self.variants, self.seeds):
             parts = [model or "", variant, f"seed-{seed}"]
             name = "_".join(part for part in (re.sub(r"[^\w.]+", "-", each).strip("-.") for each in parts) if part)
-            yield {
-                "command": list(self.command),
-                "model": model,
-                "variant": variant,
-                "run_seed": seed,
-                "folder": str(folder / name),
-            }
+            run = {"command": list(self.command), "model": model, "variant": variant, "run_seed": seed}
+            yield {**run, "folder": str(folder / name)}
 
 
 def run_once(*, command: Sequence[str], model: str | None, variant: str, run_seed: int, folder: str) -> pd.DataFrame:
     """Runs a verb with one model and seed, which writes its results into a folder; the function of a job.
 
-    Returns:
-        The rows of its table.
-
-    Raises:
-        RuntimeError: The verb ended with an error.
+    Returns the rows of its table; an error of the verb is a RuntimeError.
     """
     printed, complaint = StringIO(), StringIO()
     with redirect_stdout(printed), redirect_stderr(complaint):
@@ -124,11 +111,7 @@ def run_once(*, command: Sequence[str], model: str | None, variant: str, run_see
 
 
 def _options(variant: str) -> list[str]:
-    """The options of a variant as words of a command line.
-
-    Raises:
-        ValueError: A part that is not NAME=VALUE.
-    """
+    """The options of a variant, NAME=VALUE each, as words of a command line."""
     words = []
     for part in shlex.split(variant):
         name, equals, value = part.partition("=")
@@ -166,8 +149,8 @@ def _verbs() -> dict[str, type[PromptVerb]]:
 
 def _keys(run: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that tell the rows of a run from those of others."""
-    named = {"model": run["model"], "variant": run["variant"] or None}
-    return {name: value for name, value in named.items() if value is not None} | {"seed": run["run_seed"]}
+    named = {"model": run["model"], "variant": run["variant"] or None, "seed": run["run_seed"]}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _name(run: Mapping[str, Any]) -> str:
@@ -176,6 +159,6 @@ def _name(run: Mapping[str, Any]) -> str:
 
 def _links(runs: Sequence[dict[str, Any]], results: Results) -> str:
     """A list of the reports, with paths from the folder of all."""
-    places = [(_name(run), Path(run["folder"]).relative_to(results.folder) / "report.html") for run in runs]
-    rows = "".join(f'<li><a href="{escape(str(place))}">{escape(name)}</a></li>' for name, place in places)
-    return f"<ul>{rows}</ul>"
+    row = Markup('<li><a href="{}">{}</a></li>')
+    folders = {_name(run): Path(run["folder"]).relative_to(results.folder) for run in runs}
+    return f"<ul>{''.join(row.format(folder / 'report.html', name) for name, folder in folders.items())}</ul>"

@@ -6,7 +6,7 @@ import sys
 import warnings
 import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from io import StringIO
@@ -98,12 +98,8 @@ def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in VERBS | OTHERS:
         return _help(arguments)
     name, *options = arguments
-    if name == "status":
-        return _status(options)
-    if name == "open":
-        return _open(options)
-    if name == "completion":
-        return _completion(options)
+    if name in OTHERS:
+        return _other(name, options)
     own = options[: options.index("--")] if "--" in options else options  # behind it the options of another verb
     if {"-h", "--help"} & {*own}:
         print((Path(__file__).parent / "help" / f"{name}.txt").read_text(encoding="utf-8"), end="")
@@ -152,57 +148,52 @@ def _help(arguments: Sequence[str]) -> int:
     return 0 if arguments else 2
 
 
-def _usage(name: str, options: Sequence[str], usage: str) -> int | None:
-    """Prints the help of a verb of one argument and returns the exit status; None if the argument is there."""
+def _other(name: str, options: Sequence[str]) -> int:
+    """Runs a verb of one argument, or prints its help, and returns the exit status."""
+    usage, run = {
+        "status": ("FOLDER, an --out of `reproduce`, `each` or `benchmark`, a --parts, or runs", _status),
+        "open": ("FOLDER, such as runs/score/latest", _open),
+        "completion": ("bash|zsh|tcsh > FILE, where the shell looks for completions", _completion),
+    }[name]
     usage = f"usage: {PROGRAM} {name} {usage}"
-    if len(options) != 1:
-        return _refuse(usage)
-    if options[0] in ("-h", "--help"):
+    if options in (["-h"], ["--help"]):
         print(f"{usage}\n\n{OTHERS[name]}")
         return 0
-    return None
+    if len(options) != 1 or (name == "completion" and options[0] not in ("bash", "zsh", "tcsh")):
+        return _refuse(usage)
+    return run(options[0])
 
 
-def _status(options: Sequence[str]) -> int:
+def _status(folder: str) -> int:
     """Prints how far the runs in a folder are."""
-    usage = "FOLDER, an --out of `reproduce`, `each` or `benchmark`, a --parts, or runs"
-    if (status := _usage("status", options, usage)) is not None:
-        return status
     from align_circuits.cli.collect_command import print_progress
 
     try:
-        print_progress(Path(options[0]))
+        print_progress(Path(folder))
     except ValueError as error:
         return _refuse(str(error))
     return 0
 
 
-def _open(options: Sequence[str]) -> int:
-    """Opens a report, the one of the folder that was named."""
-    if (status := _usage("open", options, "FOLDER, such as runs/score/latest")) is not None:
-        return status
-    path = Path(options[0])
+def _open(name: str) -> int:
+    """Opens a report, or that of a folder."""
+    path = Path(name)
     report = (path / "report.html" if path.is_dir() else path).resolve()
     if report.suffix != ".html" or not report.is_file():
-        return _refuse(f"no report in {options[0]!r}: give a folder that a verb wrote, which has a report.html")
-    display = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
-    if display:
+        return _refuse(f"no report in {name!r}: give a folder that a verb wrote, which has a report.html")
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(report.as_uri())
     print(report)
     return 0
 
 
-def _completion(options: Sequence[str]) -> int:
+def _completion(shell: str) -> int:
     """Prints the completions of all verbs with their options."""
-    usage = "bash|zsh|tcsh > FILE, where the shell looks for completions"
-    known = options if options and options[0] in ("bash", "zsh", "tcsh", "-h", "--help") else ()
-    if (status := _usage("completion", known, usage)) is not None:
-        return status
     import tyro
 
     verbs: dict[str, Any] = {name: verb_class(name) for name in VERBS}
     try:
-        tyro.extras.subcommand_cli_from_dict(verbs, prog=PROGRAM, args=["--tyro-print-completion", options[0]])
+        tyro.extras.subcommand_cli_from_dict(verbs, prog=PROGRAM, args=["--tyro-print-completion", shell])
     except SystemExit as done:  # how tyro ends once it has printed
         return int(done.code or 0)
     return 0
@@ -222,24 +213,24 @@ class PipeSafe:
 
     def write(self, text: str) -> int:
         """Writes a text, or drops it if the pipe is closed."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
+        with self._or_dropped():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flushes the stream, or drops what waits if the pipe is closed."""
-        try:
+        with self._or_dropped():
             self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
 
-    def _drop(self) -> None:
-        """Points the stream to the null device, where what it still holds goes as well."""
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+    @contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """Points the stream of a closed pipe to the null device, where what it still holds goes as well."""
+        try:
+            yield
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -259,21 +250,19 @@ def warnings_as_lines() -> Iterator[None]:
 @contextmanager
 def without_boxes() -> Iterator[None]:
     """Takes the boxes off what is printed in the block, where no terminal shows it."""
-    with ExitStack() as stack:
-        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if not stream.isatty():
-                text = StringIO()
-                stack.callback(_print_plain, text, stream)
-                stack.enter_context(redirect(text))
+    streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    boxed = {name: StringIO() for name, stream in streams.items() if not stream.isatty()}
+    try:
+        for name, text in boxed.items():
+            setattr(sys, name, text)
         yield
-
-
-def _print_plain(text: StringIO, stream: Any) -> None:
-    """Writes a text without the frames that tyro draws around its parts."""
-    for line in text.getvalue().splitlines():
-        inner = line.strip("─│╭╮╰╯├┤").rstrip()
-        if inner.strip() or not line.strip():
-            stream.write(f"{inner.removeprefix(' ') if inner != line.rstrip() else inner}\n")
+    finally:
+        for name, text in boxed.items():
+            setattr(sys, name, streams[name])
+            for line in text.getvalue().splitlines():
+                inner = line.strip("─│╭╮╰╯├┤").rstrip()
+                if inner.strip() or not line.strip():
+                    print(inner.removeprefix(" ") if inner != line.rstrip() else inner, file=streams[name])
 
 
 def _refuse(message: str) -> int:

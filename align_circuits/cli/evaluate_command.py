@@ -23,7 +23,6 @@ class Evaluate(PromptVerb):
         if "history" in accuracy:
             summary += f"; the history ceiling, which needs no alignment, is {accuracy['history']}"
         self.finish(
-            "evaluate",
             results,
             table,
             title=f"Accuracy of {self.model}",

@@ -50,11 +50,7 @@ def kept_verdicts() -> pd.DataFrame:
 
 
 def experiment_named(name: str) -> Experiment:
-    """Returns an experiment by its name.
-
-    Raises:
-        ValueError: There is none; or it is run from a checkout, and this is an installed wheel.
-    """
+    """Returns an experiment by its name, or raises: there is none, or it is run from a checkout and not a wheel."""
     from align_circuits.papers.experiments import EXPERIMENTS
 
     if name in EXPERIMENTS:
@@ -70,13 +66,7 @@ def experiment_named(name: str) -> Experiment:
 
 
 def listing(experiments: Iterable[Experiment], folder: Path, scale: str) -> str:
-    """Returns the experiments as text, grouped by paper.
-
-    Args:
-        experiments: What can be reproduced.
-        folder: Where results of earlier runs stand, as NAME/SCALE.
-        scale: The scale whose results are looked for.
-    """
+    """Returns the experiments as text, by paper, with the verdicts of earlier runs at a scale, in folder/NAME/SCALE."""
     taken, kept = durations(), kept_verdicts()
     lines = [
         "Scales: smoke tests the code in seconds to minutes; cpu, which most stored results use, takes up to 30",

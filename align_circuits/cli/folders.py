@@ -40,14 +40,12 @@ def results_folder(
 ) -> Iterator[Results]:
     """Yields folders for the results of a run; if the block fails, nothing has changed but `STATE`.
 
-    With `overwrite`, the results of an earlier run are removed and files that have the name of a result are replaced;
-    all other files stay.
-
     Args:
         folder: The folder that was asked for. None: the next numbered one.
         numbered_in: Where numbered folders stand: `0001`, `0002`, ..., and the link `latest`, which points to a folder
             once its run has finished.
-        overwrite: Whether the folder may hold the results of an earlier run, or other files.
+        overwrite: Whether the folder may hold the results of an earlier run, which are removed, or other files, of
+            which those that have the name of a result are replaced.
         renews: The verb whose results may be replaced without `overwrite`.
 
     Raises:
@@ -74,11 +72,7 @@ def results_folder(
 
 
 def _check(folder: Path, *, overwrite: bool, renews: str | None) -> tuple[str, ...]:
-    """Returns the names of results that may go, if results may be written to a folder.
-
-    Raises:
-        ValueError: They may not.
-    """
+    """Returns the names of results that may go, or raises unless results may be written to a folder."""
     check_name(folder)
     if not folder.is_dir():
         return ()

@@ -9,6 +9,7 @@ import textwrap
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 from align_circuits.cli.entry import VERBS, parse_verb
 
@@ -29,15 +30,9 @@ _OPTION = re.compile(r"  (-\S+(?:,? \S+)*|\S+(?: \S+)*(?=  ))(?: {2,}(.*))?")
 
 def parser_help(verb: str) -> str:
     """Returns the help as the parser of a verb prints it."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(WIDTH)
-    try:
-        with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
-            parse_verb(verb, "--help")
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
+    columns = patch.dict(os.environ, COLUMNS=str(WIDTH))
+    with columns, redirect_stdout(StringIO()) as printed, suppress(SystemExit):
+        parse_verb(verb, "--help")
     return _tidied(printed.getvalue(), verb)
 
 
@@ -60,14 +55,8 @@ def _tidied(printed: str, verb: str) -> str:
 
 def _metavars(name: str) -> str:
     """The name of an option and of its values, without what Python's types add."""
-    for python, plain in (
-        ("{None}|", ""),
-        ("{None,", "{"),
-        ("|{[STR [STR ...]]}", " [STR ...]"),
-        ("[STR [STR ...]]", "STR [STR ...]"),
-    ):
-        name = name.replace(python, plain)
-    return name
+    name = name.replace("{None}|", "").replace("{None,", "{")
+    return name.replace("|{[STR [STR ...]]}", " [STR ...]").replace("[STR [STR ...]]", "STR [STR ...]")
 
 
 def _wrapped(name: str, text: str) -> list[str]:

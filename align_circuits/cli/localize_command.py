@@ -49,5 +49,5 @@ class Localize(SweepVerb):
         print(f"\n{result.summary}")
         provenance = replace(result.table.provenance, settings=self.settings)
         result = replace(result, table=replace(result.table, provenance=provenance))
-        save_localization(result, results.new, facts=self.facts("localize"))
+        save_localization(result, results.new, facts=self.facts)
         print(f"\nreport: {results.folder / 'report.html'}")

@@ -1,14 +1,15 @@
 """`align-circuits reproduce`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from align_circuits.cli.experiments_list import experiment_named, listing
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import Verb, command_line, write_results
+from align_circuits.cli.verb import Verb, command_line
 from align_circuits.cli.workers import Workers
 from align_circuits.papers.lab import Scale, checks_html, verdicts
 
@@ -46,6 +47,12 @@ class Reproduce(Verb):
             return self
         return tyro.cli(Reproduce, args=arguments, default=Reproduce(scale="smollm2"), prog="align-circuits reproduce")
 
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "Reproduce":
+        """Makes the verb from the settings of its table."""
+        model = tuple(settings["models"]) or cls.model
+        return cls(settings["name"], scale=settings["scale"], model=model, out=out)
+
     @property
     def folder(self) -> Path:
         """The folder for the results."""
@@ -82,11 +89,10 @@ class Reproduce(Verb):
             print("\n".join(f"  {key}: {value}" for key, value in check.row().items() if value), end="\n\n")
         answer = " ".join([*([SMOKE] if self.scale == "smoke" else []), verdicts(checks)])
         print(f"  {answer}")
-        settings = {"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings}
-        provenance = replace(table.provenance, verb="reproduce", settings=settings)
-        write_results(
+        self.finish(
             results,
-            replace(table, provenance=provenance, values=None, weights=None),  # what is kept stays small
+            replace(table, values=None, weights=None),  # what is kept stays small
+            settings={"name": self.name, "scale": self.scale, "models": [*models], **table.provenance.settings},
             title=f"{experiment.name}: {experiment.title}",
             facts={"scale": self.scale, "command": command_line(f"reproduce {self.name}", self, Reproduce(self.name))},
             summary=f"{answer} {experiment.published}",

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 
-from align_circuits.cli.entry import verb_class
+from align_circuits.cli.entry import VERBS, verb_class
 from align_circuits.cli.folders import Results
-from align_circuits.cli.verb import PromptVerb, Verb
+from align_circuits.cli.verb import Verb
 from align_circuits.tables.tables import Table
 
 
@@ -56,22 +57,11 @@ class Rerun(Verb):
 
     def _verb(self, before: Table, folder: Path) -> Verb:
         """The verb that wrote a table, with its settings."""
-        name, settings = before.provenance.verb, dict(before.provenance.settings)
-        if name == "reproduce":
-            from align_circuits.cli.reproduce_command import Reproduce
-
-            model = tuple(settings["models"]) or Reproduce.model
-            return Reproduce(settings["name"], scale=settings["scale"], model=model, out=folder)
-        if name == "benchmark":
-            from align_circuits.cli.benchmark_command import Benchmark
-
-            methods = tuple(settings["methods"])
-            return Benchmark(methods, settings["circuits"], settings["held_out"], out=folder)
-        if name in ("score", "evaluate", "ablate", "patch", "attribute", "localize", "tune") and "model" in settings:
-            repeated = verb_class(name)
-            assert issubclass(repeated, PromptVerb)
-            return repeated.from_settings(settings, folder)
-        raise ValueError(
-            f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
-            "folder that another verb of align-circuits wrote"
-        )
+        name, settings = before.provenance.verb, before.provenance.settings
+        repeated: Any = verb_class(name) if name in VERBS else None
+        if not hasattr(repeated, "from_settings") or not {"model", "models", "methods"} & settings.keys():
+            raise ValueError(
+                f"{str(self.run)!r} was written by {name!r} or from Python, without the settings to repeat it: give a "
+                "folder that another verb of align-circuits wrote"
+            )
+        return repeated.from_settings(settings, folder)

@@ -30,7 +30,6 @@ class Score(PromptVerb):
             print(f"  {metric:<12} " + "   ".join(head_value(row, roles) for _, row in rows.iterrows()))
         leaders = ", ".join(f"{name} {head_value(best[name].iloc[0])}" for name in METRICS[:3] if name in best)
         self.finish(
-            "score",
             results,
             table,
             title=f"Attention heads of {self.model}",

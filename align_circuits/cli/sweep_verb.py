@@ -50,7 +50,7 @@ class SweepVerb(PromptVerb):
         if self.workers == Workers():
             return self.measure(results)
         parts = self.parts or Path("runs") / "parts"
-        config = {"verb": type(self).__name__.lower(), "settings": self.settings, "parts": str(parts)}
+        config = {"verb": self.verb, "settings": self.settings, "parts": str(parts)}
         places = {"new": str(results.new), "folder": str(results.folder)}
         jobs = [Job(f"{__name__}:work", {**config, **places, "worker": worker}, None) for worker in range(count)]
         with self.workers.executor(parts, shared=True) as executor:

@@ -91,7 +91,6 @@ class Tune(PromptVerb):
             sections.append(("The named heads ablated", result.summary, plots.ablation(result.group_ablations)))
         print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
-            "tune",
             results,
             run.table,
             title=f"{self.model} tuned: {self.config.method}",

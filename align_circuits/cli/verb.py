@@ -4,7 +4,7 @@ import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,16 @@ class Verb(ABC):
         """Runs the verb and writes its results into a folder; returns what is wrong with them, if something is."""
 
     @property
+    def verb(self) -> str:
+        """The name of the verb."""
+        return type(self).__name__.lower()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options as JSON."""
+        return json.loads(json.dumps(asdict(self), default=str))
+
+    @property
     def folder(self) -> Path | None:
         """The folder for the results, or None for a new numbered one."""
         return self.out
@@ -58,9 +68,21 @@ class Verb(ABC):
         """The verb whose earlier results are replaced without --overwrite, or None."""
         return None
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the report says on top."""
+        return {}
+
     def with_defaults(self, arguments: Sequence[str]) -> "Verb":  # noqa: ARG002 - for subclasses
         """Returns the verb with the defaults that depend on other options."""
         return self
+
+    def finish(self, results: Results, table: Table, *, settings: Mapping[str, Any] | None = None, **report: Any):
+        """Writes the report, and the table with the verb and its settings, by default all of them."""
+        made = replace(table.provenance, verb=self.verb, settings=self.settings if settings is None else dict(settings))
+        write_report(results.new / "report.html", provenance=made, **{"facts": self.facts, **report})
+        replace(table, provenance=made).save(results.new)
+        print(f"\nreport: {results.folder / 'report.html'}")
 
 
 @dataclass(frozen=True)
@@ -105,11 +127,6 @@ class PromptVerb(Verb):
     def options(self) -> RunOptions:
         """How the model is run."""
         return RunOptions(self.engine, self.batch_size)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options as JSON, from which `from_settings` makes the verb again."""
-        return as_json(self)
 
     @property
     def count(self) -> int:
@@ -168,11 +185,7 @@ class PromptVerb(Verb):
         return "Corrupted prompts have another test input: another symbol is to be translated at every position."
 
     def prepare_pair(self, **settings: Any) -> tuple[Any, Pair]:
-        """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners.
-
-        Raises:
-            ValueError: A file whose lines have no corrupted text.
-        """
+        """Loads the model and makes a pair: of the lines of a file, or of a task's prompts and their partners."""
         model, clean, corrupted = self.prepare()
         if self.prompts is None:
             clean, corrupted = self.task.pairs(clean, self.seed)
@@ -183,30 +196,25 @@ class PromptVerb(Verb):
             )
         return model, Pair(clean, corrupted, **settings)
 
-    def finish(self, verb: str, results: Results, table: Table, **report: Any) -> None:
-        """Writes the table, the report and the provenance."""
-        provenance = replace(table.provenance, verb=verb, settings=self.settings)
-        write_results(results, replace(table, provenance=provenance), facts=self.facts(verb), **report)
-
-    def facts(self, verb: str) -> dict[str, str]:
-        """Returns what the report says on top: how many prompts, and the command that repeats the run."""
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the report says on top: how many prompts, and the command that repeats the run."""
         number = str(self.count) if self.prompts is None else f"{self.n or 'all'} of {self.prompts}"
-        return {"prompts": number, "command": command_line(verb, self, type(self)())}
+        return {"prompts": number, "command": command_line(self.verb, self, type(self)())}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], out: Path) -> "PromptVerb":
         """Makes a verb from its `settings`."""
-        values: dict[str, Any] = {"out": out}
-        for option in fields(cls):
-            if option.name in settings and option.name not in ("out", "overwrite"):
-                value: Any = settings[option.name]
-                if option.name == "prompts":
-                    value = None if value is None else Path(value)
-                elif option.default_factory is not MISSING:  # a task or a configuration
-                    parts = {key: tuple(part) if isinstance(part, list) else part for key, part in value.items()}
-                    value = option.default_factory(**parts)  # pyright: ignore[reportCallIssue]
-                values[option.name] = value
-        return cls(**values)
+        default = cls(out=out)
+        known = settings.keys() & {option.name for option in fields(cls)} - {"out", "overwrite"}
+        values: dict[str, Any] = {name: settings[name] for name in known}
+        if values.get("prompts") is not None:
+            values["prompts"] = Path(values["prompts"])
+        for name in ("task", "config"):  # of `tune`
+            if name in values:
+                parts = {key: tuple(part) if isinstance(part, list) else part for key, part in values[name].items()}
+                values[name] = type(getattr(default, name))(**parts)
+        return replace(default, **values)
 
 
 def _how_loaded(name: str, model: Any) -> str:
@@ -216,13 +224,6 @@ def _how_loaded(name: str, model: Any) -> str:
     own, other = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype, stored))
     kept = "" if own == other else f" (stored in {other}, which --dtype {other} keeps)"
     return f"{name}: {own} on {weights.device}{kept}"
-
-
-def write_results(results: Results, table: Table, **report: Any) -> None:
-    """Writes the report, the table and its provenance."""
-    write_report(results.new / "report.html", provenance=table.provenance, **report)
-    table.save(results.new)
-    print(f"\nreport: {results.folder / 'report.html'}")
 
 
 def command_line(verb: str, settings: Any, default: Any) -> str:
@@ -245,11 +246,6 @@ def _options(settings: Any, default: Any) -> Iterator[str]:
             yield from (f"--{name}", *map(str, value))
         else:
             yield from (f"--{name}", str(value))
-
-
-def as_json(settings: Any) -> dict[str, Any]:
-    """Returns a dataclass as JSON."""
-    return json.loads(json.dumps(asdict(settings), default=str))
 
 
 def interval(row: Any) -> str:

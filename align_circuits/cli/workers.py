@@ -30,13 +30,7 @@ class Workers:
     def executor(self, folder: Path, *, shared: bool = False) -> AbstractContextManager[Executor | None]:
         """Returns what runs the jobs: a cluster, or None for local processes.
 
-        Args:
-            folder: Where what is submitted to Slurm is kept.
-            shared: Whether the jobs share one sweep, so that their number is asked for on a cluster, too.
-
-        Raises:
-            ValueError: No jobs, --jobs with --on where jobs share nothing, options of Slurm without it, or as
-                `connected`.
+        What is submitted to Slurm is kept in the folder. Jobs that share one sweep may be several on a cluster, too.
         """
         if self.jobs < 1:
             raise ValueError(f"--jobs {self.jobs}: give at least 1")

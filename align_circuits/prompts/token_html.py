@@ -1,8 +1,11 @@
-"""Tokens as HTML, for notebooks and reports."""
+"""Tokens as HTML, for notebooks and reports, and how the package fills its templates."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 GROUP_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """Okabe and Ito (2008): distinct for colour-blind readers."""
@@ -28,16 +31,41 @@ class Mark:
         """Whether the attention is large enough to be drawn."""
         return self.weight is not None and round(self.weight, 2) > 0
 
+    @property
+    def number(self) -> str:
+        """What stands beside the token: its attention or its group."""
+        return str((self.group or 0) + 1) if self.weight is None else f"{self.weight:.2f}".lstrip("0")
 
-CAPTION = "opacity:.7;font-family:sans-serif;font-size:12px;white-space:normal"
-"""The style of what stands below tokens: lines of tokens scroll, those of a sentence break."""
+    @property
+    def colour(self) -> str:
+        """The colour behind the token."""
+        if self.weight is None:
+            return GROUP_COLOURS[(self.group or 0) % len(GROUP_COLOURS)]
+        # Mixed with white, not with the page: black letters have contrast on it in light and in dark.
+        return "rgb({},{},{})".format(*(round(255 + self.weight * (full - 255)) for full in (0, 114, 178)))
+
+    @property
+    def ink(self) -> str:
+        """The colour of the token's letters."""
+        return "#fff" if self.colour in _DARK or (self.weight or 0) >= 0.95 else "#000"
 
 
 class Html(str):
-    """HTML that a notebook renders."""
+    """HTML that a notebook renders, and that a template takes as it is."""
 
     def _repr_html_(self) -> str:
         return str(self)
+
+    def __html__(self) -> Markup:
+        return Markup(str(self))
+
+
+def rendered(template: str, **values: Any) -> Html:
+    """Returns a template of the package, such as "report/templates/page.html", filled with values.
+
+    Every value but `Html` is drawn letter for letter.
+    """
+    return Html(_TEMPLATES.get_template(template).render(values))
 
 
 def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
@@ -45,10 +73,7 @@ def draw_tokens(lines: Sequence[Sequence[Mark]], caption: str = "") -> Html:
 
     Groups and attention have a number as well as a colour; attention below one hundredth is left blank.
     """
-    body = "".join(f"<div>{''.join(map(_span, line))}</div>" for line in lines)
-    note = f'<div style="{CAPTION}">{html.escape(caption)}</div>' if caption else ""
-    style = "font-family:monospace;line-height:1.9;overflow-x:auto;white-space:nowrap;padding:3px"
-    return Html(f'<div style="{style}">{body}{note}</div>')
+    return rendered("prompts/tokens.html", lines=lines, caption=caption)
 
 
 def readable(text: str) -> str:
@@ -56,28 +81,12 @@ def readable(text: str) -> str:
     return text.replace("\n", "↵").replace(" ", "") or "␣"
 
 
-def _span(mark: Mark) -> str:
-    text = html.escape(readable(mark.text))
-    if mark.weight is not None:
-        return _attended(mark, text, mark.weight)
-    if mark.group is None:
-        return f'<span style="padding:1px 3px;opacity:.75">{text}</span>'
-    colour = GROUP_COLOURS[mark.group % len(GROUP_COLOURS)]
-    ink = "#fff" if colour in _DARK else "#000"
-    style = f"padding:1px 3px;border-radius:3px;color:{ink};background:{colour}"
-    frame = "outline:2px solid;" if mark.framed else ""  # in the page's own text colour
-    inner = f'<span style="{style}">{text}<sub style="font-size:9px">{mark.group + 1}</sub></span>'
-    return f'<span style="margin:1px;border-radius:3px;{frame}">{inner}</span>'
-
-
-def _attended(mark: Mark, text: str, weight: float) -> str:
-    """A token with its attention as shade and number, in an orange frame if it is a key."""
-    frame = "outline:2px solid #E69F00;" if mark.framed else ""
-    frame += "border-bottom:3px double currentColor;font-weight:bold;" if mark.query else ""
-    style = f"padding:1px 3px;margin:1px;{frame}"
-    if not mark.shaded:
-        return f'<span style="{style}">{text}</span>'
-    # Mixed with white, not with the page: black letters have contrast on it in light and in dark.
-    red, green, blue = (round(255 + weight * (full - 255)) for full in (0, 114, 178))
-    shade = f"border-radius:3px;background:rgb({red},{green},{blue});color:{'#000' if weight < 0.95 else '#fff'};"
-    return f'<span style="{style}{shade}">{text}<sub style="font-size:9px">{f"{weight:.2f}".lstrip("0")}</sub></span>'
+_TEMPLATES = Environment(
+    loader=PackageLoader("align_circuits", ""),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters["readable"] = readable
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}

@@ -1,11 +1,9 @@
 """The attention of chosen heads on one prompt: an offline widget, and the prompt shaded by one row."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -17,7 +15,7 @@ from align_circuits.hooks.heads import Head, HeadLike, describe, head_of, heads_
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.relations import Relation
-from align_circuits.prompts.token_html import Html, Mark, draw_tokens, readable
+from align_circuits.prompts.token_html import Html, Mark, draw_tokens, readable, rendered
 from align_circuits.run.options import RunOptions
 
 EARLIER = "…"
@@ -107,20 +105,14 @@ class AttentionView:
             script: Whether to include CircuitsVis's script: once on a page is enough.
             name: The id of the widget, which no other element of the page may have; by default one drawn at random.
         """
-        name = name or f"attention-{uuid4().hex}"
         settings = {
             "attention": ((self.pattern.nan_to_num() * 1000).round() / 1000).tolist(),
             "tokens": self.tokens,
             "attentionHeadNames": [describe([head]) for head in self.rows],
             "positiveColor": "#0072B2",
         }
-        code = f'CircuitsVis.render("{name}", CircuitsVis.AttentionHeads, {_for_script(settings)});'
-        card = "max-width:42rem;overflow:hidden;padding:1px 8px;border-radius:6px;"
-        card += "background:#fff;color:#222;color-scheme:light"
-        return (
-            f'<div class="attention" style="{card}"><div id="{name}" style="position:relative"></div></div>'
-            f"{f'<script>{circuitsvis_script()}</script>' if script else ''}<script>{code}</script>"
-        )
+        name, library = name or f"attention-{uuid4().hex}", Html(circuitsvis_script() if script else "")
+        return rendered("report/templates/attention.html", name=name, library=library, settings=settings)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -216,8 +208,3 @@ def circuitsvis_script() -> str:
     """Returns CircuitsVis's script, from its package, so that the page loads nothing from the network."""
     script = files("circuitsvis").joinpath("dist/cdn/iife.js").read_text(encoding="utf-8")
     return script.replace("</script", "<\\/script").rsplit("//# sourceMappingURL=", 1)[0]
-
-
-def _for_script(value: Any) -> str:
-    """JSON that cannot end the script around it, whatever the tokens are."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,10 +1,13 @@
 """The glossary of the documentation: the words that reports define where they first stand, and at their end."""
 
-import html
 import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+
+from markupsafe import Markup, escape
+
+from align_circuits.prompts.token_html import Html
 
 _ENTRY = re.compile(r"^(?![#:])(?P<terms>.+)\n: (?P<meaning>.+)$", re.MULTILINE)
 
@@ -41,29 +44,26 @@ class Definitions:
     """The definitions that one page needs: collected while its texts are written, listed at its end."""
 
     def __init__(self):
-        self._used: set[str] = set()
+        self._used: set[Definition] = set()
 
-    def linked(self, text: str) -> str:
+    @property
+    def used(self) -> list[Definition]:
+        """The definitions that were linked to, in the order of the glossary."""
+        return [entry for entry in glossary() if entry in self._used]
+
+    def linked(self, text: str) -> Html:
         """Returns a text as HTML; a term that stands on the page for the first time links to its definition."""
 
         def link(match: re.Match[str]) -> str:
             entry = _by_term()[match["term"].lower()]
-            if entry.anchor in self._used:
+            if entry in self._used:
                 return match[0]
-            self._used.add(entry.anchor)
-            meaning = html.escape(entry.meaning)
-            return f'<a class="term" href="#{entry.anchor}" data-meaning="{meaning}">{match[0]}</a>'
+            self._used.add(entry)
+            return Markup('<a class="term" href="#{}" data-meaning="{}">{}</a>').format(
+                entry.anchor, entry.meaning, Markup(match[0])
+            )
 
-        return _pattern().sub(link, html.escape(text))
-
-    def listed(self) -> str:
-        """Returns the definitions that were linked to, as an HTML list; nothing if there are none."""
-        entries = [entry for entry in glossary() if entry.anchor in self._used]
-        rows = "".join(
-            f'<dt id="{entry.anchor}">{html.escape(", ".join(entry.terms))}</dt><dd>{html.escape(entry.meaning)}</dd>\n'
-            for entry in entries
-        )
-        return f"<h2>Definitions</h2>\n<dl>{rows}</dl>\n" if entries else ""
+        return Html(_pattern().sub(link, escape(text)))
 
 
 @cache

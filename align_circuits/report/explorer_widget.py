@@ -1,6 +1,5 @@
 """The widget that `explore` returns; its page is HTML from here, its controls are those of `explorer.js`."""
 
-import html
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -18,7 +17,7 @@ from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
 from align_circuits.hooks.heads import Head, HeadLike, describe, head_of
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.prompts.token_html import readable
+from align_circuits.prompts.token_html import Html, readable, rendered
 from align_circuits.report.attention_view import AttentionView
 from align_circuits.run.edited_runs import run_edited
 from align_circuits.run.options import RunOptions
@@ -69,31 +68,18 @@ class Explorer(AnyWidget):
         data, about = bundle if isinstance(bundle, tuple) else (bundle, {})
         return {**data, "text/html": self.shown}, about
 
-    @traitlets.validate("prompt")
-    def _check_prompt(self, proposal: Any) -> int:
-        if not 0 <= proposal["value"] < len(self._prompts):
-            raise ValueError(f"prompt={proposal['value']}: give 0 to {len(self._prompts) - 1}")
-        return proposal["value"]
-
-    @traitlets.validate("row")
-    def _check_row(self, proposal: Any) -> int:
-        if proposal["value"] < 0:
-            raise ValueError(f"row={proposal['value']}: give 0 or more")
-        return proposal["value"]
-
-    @traitlets.validate("relation")
-    def _check_relation(self, proposal: Any) -> str:
-        if proposal["value"] not in self._relations:
-            raise ValueError(f"relation={proposal['value']!r}: choose from {', '.join(self._relations)}")
-        return proposal["value"]
-
-    @traitlets.validate("head")
-    def _check_head(self, proposal: Any) -> str:
-        return self._head(proposal["value"])
-
-    @traitlets.validate("ablated")
-    def _check_ablated(self, proposal: Any) -> list[str]:
-        return list(dict.fromkeys(map(self._head, proposal["value"])))
+    @traitlets.validate("prompt", "row", "relation", "head", "ablated")
+    def _check(self, proposal: Any) -> Any:
+        name, value = proposal["trait"].name, proposal["value"]
+        if name == "prompt" and not 0 <= value < len(self._prompts):
+            raise ValueError(f"prompt={value}: give 0 to {len(self._prompts) - 1}")
+        if name == "row" and value < 0:
+            raise ValueError(f"row={value}: give 0 or more")
+        if name == "relation" and value not in self._relations:
+            raise ValueError(f"relation={value!r}: choose from {', '.join(self._relations)}")
+        if name == "head":
+            return self._head(value)
+        return list(dict.fromkeys(map(self._head, value))) if name == "ablated" else value
 
     def _head(self, given: HeadLike) -> str:
         """The name of a head that is offered."""
@@ -105,22 +91,25 @@ class Explorer(AnyWidget):
     def _show(self, _: Any = None) -> None:
         prompt = self._prompts[self.prompt]
         relation = prompt.relations[self.relation]
-        parts = [f"<h4>Gold</h4>{prompt.drawing()}"]
+        drawing = None
         if rows := len(relation):
             row = min(self.row, rows - 1)
             head, query = head_of(self.head), relation.query[row : row + 1]
             attention = attention_from(self._model, prompt, [head], query, self._options)
             drawing = AttentionView(prompt, query.tolist(), attention).drawing(head, self.relation, row=row)
-            parts.append(f"<h4>Attention</h4>{drawing}")
-        else:
-            parts.append(f"<p>This prompt has no row of {html.escape(self.relation)}.</p>")
-        parts.append(f"<h4>Answers</h4>{self._answers(prompt)}")
+        page = rendered(
+            "report/templates/explorer.html",
+            gold=Html(prompt.drawing()),
+            attention=drawing,
+            relation=self.relation,
+            answers=self._answers(prompt),
+        )
         self.set_trait(
             "choices", {"prompts": len(self._prompts), "relations": self._relations, "rows": rows, "heads": self._names}
         )
-        self.set_trait("shown", "".join(parts))
+        self.set_trait("shown", str(page))
 
-    def _answers(self, prompt: Prompts) -> str:
+    def _answers(self, prompt: Prompts) -> Html:
         """A table of the targets, and of what the model predicts with and without the ablated heads."""
         heads = [head_of(name) for name in self.ablated]
         runs = {"intact": []} | ({f"without {', '.join(self.ablated)}": self._edits(heads)} if heads else {})
@@ -145,9 +134,7 @@ class Explorer(AnyWidget):
         for name, text, right, p in zip(runs, texts[1:], predicted == target, chance, strict=True):
             columns[name] = [f"{t}{'' if r else ' ✗'}" for t, r in zip(text, right.tolist(), strict=True)]
             columns[f"p, {name}"] = [f"{value:.2f}" for value in p.tolist()]
-        return pd.DataFrame(columns).to_html(index=False, border=0) + (
-            "<p>p: the probability of the target's token; ✗: another token is more probable.</p>"
-        )
+        return Html(pd.DataFrame(columns).to_html(index=False, border=0))
 
     def _edits(self, heads: Sequence[Head]) -> list[Edit]:
         for layer in {layer for layer, _ in heads} - self._means.keys():

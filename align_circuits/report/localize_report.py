@@ -1,24 +1,27 @@
 """The report of `localize`: the heads that it named, with all evidence, as tables and as one HTML page."""
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from align_circuits.heads.head_sets import Verdict
 from align_circuits.heads.localize_heads import Localization
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.prompts import KINDS
-from align_circuits.prompts.token_html import Html
+from align_circuits.prompts.token_html import Html, rendered
 from align_circuits.report import plots
-from align_circuits.report.attention_view import EARLIER, AttentionView
-from align_circuits.report.page import Section, write_report
+from align_circuits.report.attention_view import AttentionView
+from align_circuits.report.page import Content, Section, write_report
 from align_circuits.tables.tables import FILES, PER_PROMPT
 
 MAX_HEADS = 12
@@ -34,19 +37,9 @@ EVIDENCE = {
 }
 """The columns of the table of named heads, by metric."""
 
-THRESHOLDS = {
-    "score": "score, at least: for aligners the share of targets whose most attended candidate is a key; for other "
-    "roles the share of the attention to candidates that is on keys",
-    "attention": "attention to keys, of all the head's attention, at least",
-    "share": "share of the attention that the head's best role explains, at least",
-    "fdr": "false discovery rate over all candidates (heads times roles), at most",
-    "effect": "effect of ablation or patching on the targets' log-probability in nats, with a 95% interval above 0, "
-    "at least",
-    "loss": "accuracy that a necessary set of heads costs, at least",
-    "kept": "share of the accuracy that a sufficient set of heads keeps, at least",
-    "alpha": "p-value of a set of heads beside each kind of control, at most",
-}
-"""Descriptions of the thresholds."""
+_TEXTS = tomllib.loads(
+    files("align_circuits.report").joinpath("templates/localization.toml").read_text(encoding="utf-8")
+)
 
 
 def save_localization(
@@ -88,80 +81,30 @@ def save_localization(
 def _sections(localization: Localization) -> Iterator[Section]:
     drawn, attention = figures(localization), attention_of(localization)
     rows, heads = sum(map(len, localization.heads_by_role.values())), len(localization.named_heads)
-    yield (
-        "The heads",
-        f"{heads} heads with {rows} roles. All numbers, with 95% intervals, come from prompts that had no part in "
-        "choosing the heads. Control: the score on prompts with another alignment (permuted, if that of the task is "
-        "monotonic). A head that keeps its score there infers the alignment from the prompt; one that loses it follows "
-        "a fixed alignment.",
-        Html(
-            re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
-            + f"<details><summary>The whole result in words</summary><p>{escape(localization.summary)}</p></details>"
-        ),
-    )
+    table = re.sub(r"<td>(L\d+H\d+)</td>", r'<td><a href="#scores-of-all-heads">\1</a></td>', named_heads(localization))
+    whole = Markup("<details><summary>The whole result in words</summary><p>{}</p></details>")
+    yield _section("The heads", f"{table}{whole.format(localization.summary)}", heads=heads, rows=rows)
     if localization.groups:
-        yield (
-            "Heads that stand in for each other",
-            "Members of each role's group. Effect: what the head alone brings back, in nats of the targets' "
-            "log-probability, with the whole group ablated, or what its ablation costs beside that of earlier rounds, "
-            "whichever is more. From the second round on heads are found that take the role only once the members "
-            "of earlier rounds are ablated.",
-            groups_table(localization),
-        )
-    yield (
-        "Accuracy without them",
-        "Ablated heads output their mean over tokens of the same kind. Each small dot is one draw of as many other "
-        "heads, of the same layers or of similar scores; bars are 95% intervals over prompts. If the named heads "
-        "matter, accuracy falls below every draw; if they suffice, it stays high with all other heads ablated. Grey: "
-        "the heads of one role.",
-        drawn["ablation"],
-    )
+        yield _section("Heads that stand in for each other", groups_table(localization))
+    yield _section("Accuracy without them", drawn["ablation"])
     if localization.verdicts:
-        yield (
-            "Are they necessary, and do they suffice?",
-            f"Necessary: ablating the set costs at least {localization.thresholds.loss:g} of accuracy. Sufficient: "
-            f"with all other heads ablated at least {localization.thresholds.kept:.0%} of it is kept. Both only if as "
-            "many heads, drawn at random from the same layers and from those of similar scores, do worse "
-            f"(p at most {localization.thresholds.alpha:g}). The heads of one role are compared with heads that were "
-            "named for none. The smallest sets were looked for on the prompts that chose the candidates.",
-            verdicts_table(localization.verdicts),
-        )
-    yield (
-        "Scores of all heads",
-        "One map per role, with the named heads circled. Hover for a number and its interval. A score describes where "
-        "a head attends; it does not show that the model uses the head.",
-        drawn["scores"],
-    )
-    yield (
-        "Effects of single heads",
-        "Of the candidates, in nats of the targets' log-probability; other heads are grey. First the gain when a "
-        "head's output on the clean prompt is patched into the corrupted prompt, then the change when the head is "
-        "ablated to its mean.",
-        [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
-        or "<p>No head was a candidate.</p>",
-    )
+        verdicts = verdicts_table(localization.verdicts)
+        yield _section("Are they necessary, and do they suffice?", verdicts, limits=localization.thresholds)
+    yield _section("Scores of all heads", drawn["scores"])
+    effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
+    yield _section("Effects of single heads", effects or "<p>No head was a candidate.</p>")
     if localization.interchanges is not None:
-        yield (
-            "Interchange interventions",
-            "Outputs of heads on the clean prompt are patched into the corrupted one. Interchange: how often the model "
-            "then gives the clean prompt's answer; kept: how often it still gives the corrupted prompt's. For single "
-            "candidates, the heads of each role, all named heads, and as many random ones. Nothing: the unpatched run.",
-            localization.interchanges,
-        )
+        yield _section("Interchange interventions", localization.interchanges)
     if attention is not None:
-        yield (
-            "Attention on the test example",
-            f"From each token (down) to the tokens up to it (across). {EARLIER} sums the attention to all tokens "
-            "before the test example.",
-            attention,
-        )
-        yield (
-            "The prompt, with the gold alignment and the heads' attention",
-            "First the gold alignment: a phrase, its symbol, and its earlier translations share one number. Then the "
-            "attention of the best head of each role from one token (underlined), with the keys framed.",
-            list(_drawings(localization, attention)),
-        )
-    yield "Methods", "", _methods(localization)
+        yield _section("Attention on the test example", attention)
+        drawings = list(_drawings(localization, attention))
+        yield _section("The prompt, with the gold alignment and the heads' attention", drawings)
+    thresholds = [(_TEXTS["thresholds"][name], f"{value:g}") for name, value in asdict(localization.thresholds).items()]
+    yield _section("Methods", rendered("report/templates/methods.html", thresholds=thresholds))
+
+
+def _section(heading: str, content: Content | Sequence[Content], **values: Any) -> Section:
+    return heading, _TEXTS["notes"][heading].format(**values), content
 
 
 def answer_of(localization: Localization) -> str:
@@ -251,7 +194,7 @@ def named_heads(localization: Localization) -> Html:
     if not rows:
         return Html("<p>No head reached all thresholds.</p>")
     meaning = "; ".join(
-        f"<b>{escape(role)}</b> {escape(localization.roles[role])}"
+        Markup("<b>{}</b> {}").format(role, localization.roles[role])
         for role, heads in localization.heads_by_role.items()
         if heads
     )
@@ -302,23 +245,6 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
-            yield Html(f"<h3>{describe(heads[:1])}, {escape(role)}: {escape(localization.roles[role])}</h3>")
+            heading = Markup("<h3>{}, {}: {}</h3>")
+            yield Html(heading.format(describe(heads[:1]), role, localization.roles[role]))
             yield attention.drawing(heads[0], role)
-
-
-def _methods(localization: Localization) -> Html:
-    thresholds = "".join(
-        f"<tr><td style='text-align:left'>{THRESHOLDS[name]}</td><td>{value:g}</td></tr>"
-        for name, value in asdict(localization.thresholds).items()
-    )
-    return Html(
-        "<p>Candidates are chosen by their scores on one half of fresh prompts and tested on the other half. A head is "
-        "named for a role if it reaches all these thresholds on the second half; they were fixed beforehand:</p>"
-        f"<table>{thresholds}</table>"
-        "<p>The permutation tests keep the attention of each head as it is and redraw the keys so that every position "
-        "is a key as often as before. A positional bias therefore gives no small p-value, unless a note says that the "
-        "keys are at the same positions in all prompts. The p-values are corrected over all candidates.</p>"
-        "<p>Sources: alignment and lookup heads, Agarwal and Sarawagi (ICML 2025); induction and previous-token heads, "
-        "Olsson et al. (2022); duplicate-token heads and mean ablation, Wang et al. (2023); patching, Zhang and Nanda "
-        "(2024); permutation tests, Phipson and Smyth (2010); correction, Benjamini and Hochberg (1995).</p>"
-    )

@@ -19,15 +19,6 @@ TUNE = ["tune", "--model", "tiny", "--n", "4", "--x-len", "2", "--n-examples", "
 TUNE += ["--probe-every", "2", "--probe-prompts", "2", "--layers", "1", "--automata", "task", "--no-heads"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, random_hf_model, char_tokenizer):
-    """A folder with a random Llama of two layers that reads the bundled vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny")
-    random_hf_model("llama", max_position_embeddings=256).save_pretrained(folder)
-    char_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tiny, tmp_path, monkeypatch):
     """In a folder where "tiny" names the model."""
@@ -57,10 +48,8 @@ def test_the_numbers_are_those_of_single_runs_with_any_number_of_processes(capsy
 
 def test_variants_are_columns():
     variants = ["--variants", "x-len=2", "x-len=3 style=pre-aligned"]
-    assert (
-        main(["each", *variants, "--out", "run", "--", "evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"])
-        == 0
-    )
+    verb = ["evaluate", "--model", "tiny", "--n", "4", "--n-examples", "2"]
+    assert main(["each", *variants, "--out", "run", "--", *verb]) == 0
     table = Table.load("run")
     assert set(table.frame["variant"]) == {"x-len=2", "x-len=3 style=pre-aligned"}
     made = json.loads(Path("run/x-len-3-style-pre-aligned_seed-0/provenance.json").read_text())

@@ -62,13 +62,6 @@ def test_every_public_name_resolves_where_type_checkers_see_it():
     assert {*ac._ROOMS} == (folders | files) - {"beyond", "validation"}, "which a checkout alone has"
 
 
-def test_typos_are_answered_with_the_nearest_name(capsys):
-    assert main(["scroe"]) == 2
-    assert "did you mean 'score'?" in capsys.readouterr().err
-    assert main(["reproduce", "icatune/fg3"]) == 2
-    assert "did you mean 'icatune/fig3'?" in capsys.readouterr().err
-
-
 def test_a_closed_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)

@@ -91,9 +91,8 @@ def test_ablated_heads_change_the_answers_as_ablate_heads_says(planted):
 
 def chances(page: str, columns: int = 1) -> list[list[float]]:
     """The probabilities in the table of answers, a list a target."""
-    rows = re.findall(
-        r"<tr>(.*?)</tr>", page.split("Answers")[1], flags=re.DOTALL
-    )  # not the heading, which has a style
+    # not the heading, which has a style
+    rows = re.findall(r"<tr>(.*?)</tr>", page.split("Answers")[1], flags=re.DOTALL)
     cells = [[html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
     return [[float(row[2 * column + 2]) for column in range(columns)] for row in cells]
 
@@ -157,16 +156,8 @@ def test_its_controls_set_the_traits_in_a_browser(planted, tmp_path):
     seen, console = browser.ran(page, tmp_path, USE)
     assert console == []
     assert "is on the framed keys" in seen["first"]
-    assert [each for each in seen["saved"] if each != "saved"] == [
-        ["head", "L3H2"],
-        ["row", 2],
-        ["ablated", ["L3H2"]],
-        ["relation", "lookup"],
-        ["prompt", 4],
-    ]
-    assert seen["saved"].count("saved") == 5
-    assert seen["checked"]
-    assert seen["status"] == "ablated: L3H2"
-    assert seen["page"] == "the next page"
+    chosen = [["head", "L3H2"], ["row", 2], ["ablated", ["L3H2"]], ["relation", "lookup"], ["prompt", 4]]
+    assert [each for each in seen["saved"] if each != "saved"] == chosen and seen["saved"].count("saved") == 5
+    assert (seen["checked"], seen["status"], seen["page"]) == (True, "ablated: L3H2", "the next page")
     assert seen["labels"] == ["prompt", "relation", "query", "head", "ablate this head"]
     assert seen["left"] == 0

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import browser
@@ -13,7 +14,6 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
-from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import describe
 from align_circuits.papers.lab import Check, Measured, checks_html
 from align_circuits.report import page as report
@@ -23,64 +23,7 @@ from align_circuits.report.page import write_report
 from align_circuits.tables.tables import Provenance, Table
 
 MADE = Provenance("test")
-ROLES = ac.Seq2SeqTask.roles
-
-
-def table_of(keys: pd.DataFrame, means: Any, spread: float, bounded: bool) -> Table:
-    """A table with these means, each over eight prompts."""
-    noise = np.random.default_rng(0).normal(0, spread, (len(keys), 8))
-    values = np.asarray(means, dtype=float)[:, None] + noise
-    return Table.from_prompts(
-        keys, values.clip(0, 1) if bounded else values, np.ones_like(values), MADE, bounded=bounded
-    )
-
-
-def keys_of(model: Any, **columns: Any) -> pd.DataFrame:
-    """A row for every head and every combination of the columns' values."""
-    names = {"layer": range(model.cfg.n_layers), "head": range(model.cfg.n_heads), **columns}
-    return pd.MultiIndex.from_product(list(names.values()), names=list(names)).to_frame(index=False)
-
-
-def localized(model: Any, prompts: ac.Prompts) -> ac.Localization:
-    """What `localize` returns, with a planted circuit's own heads as those it named, and effects made up for them."""
-    scores = ac.score_heads(model, prompts, list(ROLES)).heads()
-    named = {role: tuple(head for head, own in model.roles.items() if own == role) for role in ROLES}
-    heads = list(dict.fromkeys(head for heads in named.values() for head in heads))
-    shown = ac.plots.attention(model, prompts[0], heads)
-    frame = scores.frame.rename(columns={"metric": "role"})
-    right = [(layer, head) in named[role] for layer, head, role in frame[["layer", "head", "role"]].to_numpy()]
-    parts = {
-        "score": frame["value"],
-        "attention": frame["value"] / 2,
-        "control": frame["value"] / 4,
-        "p": np.where(right, 1e-4, 0.5),
-        "q": np.where(right, 4e-3, 0.9),
-        "ablation": np.where(right, 3.0, 0.0),
-    }
-    measured = [frame.assign(metric=metric, value=value) for metric, value in parts.items()]
-    measured = pd.concat([measured[0], *(part.assign(low=np.nan, high=np.nan) for part in measured[1:])])
-    keys: Any = keys_of(model, kind=["all", "first", "later"], metric=["log_prob", "accuracy"])
-    keys = keys[[tuple(head) in [*heads, (0, 0)] for head in keys[["layer", "head"]].to_numpy()]]  # the candidates
-    causal = np.array([tuple(head) in heads for head in keys[["layer", "head"]].to_numpy()])
-    ablated: Any = [(name, None) for name in ("nothing", "lookup", "named", "rest")]
-    ablated += [("random", draw) for draw in range(20)]
-    groups = pd.DataFrame(
-        [(*group, kind, "accuracy") for group in ablated for kind in ("all", "first", "later")],
-        columns=["ablated", "draw", "kind", "metric"],
-    ).astype({"draw": "Int64"})
-    return ac.Localization(
-        table=Table(measured.reset_index(drop=True), MADE),
-        heads_by_role=named,
-        patching_effects=table_of(keys, 4.0 * causal, 0.1, False),
-        ablation_effects=table_of(keys, -2.5 * causal, 0.1, False),
-        group_ablations=table_of(groups, np.where(groups["ablated"] == "named", 0.2, 0.9), 0.02, True),
-        prompts=prompts,
-        example_attention=shown.rows,
-        example_positions=list(shown.positions),
-        thresholds=Thresholds(effect=0.1),
-        roles=ROLES,
-        notes=("Heads <align> & look up.",),
-    )
+TASK = ac.Seq2SeqTask(x_len=4, phrase_len=2, n_examples=4)
 
 
 def empty(table: Table) -> Table:
@@ -91,9 +34,19 @@ def empty(table: Table) -> Table:
 
 @pytest.fixture(scope="module")
 def localization() -> ac.Localization:
-    task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=6)
-    model = ac.planted_circuit(task, seed=0)
-    return localized(model, task.sample(8, model.tokenizer, seed=0))
+    found = ac.localize(ac.planted_circuit(TASK, seed=0), TASK, 16, draws=2)
+    return replace(found, notes=("Heads <align> & look up.",))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a report of these sections."""
+
+    def write(*sections: Any, **changes: Any) -> Path:
+        report = {"title": "t", "summary": "s", "provenance": MADE, "sections": sections, **changes}
+        return write_report(tmp_path / "r.html", **report)
+
+    return write
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +63,9 @@ def test_a_localization_shows_itself(localization):
     rows = page.split("<tr")[2:]
     assert len(rows) == sum(len(named) for named in localization.heads_by_role.values())
     role, (head, *_) = next((role, named) for role, named in localization.heads_by_role.items() if named)
-    score = localization.table.where(role=role, metric="score", layer=head[0], head=head[1]).frame["value"].item()
-    assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", "0.004"))
+    measured = localization.table.where(role=role, layer=head[0], head=head[1]).frame.set_index("metric")["value"]
+    score, q = measured["score"], measured["q"]
+    assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", f"{q:.2g}"))
     nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), notes=())
     assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
     assert nothing._repr_html_() == "<p>No head passes every test.</p>"
@@ -121,37 +75,34 @@ def test_the_summary_stands_on_top_and_every_part_follows(page, localization):
     text = page.read_text(encoding="utf-8")
     body = text[text.index("<body>") :]
     assert body.index("Heads &lt;align&gt; &amp; look up.") < body.index("<h2 ")
-    headings = (
-        "The heads",
-        "without them",
-        "Scores of",
-        "Effects of single",
-        "Attention on",
-        "The prompt",
-        "Methods",
-        "Prov",
-    )
-    places = [body.index(heading) for heading in headings]
-    assert places == sorted(places)
-    assert body.count("underlined token") >= sum(map(bool, localization.heads_by_role.values())), (
-        "a drawing for each role"
-    )
+    headings = re.findall('<h2 id="(.*?)"', body)
+    assert headings[:3] == ["the-heads", "accuracy-without-them", "are-they-necessary-and-do-they-suffice"]
+    assert headings[3:6] == ["scores-of-all-heads", "effects-of-single-heads", "interchange-interventions"]
+    assert headings[6:] == [
+        "attention-on-the-test-example",
+        "the-prompt-with-the-gold-alignment-and-the-heads-attention",
+        "methods",
+    ]
+    roles = sum(map(bool, localization.heads_by_role.values()))
+    assert body.count("underlined token") >= roles, "a drawing for each role"
 
 
 def test_the_named_heads_come_with_their_evidence(localization):
     ((layer, head),) = localization.heads_by_role["align_query"]
-    score = localization.table.where(layer=layer, head=head, role="align_query", metric="score").frame.iloc[0]
+    frame = localization.table.where(layer=layer, head=head, role="align_query").frame.set_index("metric")
+    intervals = ["{value:.2f} [{low:.2f}, {high:.2f}]".format(**frame.loc[m]) for m in ("score", "attention")]
+    effects = ["{value:.2f} [{low:.2f}, {high:.2f}]".format(**frame.loc[m]) for m in ("ablation", "denoising")]
     cells = re.findall("<td>(.*?)</td>", named_heads(localization))
     start = cells.index("align_query") - 1
-    interval = f"{score['value']:.2f} [{score['low']:.2f}, {score['high']:.2f}]"
-    half = f"{score['value'] / 2:.2f}"
-    assert cells[start : start + 7] == [f"L{layer}H{head}", "align_query", interval, half, "0.004", "3.00", "–"]
+    q = f"{frame.loc['q', 'value']:.1g}"
+    assert cells[start : start + 7] == [f"L{layer}H{head}", "align_query", *intervals, q, *effects]
+    assert cells[start + 8] == "ablation and patching"
 
 
 def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     none = replace(
         localization,
-        heads_by_role=dict.fromkeys(ROLES, ()),
+        heads_by_role=dict.fromkeys(localization.roles, ()),
         patching_effects=empty(localization.patching_effects),
         ablation_effects=empty(localization.ablation_effects),
         group_ablations=localization.group_ablations.where(ablated="nothing"),
@@ -164,13 +115,12 @@ def test_a_report_without_any_named_head_says_so(tmp_path, localization):
     assert report.packed(report.circuitsvis_script()) not in text
 
 
-def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, tmp_path):
+def test_each_script_stands_on_the_page_once_and_only_if_it_is_needed(page, written):
     text = page.read_text(encoding="utf-8")
     assert text.count(report.packed(report.get_plotlyjs())) == 1
     assert text.count(report.packed(report.circuitsvis_script())) == 1
     assert page.stat().st_size <= report.MAX_BYTES
-    plain = write_report(tmp_path / "plain.html", title="t", summary="v", sections=[("h", "", "x")], provenance=MADE)
-    assert plain.stat().st_size < 10_000
+    assert written(("h", "", "x")).stat().st_size < 10_000
 
 
 def test_the_same_results_give_the_same_page(page, tmp_path, localization):
@@ -178,10 +128,11 @@ def test_the_same_results_give_the_same_page(page, tmp_path, localization):
     assert again.read_bytes() == page.read_bytes()
 
 
-def test_a_page_that_is_too_large_is_refused_by_the_name_of_its_largest_part(tmp_path):
-    sections = [("small", "", "x"), ("huge", "", "x" * report.MAX_BYTES)]
+def test_a_page_that_cannot_be_written_leaves_nothing_and_says_why(written, tmp_path):
     with pytest.raises(ValueError, match="show less in 'huge'"):
-        write_report(tmp_path / "report.html", title="t", summary="v", sections=sections, provenance=MADE)
+        written(("small", "", "x"), ("huge", "", "x" * report.MAX_BYTES))
+    with pytest.raises(UnicodeEncodeError):
+        written(summary="a lone surrogate \ud800 has no bytes in UTF-8")
     assert not list(tmp_path.iterdir())
 
 
@@ -197,36 +148,29 @@ def test_a_browser_draws_all_of_it_without_error_or_network(page, tmp_path, loca
     assert not browser.opened(page, tmp_path, width=500).overflows
 
 
-def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(tmp_path):
+def test_a_table_of_claims_scrolls_by_itself_and_has_no_empty_columns(written, tmp_path):
     checks = [Check("a" * 30 + " " + "b" * 90, Measured(0.7, 0.6, 0.8), ">=", 0.5, Measured(0.1, 0.0, 0.2), "c" * 60)]
     drawn = checks_html(checks)
     assert "<th>claim</th>" in drawn and "<th>published</th>" not in drawn
-    page = write_report(tmp_path / "r.html", title="t", summary="v", provenance=MADE, sections=[("a", "", drawn)])
+    page = written(("a", "", drawn))
     assert not browser.opened(page, tmp_path, width=500).overflows
     page.write_text(page.read_text(encoding="utf-8").replace("overflow-x", "x"), encoding="utf-8")
     assert browser.opened(page, tmp_path, width=500).overflows
 
 
-def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(tmp_path, localization):
+def test_the_browser_would_see_a_request_an_error_and_an_empty_figure(written, tmp_path, localization):
     figure = figures(localization)["scores"]
     figure.data = []
-    spoilt = write_report(
-        tmp_path / "report.html",
-        title="t",
-        summary="v",
-        provenance=MADE,
-        sections=[("a", "", figure), ("b", "", '<img src="https://example.com/x.png"><script>nothing()</script>')],
-    )
-    seen = browser.opened(spoilt, tmp_path)
+    spoilt = '<img src="https://example.com/x.png"><script>nothing()</script>'
+    seen = browser.opened(written(("a", "", figure), ("b", "", spoilt)), tmp_path)
     assert any("example.com" in line for line in seen.console)
     assert any("nothing is not defined" in line for line in seen.console)
     assert (seen.figures, seen.drawn) == (1, 0)
 
 
-def test_a_press_on_a_heading_sorts_a_table_with_missing_values_last(tmp_path):
+def test_a_press_on_a_heading_sorts_a_table_with_missing_values_last(written, tmp_path):
     rows = {"head": ["L10H1", "L2H3", "L2H11", "L1H0"], "value": ["-0.20 [-1, 0]", "–", "1e-05", "0.5"]}
-    table = pd.DataFrame(rows).to_html(index=False)
-    page = write_report(tmp_path / "r.html", title="t", summary="v", provenance=MADE, sections=[("a", "", table)])
+    page = written(("a", "", pd.DataFrame(rows).to_html(index=False)))
     press = """() => [0, 0, 1, 1].map(column => {
         document.querySelectorAll("th button")[column].click();
         return [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent).join(" ");
@@ -255,9 +199,8 @@ def test_a_report_passes_axe(page, tmp_path):
     assert [name for name, _ in browser.ran(spoilt, tmp_path, violations)[0]] == ["image-alt"]
 
 
-def test_a_term_is_defined_once_where_it_first_stands_and_at_the_end(tmp_path):
-    sections = [("Ablation", "An ablation & a lookup; a second lookup, but no prelookup.", "x")]
-    page = write_report(tmp_path / "r.html", title="t", summary="s", provenance=MADE, sections=sections)
+def test_a_term_is_defined_once_where_it_first_stands_and_at_the_end(written):
+    page = written(("Ablation", "An ablation & a lookup; a second lookup, but no prelookup.", "x"))
     text = page.read_text(encoding="utf-8")
     assert re.findall('class="term" href="#(.*?)"', text) == re.findall('<dt id="(.*?)"', text)[::-1]
     assert text.count(">lookup</a>") == 1 and "a second lookup, but no prelookup." in text
@@ -265,22 +208,18 @@ def test_a_term_is_defined_once_where_it_first_stands_and_at_the_end(tmp_path):
     assert text.count(meaning) == 2
 
 
-def test_a_long_table_shows_its_first_rows_and_says_so(tmp_path):
+def test_a_long_table_shows_its_first_rows_and_says_so(written):
     rows = report.MAX_ROWS + 1
     table = Table(pd.DataFrame({"metric": "m", "value": np.arange(rows) / 1, "low": 0.0, "high": 1.0, "n": 1}), MADE)
-    page = write_report(tmp_path / "r.html", title="t", summary="s", provenance=MADE, sections=[("a", "", table)])
-    text = page.read_text(encoding="utf-8")
+    text = written(("a", "", table)).read_text(encoding="utf-8")
     assert text.count("<tr>") == report.MAX_ROWS and f"{report.MAX_ROWS:,} of {rows:,} rows: table.csv has all." in text
 
 
-def test_the_card_names_model_task_seed_and_command(tmp_path):
+def test_the_card_names_model_task_seed_and_command(written):
     model = {"name": "m<1>", "n_layers": 2, "n_heads": 3, "dtype": "float32", "device": "cpu"}
     made = replace(MADE, model=model, data={"task": {"name": "seq2seq", "seed": 5}}, settings={"seed": 7})
-    page = write_report(
-        tmp_path / "r.html", title="t", summary="s", provenance=made, sections=[], facts={"command": "a --b c"}
-    )
-    card = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8"))
-    assert card == [
+    page = written(provenance=made, facts={"command": "a --b c"})
+    assert re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text(encoding="utf-8")) == [
         ("Model", "m&lt;1&gt; (2 layers of 3 heads, float32, cpu)"),
         ("Task", "seq2seq"),
         ("Seed", "7"),

@@ -13,10 +13,10 @@ import torch
 
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
-from align_circuits.report.page import write_report
 from align_circuits.report.plots import pictures
 from align_circuits.tables.tables import Provenance, Table
 
+MADE = Provenance("test")
 plots: Any = typed_plots  # plotly's figures are built at run time: a type checker sees none of their fields
 
 
@@ -25,23 +25,22 @@ def scores():
     keys = pd.DataFrame([(m, layer, head) for m in ("a", "b") for layer in range(3) for head in (None, 0, 1)])
     keys.columns = ["metric", "layer", "head"]
     values = np.random.default_rng(0).random((len(keys), 8))
-    return Table.from_prompts(keys, values, np.ones_like(values), Provenance("test"))
+    return Table.from_prompts(keys, values, np.ones_like(values), MADE)
 
 
-def test_a_head_map_shows_every_head_at_its_place(scores):
+def test_a_head_map_shows_every_head_at_its_place_and_changes_no_global_template(scores):
+    before = plotly.io.templates.default
     (heat,) = plots.head_map(scores, "a").data
+    assert plotly.io.templates.default == before
     np.testing.assert_array_equal(heat.z, scores.grid("a"))
     assert list(heat.x) == [0, 1]
     assert list(heat.y) == [0, 1, 2]
 
 
-def test_maps_side_by_side_share_one_scale(scores):
+def test_maps_side_by_side_share_one_scale_around_zero_for_a_difference(scores):
     figure = plots.head_maps(scores, ["a", "b"])
     assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 1)
-
-
-def test_a_difference_is_drawn_around_zero(scores):
     shifted = Table(scores.frame.assign(value=scores.frame["value"] * 0.5), scores.provenance)
     axis = plots.head_map(shifted - scores, "a").layout.coloraxis
     assert axis.cmin == -axis.cmax
@@ -137,11 +136,6 @@ def test_named_heads_are_circled_at_their_place(effects):
     assert later.type == "heatmap", "nothing is circled where no head is named"
 
 
-def test_a_map_of_several_rows_a_head_says_what_to_select(effects):
-    with pytest.raises(ValueError, match="choose one value of kind with"):
-        plots.head_map(effects, "log_prob")
-
-
 def test_a_head_map_has_a_place_for_every_head_of_the_model(effects):
     """One head was measured; the provenance knows of 4 layers with 3 heads."""
     first: Any = effects.frame[(effects.frame["kind"] == "first") & (effects.frame["layer"] == 1)]
@@ -158,23 +152,21 @@ def test_a_head_map_has_a_place_for_every_head_of_the_model(effects):
 
 
 def test_a_head_map_refuses_what_it_cannot_draw(effects, scores):
-    layers = Table(scores.frame[scores.frame["head"].isna()].assign(level="layer"), scores.provenance)
-    with pytest.raises(ValueError, match=r"no rows of single heads, but of the level layer: .* edge_map draws edges"):
-        plots.head_map(layers, "a")
+    layers = scores.frame[scores.frame["head"].isna()].assign(level="layer")
     edge = pd.DataFrame({"level": ["edge"], "sender": "input", "receiver": "logits", "metric": "a"})
-    with pytest.raises(ValueError, match="no rows of single heads, but of the level edge"):
-        plots.head_map(Table(edge.assign(value=1.0, low=0.0, high=2.0, n=1), Provenance("t")), "a")
-    unknown = Table(scores.frame.assign(value=np.nan), scores.provenance)
-    with pytest.raises(ValueError, match="no head has a value of a: there is nothing to draw"):
-        plots.head_map(unknown, "a")
-    small = Table(scores.frame, Provenance("t", model={"n_layers": 3, "n_heads": 1}))
-    with pytest.raises(ValueError, match="the table has L2 and H1, but the map is of 3 layers with 1 heads"):
-        plots.head_map(small, "a")
+    small = Provenance("t", model={"n_layers": 3, "n_heads": 1})
+    both = effects.frame.assign(metric="a", direction="noise", site="z")
+    for frame, made, message in (
+        (layers, MADE, "no rows of single heads, but of the level layer: .* edge_map draws edges"),
+        (edge.assign(value=1.0, low=0.0, high=2.0, n=1), MADE, "no rows of single heads, but of the level edge"),
+        (scores.frame.assign(value=np.nan), MADE, "no head has a value of a: there is nothing to draw"),
+        (scores.frame, small, "the table has L2 and H1, but the map is of 3 layers with 1 heads"),
+        (both, MADE, r"several rows per head: choose one value of kind with \.where"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plots.head_map(Table(frame, made), "a")
     with pytest.raises(ValueError, match="no panels: name at least one value of 'metric'"):
         plots.head_maps(scores, [])
-    both = Table(effects.frame.assign(direction="noise", site="z"), effects.provenance)
-    with pytest.raises(ValueError, match=r"several rows per head: choose one value of kind with \.where"):
-        plots.head_map(both, "log_prob")
 
 
 def test_top_heads_of_effects_are_those_that_matter_most(effects):
@@ -207,33 +199,6 @@ def test_ablation_shows_every_random_draw_beside_the_intervals_of_the_others():
     assert "only lookup heads ablated" in traces
     named = table.where(ablated="named").frame
     np.testing.assert_allclose(np.add(named["value"], traces["named heads ablated"].error_y.array), named["high"])
-
-
-def test_drawing_changes_no_global_template(scores):
-    before = plotly.io.templates.default
-    plots.head_map(scores, "a")
-    assert plotly.io.templates.default == before
-
-
-def test_a_failed_report_leaves_no_file(tmp_path, scores):
-    unwritable = "a lone surrogate \ud800 has no bytes in UTF-8"
-    with pytest.raises(UnicodeEncodeError):
-        write_report(tmp_path / "report.html", title="t", summary=unwritable, sections=[], provenance=scores.provenance)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_report_escapes_what_it_is_given(tmp_path, scores):
-    path = write_report(
-        tmp_path / "report.html",
-        title="<t>",
-        summary="a & b",
-        sections=[("h", "<n>", scores)],
-        provenance=scores.provenance,
-    )
-    page = path.read_text(encoding="utf-8")
-    assert "&lt;t&gt;" in page
-    assert "a &amp; b" in page
-    assert "&lt;n&gt;" in page
 
 
 @pytest.fixture(scope="module")
@@ -299,14 +264,6 @@ def test_attention_is_of_one_prompt_and_its_own_positions(circuit):
         plots.AttentionView(padded, [1], {head: rows[head][:1]})
 
 
-def test_a_token_cannot_end_the_script_it_stands_in(circuit):
-    model, prompt, head = circuit
-    spiteful = replace(prompt, token_strings=dict.fromkeys(prompt.token_strings, "</script><b>"))
-    widget = plots.attention(model, spiteful, [head]).html(script=False)
-    assert widget.count("</script>") == 1
-    assert "<b>" not in widget
-
-
 def test_a_widget_draws_itself_in_a_browser_without_a_network(circuit, tmp_path):
     model, prompt, head = circuit
     page = tmp_path / "page.html"
@@ -318,7 +275,7 @@ def test_a_widget_draws_itself_in_a_browser_without_a_network(circuit, tmp_path)
     assert min(seen.canvases) > 0.01
 
 
-def test_a_prompt_is_shaded_by_the_attention_of_one_row(circuit):
+def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys(circuit):
     model, prompt, aligner = circuit
     shown = plots.attention(model, prompt, [aligner])
     drawn = shown.drawing(aligner, "align_query", row=0)
@@ -331,20 +288,15 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row(circuit):
     )
     assert drawn.count("3px double") == 1, "one query"
     assert "4 examples without keys and attention are left out" in drawn
+    heat, ring = plots.attention_maps(shown, "align_query").data
+    assert np.isnan(heat.z[0, 1]), "the future is blank"
+    assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
     with pytest.raises(KeyError, match="no attention of L9H9"):
         shown.drawing((9, 9), "align_query")
     with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
         shown.drawing(aligner, "love")
     with pytest.raises(ValueError, match="row 999 was not measured"):
         shown.drawing(aligner, "align_query", row=999)
-
-
-def test_attention_maps_circle_the_keys(circuit):
-    model, prompt, aligner = circuit
-    shown = plots.attention(model, prompt, [aligner])
-    heat, ring = plots.attention_maps(shown, "align_query").data
-    assert np.isnan(heat.z[0, 1]), "the future is blank"
-    assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
 
 
 def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):
@@ -376,7 +328,7 @@ def test_a_picture_that_cannot_be_made_says_why(scores, tmp_path, monkeypatch):
 
 def test_edge_maps_show_each_pair_at_its_place():
     keys = pd.DataFrame({"sender": ["L0H0", "L0H1", "L0H0"], "receiver": ["L1H0.q", "L1H0.q", "logits"]})
-    table = Table(keys.assign(metric="log_prob", value=[-1.0, 0.5, 2.0], low=0.0, high=0.0, n=1), Provenance("test"))
+    table = Table(keys.assign(metric="log_prob", value=[-1.0, 0.5, 2.0], low=0.0, high=0.0, n=1), MADE)
     figure = plots.edge_map(table)
     (heat,) = figure.data
     assert (list(heat.x), list(heat.y)) == (["L0H0", "L0H1"], ["L1H0.q", "logits"])
@@ -389,7 +341,7 @@ def test_edge_maps_show_each_pair_at_its_place():
 def test_faithfulness_curves_place_sets_of_heads():
     keys = pd.DataFrame({"circuit": ["edges", "edges", "edges", "localize"], "fraction": [0.0, 0.1, 1.0, 0.2]})
     frame = keys.assign(edges=[0, 1, 10, 2], metric="faithfulness", value=[0, 0.5, 1, 0.7], low=0.0, high=1.0, n=1)
-    line, points = plots.faithfulness({"eap": Table(frame, Provenance("test"))}).data
+    line, points = plots.faithfulness({"eap": Table(frame, MADE)}).data
     assert (list(line.x), list(line.y)) == ([0.1, 1.0], [0.5, 1.0]), "none of the edges has no place on a log axis"
     assert (list(points.x), list(points.text)) == ([0.2], ["localize"])
 

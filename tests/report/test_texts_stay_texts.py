@@ -13,7 +13,6 @@ import browser
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from test_page import localized
 
 import align_circuits as ac
 from align_circuits.report import plots as typed_plots
@@ -132,12 +131,11 @@ def drawn_figures(names: tuple[str, ...], view: Any) -> dict[str, go.Figure]:
     }
 
 
-def reports(names: tuple[str, ...], model: Any, prompts: ac.Prompts) -> tuple[list[Section], dict[str, go.Figure]]:
+def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple[list[Section], dict[str, go.Figure]]:
     """Every report, widget, table and drawing, and every figure, with the names wherever a text can stand."""
-    ids = sorted(set(prompts.tokens.flatten().tolist()))
+    ids = sorted(set(found.prompts.tokens.flatten().tolist()))
     strings = {token: names[place % len(names)] for place, token in enumerate(ids)}
-    prompts = replace(prompts, token_strings=strings, task={**prompts.task, "name": names[0]})
-    found = localized(model, prompts)
+    prompts = replace(found.prompts, token_strings=strings, task={**found.prompts.task, "name": names[0]})
     called = dict(zip(found.roles, names, strict=False))
     relations = {called.get(name, name): relation for name, relation in prompts.relations.items()}
     found = replace(
@@ -158,9 +156,9 @@ def reports(names: tuple[str, ...], model: Any, prompts: ac.Prompts) -> tuple[li
     return [*_sections(found), *((name, name, part) for name, part in zip(names, drawings, strict=False))], figures
 
 
-def written(names: tuple[str, ...], model: Any, prompts: ac.Prompts, path: Path) -> dict[str, go.Figure]:
+def written(names: tuple[str, ...], model: Any, found: ac.Localization, path: Path) -> dict[str, go.Figure]:
     """Writes all of it into one page and returns the figures at its end."""
-    sections, figures = reports(names, model, prompts)
+    sections, figures = reports(names, model, found)
     provenance = Provenance(names[0], model={"name": names[1]}, settings={"folder": names[2], names[3]: names[4]})
     shown: list[Section] = [*sections, *((name, "", figure) for name, figure in figures.items())]
     write_report(path, title=names[0], summary=" ".join(names), sections=shown, provenance=provenance)
@@ -170,10 +168,10 @@ def written(names: tuple[str, ...], model: Any, prompts: ac.Prompts, path: Path)
 def test_no_text_becomes_more_than_text(tmp_path):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=0)
-    prompts = task.sample(8, model.tokenizer, seed=0)
+    found = ac.localize(model, task, 16, draws=2)
     page, same = tmp_path / "page.html", tmp_path / "same.html"
-    figures = written(SPITEFUL, model, prompts, page)
-    written(HARMLESS, model, prompts, same)
+    figures = written(SPITEFUL, model, found, page)
+    written(HARMLESS, model, found, same)
     public = [name for name in plots.__all__ if inspect.isfunction(getattr(plots, name)) and name != "styled"]
     assert {name for name in public if get_type_hints(getattr(plots, name))["return"] is go.Figure} == {*figures}
     tags, expected = (_Tags(each.read_text(encoding="utf-8")).found for each in (page, same))

@@ -12,14 +12,15 @@ from align_circuits.prompts.prompts import REFERENCES
 from align_circuits.report.plots.style import (
     COLOURS,
     GREY,
-    SEQUENTIAL,
     SHARES,
     SYMBOLS,
-    error_bars,
+    cells,
+    coloured,
     marker,
     panel_grid,
     plain,
     plain_list,
+    points,
     styled,
 )
 from align_circuits.tables.tables import Table
@@ -56,14 +57,8 @@ def accuracy(table: Table, title: str = "") -> go.Figure:
         rows = frame[frame["predictor"] == predictor]
         if rows.empty:
             continue
-        figure.add_scatter(
-            x=plain_list(rows["kind"]),
-            y=rows["value"],
-            error_y=error_bars(rows),
-            mode="markers",
-            name=predictor,
-            marker=marker(place, 13 if predictor == "model" else 10),
-        )
+        style = marker(place, 13 if predictor == "model" else 10)
+        figure.add_trace(points(rows, x=plain_list(rows["kind"]), name=predictor, marker=style))
     figure.update_yaxes(title="accuracy", range=SHARES)
     figure.update_xaxes(title="target tokens")
     figure.update_layout(scattermode="group", scattergap=0.6)
@@ -94,11 +89,10 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
         name = _ABLATED[ablated] if main else plain(f"only {ablated} heads ablated")
         style = list(_ABLATED).index(ablated) if main else place
         symbol = "circle" if dots else SYMBOLS[style % len(SYMBOLS)] + ("" if main else "-open")
-        figure.add_scatter(
+        drawn = points(
+            rows,
+            bars=not dots,
             x=x,
-            y=rows["value"],
-            error_y=None if dots else error_bars(rows),
-            mode="markers",
             name=name,
             customdata=rows["draw"].to_numpy(dtype=int) if dots else None,
             hovertemplate="%{y:.3f}" + (", draw %{customdata}" if dots else "") + f"<extra>{name}</extra>",
@@ -109,6 +103,7 @@ def ablation(group_ablations: Table, title: str = "") -> go.Figure:
                 "color": COLOURS[style % len(COLOURS)] if main else GREY,
             },
         )
+        figure.add_trace(drawn)
     figure.update_yaxes(title="accuracy", range=SHARES)
     figure.update_xaxes(
         title="target tokens",
@@ -135,31 +130,22 @@ def accuracy_grids(
         title: Above the panels.
         value: The title of the scale.
     """
-    figure, cells = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
-    for cell, frame in zip(cells, panels.values(), strict=True):
-        heat = go.Heatmap(
-            z=frame.to_numpy(),
-            x=plain_list(frame.columns),
-            y=plain_list(frame.index),
-            coloraxis="coloraxis",
-            xgap=1,
-            ygap=1,
-            texttemplate="%{z:.2f}" if frame.size <= MAX_NUMBERS else None,
-            hovertemplate=f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}<extra></extra>",
-        )
-        figure.add_trace(heat, **cell)
+    figure, places = panel_grid(list(panels), 0.3, x, horizontal_spacing=0.06)
+    hover = f"{plain(x)} %{{x}}, {plain(y)} %{{y}}: %{{z:.3f}}"
+    for place, frame in zip(places, panels.values(), strict=True):
+        numbers = "%{z:.2f}" if frame.size <= MAX_NUMBERS else None
+        names = plain_list(frame.columns), plain_list(frame.index)
+        figure.add_trace(cells(frame.to_numpy(), *names, hover, texttemplate=numbers), **place)
     columns, rows = (max(map(len, axes)) for axes in zip(*((f.columns, f.index) for f in panels.values()), strict=True))
     # "6" and "20" are labels, not numbers.
     figure.update_xaxes(type="category", dtick=-(-columns // MAX_LABELS), showgrid=False)
     figure.update_yaxes(type="category", dtick=-(-rows // MAX_LABELS), showgrid=False)
     figure.update_yaxes(title=plain(y), col=1)
-    figure.update_layout(
-        coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": plain(value)}}
-    )
+    coloured(figure, value)
     if len({tuple(frame.index) for frame in panels.values()}) == 1:
-        for cell in cells:
-            if cell["col"] > 1:
-                figure.update_yaxes(showticklabels=False, **cell)
+        for place in places:
+            if place["col"] > 1:
+                figure.update_yaxes(showticklabels=False, **place)
     numbers = all(frame.size <= MAX_NUMBERS for frame in panels.values())
     height = 36 if numbers else 20 if rows <= MAX_LABELS else 14  # of a row, in pixels
-    return styled(figure, title, height=(130 + height * rows) * cells[-1]["row"])
+    return styled(figure, title, height=(130 + height * rows) * places[-1]["row"])

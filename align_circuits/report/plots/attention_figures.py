@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from align_circuits.hooks.heads import describe
 from align_circuits.report.attention_view import AttentionView
-from align_circuits.report.plots.style import SEQUENTIAL, panel_grid, plain_list, rings, styled
+from align_circuits.report.plots.style import cells, coloured, panel_grid, plain_list, rings, styled
 
 
 def attention_maps(attention: AttentionView, relation: str | None = None, title: str = "") -> go.Figure:
@@ -25,13 +25,9 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
     text = np.stack(np.broadcast_arrays(tokens[:, None], tokens), -1)
     for pattern, place in zip(attention.pattern.numpy(), places, strict=True):
         future = np.triu(np.ones((size, size), dtype=bool), 1)
-        heat = go.Heatmap(
-            z=np.where(future, np.nan, pattern.round(3)),
-            coloraxis="coloraxis",
-            customdata=text,
-            hovertemplate="%{customdata[0]} to %{customdata[1]}: %{z:.3f}<extra></extra>",
-        )
-        figure.add_trace(heat, **place)
+        hover = "%{customdata[0]} to %{customdata[1]}: %{z:.3f}"
+        blank = np.where(future, np.nan, pattern.round(3))
+        figure.add_trace(cells(blank, None, None, hover, None, customdata=text), **place)
         if relation is not None:
             query, key = attention.key_mask(relation).nonzero().T.tolist()
             figure.add_trace(rings(key, query, 8, 2), **place)
@@ -39,8 +35,7 @@ def attention_maps(attention: AttentionView, relation: str | None = None, title:
     ticks = {"tickvals": list(range(size)), "ticktext": list(tokens), "showgrid": False, "tickfont": small}
     figure.update_xaxes(**ticks, range=[-0.5, size - 0.5], tickangle=0 if max(map(len, attention.tokens)) == 1 else 90)
     figure.update_yaxes(**ticks, range=[size - 0.5, -0.5])
-    colorbar = {"title": "attention", "lenmode": "pixels", "len": 240, "y": 1, "yanchor": "top"}
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": colorbar})
+    coloured(figure, "attention", lenmode="pixels", len=240, y=1, yanchor="top")
     return styled(figure, title, height=(340 if len(places) > 2 else 460) * places[-1]["row"] + 60)
 
 
@@ -65,12 +60,12 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
             frame[frame["step"] == step].pivot(index="query", columns="key", values="value") for frame in maps.values()
         )
         return [
-            go.Heatmap(
-                z=grid.to_numpy().round(3),
-                x=plain_list(grid.columns),
-                y=plain_list(map(str, grid.index)),
-                coloraxis="coloraxis",
-                hovertemplate="%{y} to %{x}: %{z:.3f}<extra></extra>",
+            cells(
+                grid.to_numpy().round(3),
+                plain_list(grid.columns),
+                plain_list(map(str, grid.index)),
+                "%{y} to %{x}: %{z:.3f}",
+                None,
             )
             for grid in grids
         ]
@@ -89,9 +84,9 @@ def attention_course(maps: Mapping[str, pd.DataFrame], title: str = "") -> go.Fi
     shown = {"mode": "immediate", "frame": {"duration": 0}}
     slider = [{"label": str(step), "method": "animate", "args": [[str(step)], shown]} for step in steps[0]]
     figure.update_layout(
-        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}] if len(slider) > 1 else [],
-        coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": {"title": "attention"}},
+        sliders=[{"currentvalue": {"prefix": "step "}, "steps": slider, "pad": {"t": 40}}] if len(slider) > 1 else []
     )
+    coloured(figure, "attention")
     figure.update_yaxes(autorange="reversed", title="from", showgrid=False)
     figure.update_xaxes(title="to", row=len(maps), col=1, showgrid=False)
     return styled(figure, title, height=height)

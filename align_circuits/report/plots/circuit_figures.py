@@ -8,7 +8,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.checks import checked
-from align_circuits.report.plots.style import DIVERGING, GREY, RING, error_bars, marker, plain, plain_list, styled
+from align_circuits.report.plots.style import (
+    GREY,
+    RING,
+    cells,
+    coloured,
+    interval_grids,
+    marker,
+    plain,
+    plain_list,
+    points,
+    styled,
+)
 from align_circuits.tables.tables import Table
 
 
@@ -28,26 +39,14 @@ def edge_map(table: Table, title: str = "", unit: str = "nats") -> go.Figure:
     frame = table.frame
     if frame.duplicated(["sender", "receiver"]).any():
         raise ValueError("several rows for a sender and a receiver: choose one metric with .where(...) first")
-    order = {name: list(dict.fromkeys(frame[name])) for name in ("sender", "receiver")}
-    grid: Any = frame.pivot(index="receiver", columns="sender", values="value")
-    grid = grid.reindex(index=order["receiver"], columns=order["sender"])
-    bound = float(np.nanmax(np.abs(grid.to_numpy(dtype=float)))) or 1.0
-    heat = go.Heatmap(
-        z=grid.to_numpy(dtype=float),
-        x=plain_list(order["sender"]),
-        y=plain_list(order["receiver"]),
-        coloraxis="coloraxis",
-        xgap=1,
-        ygap=1,
-        hovertemplate="%{x} to %{y}: %{z:.3f}<extra></extra>",
-    )
-    figure = go.Figure(heat)
+    senders, receivers = (list(dict.fromkeys(frame[key])) for key in ("sender", "receiver"))
+    z, *_ = interval_grids(frame, ("receiver", receivers), ("sender", senders))
+    bound = float(np.nanmax(np.abs(z))) or 1.0
+    figure = go.Figure(cells(z, plain_list(senders), plain_list(receivers), "%{x} to %{y}: %{z:.3f}"))
     figure.update_xaxes(title="sender", type="category", showgrid=False)
     figure.update_yaxes(title="receiver", type="category", showgrid=False)
-    figure.update_layout(
-        coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": {"title": plain(unit)}}
-    )
-    return styled(figure, title, height=140 + 18 * min(len(grid), 40))
+    coloured(figure, unit, bound, signed=True)
+    return styled(figure, title, height=140 + 18 * min(len(receivers), 40))
 
 
 @checked
@@ -62,21 +61,14 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
     for place, (name, table) in enumerate(tables.items()):
         frame: Any = table.where(metric="faithfulness").frame
         rows = frame[(frame["circuit"] == "edges") & (frame["fraction"] > 0)]
-        figure.add_scatter(
-            x=rows["fraction"],
-            y=rows["value"],
-            error_y=error_bars(rows),
-            mode="lines+markers",
-            name=plain(name),
-            marker=marker(place, 8),
-        )
+        style = marker(place, 8)
+        figure.add_trace(points(rows, x=rows["fraction"], mode="lines+markers", name=plain(name), marker=style))
     sets: Any = pd.concat([table.where(metric="faithfulness").frame for table in tables.values()])
     sets = sets[sets["circuit"] != "edges"].drop_duplicates("circuit")
     if len(sets):
-        figure.add_scatter(
+        named = points(
+            sets,
             x=sets["fraction"],
-            y=sets["value"],
-            error_y=error_bars(sets),
             mode="markers+text",
             text=plain_list(sets["circuit"]),
             textposition="top center",
@@ -84,6 +76,7 @@ def faithfulness(tables: Mapping[str, Table], title: str = "") -> go.Figure:
             name="all edges among heads",
             marker={"size": 11, "symbol": "diamond-open", "color": RING, "line": {"width": 2}},
         )
+        figure.add_trace(named)
     for level in (0, 1):
         figure.add_hline(y=level, line={"dash": "dot", "color": GREY, "width": 1})
     figure.update_xaxes(title="share of edges kept", type="log")

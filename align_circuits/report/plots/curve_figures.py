@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.report.plots.style import COLOURS, SHARES, error_bars, marker, panel_grid, plain, plain_list, styled
+from align_circuits.report.plots.style import COLOURS, SHARES, marker, panel_grid, plain, plain_list, points, styled
 
 
 def curves(
@@ -28,10 +28,9 @@ def curves(
     for cell, frame in zip(cells, panels.values(), strict=True):
         for name, rows in frame.groupby(by, sort=False):
             new, place = str(name) not in places, places.setdefault(str(name), len(places))
-            line = go.Scatter(
+            line = points(
+                rows,
                 x=rows[x],
-                y=rows["value"],
-                error_y=error_bars(rows),
                 mode="lines+markers",
                 name=plain(str(name)),
                 legendgroup=plain(str(name)),
@@ -62,15 +61,8 @@ def dots(frame: pd.DataFrame, row: str, by: str, label: str, title: str = "") ->
     """
     figure = go.Figure()
     for place, (name, rows) in enumerate(frame.groupby(by, sort=False)):
-        figure.add_scatter(
-            x=rows["value"],
-            y=plain_list(rows[row]),
-            error_x=error_bars(rows),
-            mode="markers",
-            name=plain(str(name)),
-            orientation="h",
-            marker=marker(place, 8),
-        )
+        style = {"name": plain(str(name)), "orientation": "h", "marker": marker(place, 8)}
+        figure.add_trace(points(rows, along="x", y=plain_list(rows[row]), **style))
     names = plain_list(dict.fromkeys(frame[row]))
     figure.update_xaxes(title=plain(label), side="top")
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], tickson="boundaries")

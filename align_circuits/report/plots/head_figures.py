@@ -9,14 +9,16 @@ import plotly.graph_objects as go
 from align_circuits.checks import checked
 from align_circuits.hooks.heads import HeadLike, head_of
 from align_circuits.report.plots.style import (
+    BLANK,
     COLOURS,
-    DIVERGING,
-    SEQUENTIAL,
     SHARES,
-    error_bars,
+    cells,
+    coloured,
+    interval_grids,
     panel_grid,
     plain,
     plain_list,
+    points,
     rings,
     styled,
 )
@@ -85,34 +87,20 @@ def head_maps(
     figure, places = panel_grid(panels if captions else [""] * len(panels), 0.32, "head", horizontal_spacing=0.07)
     lines = places[-1]["row"]
     for panel, frame, place in zip(panels, frames, places, strict=True):
-        z, low, high = (
-            frame.pivot(index="layer", columns="head", values=end).reindex(range(layers)).reindex(range(heads), axis=1)
-            for end in ("value", "low", "high")
-        )
-        heat = go.Heatmap(
-            z=z.to_numpy(dtype=float),
-            x=list(z.columns),
-            y=list(z.index),
-            coloraxis="coloraxis",
-            xgap=1,
-            ygap=1,
-            customdata=np.stack([low.to_numpy(dtype=float), high.to_numpy(dtype=float)], -1),
-            hovertemplate=f"L%{{y}}H%{{x}} {plain(panel)}: %{{z:.3f}} "
-            "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
-        )
-        figure.add_trace(heat, **place)
+        columns, rows = list(range(heads)), list(range(layers))
+        z, *ends = interval_grids(frame, ("layer", rows), ("head", columns))
+        hover = f"L%{{y}}H%{{x}} {plain(panel)}: %{{z:.3f}} [%{{customdata[0]:.3f}}, %{{customdata[1]:.3f}}]"
+        figure.add_trace(cells(z, columns, rows, hover, customdata=np.stack(ends, -1)), **place)
         if circled := [head_of(head) for head in (marked or {}).get(panel, ())]:
             layer, head = zip(*circled, strict=True)
             figure.add_trace(rings(head, layer, 13, 3), **place)
     figure.update_xaxes(dtick=1 if heads <= 16 else 4, showgrid=False)
     figure.update_yaxes(dtick=1 if layers <= 16 else 4, showgrid=False)
     figure.update_yaxes(title="layer", col=1)
-    scale = {"colorscale": DIVERGING, "cmin": -bound} if signed else {"colorscale": SEQUENTIAL, "cmin": 0}
-    label = unit or ("change" if signed else "score")
-    figure.update_layout(coloraxis={**scale, "cmax": bound, "colorbar": {"title": plain(label)}})
+    coloured(figure, unit or ("change" if signed else "score"), bound, signed=signed)
     drawn = styled(figure, title, height=(150 + 16 * min(layers, 32)) * lines + 60)
     gaps = len(known) < len(panels) * layers * heads
-    return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)") if gaps else drawn  # behind blank cells
+    return drawn.update_layout(plot_bgcolor=BLANK) if gaps else drawn
 
 
 @checked
@@ -128,11 +116,10 @@ def top_heads(table: Table, metrics: Sequence[str], n: int = 5, title: str = "")
     figure, places = panel_grid(metrics, 0.28, horizontal_spacing=0.09)
     for index, (metric, place) in enumerate(zip(metrics, places, strict=True)):
         best = table.top(metric, n).frame[::-1]
-        dots = go.Scatter(
+        dots = points(
+            best,
+            along="x",
             y=plain_list(_names(best)),
-            x=best["value"],
-            error_x=error_bars(best),
-            mode="markers",
             showlegend=False,
             marker={"size": 9, "color": COLOURS[index % len(COLOURS)]},
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",

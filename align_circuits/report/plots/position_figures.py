@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from align_circuits.checks import checked
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.prompts.token_html import readable
-from align_circuits.report.plots.style import DIVERGING, plain, plain_list, styled
+from align_circuits.report.plots.style import BLANK, cells, coloured, interval_grids, plain, plain_list, styled
 from align_circuits.tables.tables import Table
 
 UNITS = {"log_prob": "nats", "kl": "nats", "logit": "logits", "logit_diff": "logits"}
@@ -57,7 +57,7 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
     layers = sorted({layer for rows in rows_of.values() for layer in rows if layer != WITHOUT_LAYER})
     shown = {site: list(rows) if WITHOUT_LAYER in rows else layers for site, rows in rows_of.items()}
     heights = [24 + 18 * min(len(rows), 32) for rows in shown.values()]
-    height = sum(heights) + 40 * len(heights) + 130
+    height, size = sum(heights) + 40 * len(heights) + 130, len(positions)
     figure = make_subplots(
         len(shown),
         1,
@@ -69,27 +69,11 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
     for place, (site, rows) in enumerate(shown.items(), start=1):
         part = frame[frame["site"] == site]
         part = part.assign(row=part["layer"].map(_row))
-        z, low, high = (
-            part.pivot(index="row", columns="position", values=end).reindex(index=rows, columns=positions)
-            for end in ("value", "low", "high")
-        )
-        heat = go.Heatmap(
-            z=z.to_numpy(dtype=float),
-            x=list(range(len(positions))),
-            y=[str(row) for row in rows],
-            coloraxis="coloraxis",
-            xgap=1,
-            ygap=1,
-            customdata=np.stack(
-                [low.to_numpy(dtype=float), high.to_numpy(dtype=float), np.tile(np.array(labels), (len(rows), 1))],
-                -1,
-                dtype=object,
-            ),
-            hovertemplate=f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
-            "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]<extra></extra>",
-        )
-        figure.add_trace(heat, row=place, col=1)
-    size = len(positions)
+        z, *ends = interval_grids(part, ("row", rows), ("position", positions))
+        details = np.stack([*ends, np.tile(np.array(labels), (len(rows), 1))], -1, dtype=object)
+        hover = f"{plain(site)} of layer %{{y}} at %{{customdata[2]}}: %{{z:.3f}} "
+        hover += "[%{customdata[0]:.3f}, %{customdata[1]:.3f}]"
+        figure.add_trace(cells(z, list(range(size)), list(map(str, rows)), hover, customdata=details), row=place, col=1)
     upright = max(map(len, raw)) * size > 90
     figure.update_xaxes(
         tickvals=list(range(size)),
@@ -102,10 +86,9 @@ def position_map(table: Table, prompts: Prompts | None = None, title: str = "") 
     figure.update_yaxes(type="category", title="layer", showgrid=False)
     known = frame["value"].dropna().to_numpy(dtype=float)
     bound = float(np.abs(known).max(initial=0)) or 1.0
-    bar = {"title": _scale_title(frame), "lenmode": "pixels", "len": min(240, height - 120), "y": 1, "yanchor": "top"}
-    figure.update_layout(coloraxis={"colorscale": DIVERGING, "cmin": -bound, "cmax": bound, "colorbar": bar})
-    drawn = styled(figure, title, height)
-    return drawn.update_layout(plot_bgcolor="rgba(128,128,128,.3)")  # behind blank cells
+    bar = {"lenmode": "pixels", "len": min(240, height - 120), "y": 1, "yanchor": "top"}
+    coloured(figure, _scale_title(frame), bound, signed=True, **bar)
+    return styled(figure, title, height).update_layout(plot_bgcolor=BLANK)
 
 
 def _row(layer: Any) -> Any:
@@ -121,7 +104,7 @@ def _rows(frame: pd.DataFrame) -> list[Any]:
 def _scale_title(frame: pd.DataFrame) -> str:
     """What the colours mean, with the unit."""
     metric = "value" if "metric" not in frame else str(frame["metric"].iloc[0])
-    return plain(f"change of\n{metric}" + (f"\n({UNITS[metric]})" if metric in UNITS else ""))
+    return f"change of\n{metric}" + (f"\n({UNITS[metric]})" if metric in UNITS else "")
 
 
 def _labels(positions: Sequence[Any], prompts: Prompts | None) -> list[str]:

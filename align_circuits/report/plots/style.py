@@ -3,7 +3,7 @@
 import html
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -22,6 +22,9 @@ SYMBOLS = ("circle", "x", "triangle-down", "triangle-up", "star", "diamond", "sq
 
 GREY = "#808080"
 """The one text colour with contrast on white and on black."""
+
+BLANK = "rgba(128,128,128,.3)"
+"""The ground of maps with blank cells."""
 
 RING = "#D55E00"
 """Stands out from every colour of both scales."""
@@ -95,10 +98,43 @@ def rings(x: Sequence[int], y: Sequence[int], size: int, width: int) -> go.Scatt
     return go.Scatter(x=x, y=y, mode="markers", marker=style, showlegend=False, hoverinfo="skip")
 
 
-def error_bars(frame: Any) -> dict[str, Any]:
-    """Returns the intervals of a table's rows."""
-    above, below = frame["high"] - frame["value"], frame["value"] - frame["low"]
-    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1.4, "width": 4}
+def points(
+    rows: Any, *, bars: bool = True, mode: str = "markers", along: Literal["x", "y"] = "y", **options: Any
+) -> go.Scatter:
+    """Returns the values of a table's rows, with bars for their intervals; `options` are those of `go.Scatter`."""
+    above, below = rows["high"] - rows["value"], rows["value"] - rows["low"]
+    style = {"type": "data", "symmetric": False, "thickness": 1.4, "width": 4}
+    ends = {**style, "array": above, "arrayminus": below} if bars else None
+    return go.Scatter({along: rows["value"], f"error_{along}": ends, "mode": mode, **options})
+
+
+def cells(z: Any, x: Any, y: Any, hover: str, gap: int | None = 1, **options: Any) -> go.Heatmap:
+    """Returns a map of numbers on the figure's common scale; `options` are those of `go.Heatmap`."""
+    return go.Heatmap(
+        z=z, x=x, y=y, coloraxis="coloraxis", xgap=gap, ygap=gap, hovertemplate=f"{hover}<extra></extra>", **options
+    )
+
+
+def interval_grids(frame: Any, rows: tuple[str, Sequence[Any]], columns: tuple[str, Sequence[Any]]) -> list[Any]:
+    """Returns the values of a table as a grid, and the ends of their intervals as two more.
+
+    Args:
+        frame: One row for each cell, at most.
+        rows: The key of the rows, and its values in order.
+        columns: The same of the columns.
+    """
+    (index, down), (column, across) = rows, columns
+    return [
+        frame.pivot(index=index, columns=column, values=end).reindex(index=down, columns=across).to_numpy(dtype=float)
+        for end in ("value", "low", "high")
+    ]
+
+
+def coloured(figure: go.Figure, title: str, bound: float = 1, *, signed: bool = False, **bar: Any) -> None:
+    """Sets the common scale of a figure's maps: from 0 to a bound, or around zero; `bar` is of its colour bar."""
+    colours, lowest = (DIVERGING, -bound) if signed else (SEQUENTIAL, 0)
+    bar = {"title": plain(title), **bar}
+    figure.update_layout(coloraxis={"colorscale": colours, "cmin": lowest, "cmax": bound, "colorbar": bar})
 
 
 def styled(figure: go.Figure, title: str, height: int) -> go.Figure:
