@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from align_circuits.circuits.faithful import faithfulness
     from align_circuits.heads.ablate import ablate_heads, ablation_baseline
     from align_circuits.heads.interchange_interventions import interchange
-    from align_circuits.heads.localize_heads import Localization, localize
+    from align_circuits.heads.localization import Localization
+    from align_circuits.heads.localize_heads import localize
     from align_circuits.heads.patch import patch_heads
     from align_circuits.heads.score import score_heads
     from align_circuits.heads.site_patching import patch_sites
@@ -42,7 +43,7 @@ _MODULES = {
     "Ablate": "align_circuits.hooks.edits",
     "Clamp": "align_circuits.hooks.edits",
     "LexiconTask": "align_circuits.tasks.lexicon",
-    "Localization": "align_circuits.heads.localize_heads",
+    "Localization": "align_circuits.heads.localization",
     "Pair": "align_circuits.run.pairs",
     "Patch": "align_circuits.hooks.edits",
     "Prompts": "align_circuits.prompts.prompts",

@@ -9,9 +9,10 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.ablate import ablation_baseline, effects_table
+from align_circuits.heads.ablate import ablation_baseline
+from align_circuits.heads.effects import effects_table
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.heads.renaming_test import redraws_tokens
+from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit
@@ -54,7 +55,7 @@ class GroupSearch:
     the round's candidates), and counts: with all members and candidates ablated, it alone brings something back; or,
     with the members ablated, its own ablation costs something. The first finds heads that share a job, of which any one
     can be missed; later rounds find backups, which take a role only once its heads are gone. Roles that are tested by
-    renaming tokens (`renaming_test`) have a first round only.
+    renaming tokens (`renamed_tokens`) have a first round only.
 
     Source: the backups of Wang et al. (2022), "Interpretability in the Wild", §3.4, and the self-repair of McGrath et
     al. (2023), "The Hydra Effect"; adding one head to an ablated group is the marginal contribution to the empty

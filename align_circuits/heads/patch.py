@@ -10,9 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.ablate import effects_table
-from align_circuits.heads.screening import check_screen, screen_of
-from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.heads.effects import check_screen, edit_effects
+from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import LAYER_SITES, Site
@@ -84,20 +83,18 @@ def patch_heads(
     check_screen(screen, sites)
     selected, masks = heads_of(model.cfg, heads), masks_of(pair.clean, positions)
     keys: list[tuple[Site, int, int | None, str]] = []
-    edit_sets: list[list[Patch]] = [[]]  # the first run is unpatched
-    edit_set_of: list[int] = []
+    patches: list[Patch] = []
+    patch_of: list[int] = []
     for site in dict.fromkeys(sites):
         for layer in sorted({layer for layer, _ in selected}):
             for together in _patched_together(model.cfg, site, layer, selected):
-                place: dict[str, Any] = {"heads": [(layer, head) for head in together]}
-                if site in LAYER_SITES:
-                    place = {"layers": [layer]}
+                of_heads = [(layer, head) for head in together if head is not None]
                 for name, mask in masks.items():
                     keys.extend((site, layer, head, name) for head in together)
-                    edit_set_of += [len(edit_sets)] * len(together)
-                    edit_sets.append([Patch(**place, site=site, positions=where_of(name, mask, pair.clean))])
+                    patch_of += [len(patches)] * len(together)
+                    patches.append(Patch(of_heads, site, layers=[] if of_heads else [layer], positions=mask))
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
-    return patching_table("patch_heads", model, pair, frame, edit_sets, edit_set_of, {}, options, screen)
+    return patching_table("patch_heads", model, pair, frame, patches, patch_of, {}, options, screen)
 
 
 def patching_table(
@@ -105,39 +102,35 @@ def patching_table(
     model: HookedModel,
     pair: Pair,
     keys: pd.DataFrame,
-    edit_sets: Sequence[Sequence[Edit]],
-    edit_set_of: Sequence[int],
+    patches: Sequence[Patch],
+    patch_of: Sequence[int],
     settings: Mapping[str, Any],
     options: RunOptions,
     screen: float | None = None,
 ) -> Table:
-    """Returns what edits that put the source run's activations into the base run change, as a table.
+    """Returns what putting the source run's activations into the base run changes, as a table (`edit_effects`).
 
-    Args:
-        verb: The public function that measures.
-        model: The model that runs.
-        pair: Clean and corrupted prompts, with what is measured.
-        keys: The key columns of the rows, with the column layer.
-        edit_sets: The edits of each run; the first has none.
-        edit_set_of: For each row the index of its edits: several rows may share them.
-        settings: What the provenance says beside the pair's own settings.
-        options: Engine and batch size.
-        screen: Of patches of heads alone, the share that is made.
+    `settings` is what the provenance says beside the pair's own settings.
     """
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
     targets = targets.with_reference(model, pair.clean, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
-    settings, screened = {**settings, "metric": targets.names, "kind": list(kinds)}, None
-    if screen is not None:
-        settings["screen"] = screen
-        about: dict[str, Any] = {"intact": pair.direction == "noise", "source": pair.source, "options": options}
-        screened = screen_of(screen, model, targets, kinds, keys, edit_sets, edit_set_of, **about)
-        edit_sets, edit_set_of = screened.only(edit_sets, edit_set_of)
-    values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
-    changes = values[:, edit_set_of] - values[:, :1]
-    keys, provenance = keys.assign(direction=pair.direction), pair.provenance(verb, model, settings, engine)
-    return effects_table(keys, changes, targets, kinds, provenance, screened)
+    settings = {**settings, "metric": targets.names, "kind": list(kinds)}
+    settings |= {} if screen is None else {"screen": screen}
+    return edit_effects(
+        model,
+        targets,
+        kinds,
+        keys.assign(direction=pair.direction),
+        patches,
+        patch_of,
+        lambda engine: pair.provenance(verb, model, settings, engine),
+        intact=pair.direction == "noise",
+        source=pair.source,
+        screen=screen,
+        options=options,
+    )
 
 
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
@@ -147,17 +140,17 @@ def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
     return {"examples": prompts.mask & ~tested, "test input": symbols, "test output": tested & ~symbols}
 
 
-def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"]]:
-    """Returns the tokens that are patched, by name.
+def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"] | None]:
+    """Returns the tokens that are patched, by name; None for all, which spares a comparison at each of them.
 
     Raises:
         KeyError: A named position that the prompts do not have.
         ValueError: A mask that is none of these prompts, or no positions at all.
     """
     if isinstance(positions, str):
-        return position_groups(clean) if positions == "groups" else {positions: clean.mask_of(positions)}
+        return {**position_groups(clean)} if positions == "groups" else {positions: clean.mask_of(positions)}
     if positions is None:
-        return {EVERYWHERE: clean.mask}
+        return {EVERYWHERE: None}
     if isinstance(positions, Sequence) and positions and all(isinstance(name, str) for name in positions):
         return {name: clean.mask_of(name) for name in positions}
     if not isinstance(positions, Mapping) or not positions:
@@ -172,11 +165,6 @@ def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "pr
                 f"each token of the prompts, {tuple(clean.mask.shape)}"
             )
     return dict(positions)
-
-
-def where_of(name: str | int, mask: Bool[Tensor, "prompt pos"], clean: Prompts) -> Bool[Tensor, "prompt pos"] | None:
-    """Returns the positions of a patch: None for every token, which spares a comparison at each of them."""
-    return None if name == EVERYWHERE and bool((mask == clean.mask).all()) else mask
 
 
 def _patched_together(cfg: Any, site: Site, layer: int, selected: Sequence[Head]) -> Sequence[Sequence[int | None]]:

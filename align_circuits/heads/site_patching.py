@@ -1,7 +1,7 @@
 """Activation patching of whole sites: which layer carries at which token what the answer depends on."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.patch import Positions, masks_of, patching_table, where_of
+from align_circuits.heads.patch import Positions, masks_of, patching_table
 from align_circuits.hooks.edits import Patch, edits_provenance
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
@@ -73,23 +73,22 @@ def patch_sites(
         ValueError: An unknown site or hook point, a layer or neuron that the model does not have, or a direction of
             another size.
     """
-    part: dict[str, Any] = {"neurons": neurons, "direction": direction}
-    masks = (
+    columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
+    masks: Mapping[int | str, Tensor | None] = (
         _each_column(pair.clean)
         if isinstance(positions, str) and positions == EACH
         else masks_of(pair.clean, positions)
     )
-    keys: list[tuple[str, int | None, int | str]] = []
-    edit_sets: list[list[Patch]] = [[]]  # the first run is unpatched
+    keys = []
+    patches: list[Patch] = []
     for site, layer, place in _places(model, sites, layers):
-        for name, mask in masks.items():
-            keys.append((site, layer, name))
-            edit_sets.append([Patch(**place, **part, positions=where_of(name, mask, pair.clean))])
+        keys += [(site, layer, name) for name in masks]
+        patches += [Patch(**place, **columns, positions=mask) for mask in masks.values()]
     frame = pd.DataFrame(keys, columns=["site", "layer", "position"])
-    record = edits_provenance([Patch(hook="", **part)])["edits"][0]
+    record = edits_provenance([Patch(hook="", **columns)])["edits"][0]
     names = {"neurons": "neurons", "direction": "direction_digest"}  # the pair's "direction" says which way it patches
     settings = {name: record[field] for field, name in names.items() if field in record}
-    return patching_table("patch_sites", model, pair, frame, edit_sets, range(1, len(edit_sets)), settings, options)
+    return patching_table("patch_sites", model, pair, frame, patches, range(len(patches)), settings, options)
 
 
 def _places(

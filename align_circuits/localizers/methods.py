@@ -20,7 +20,8 @@ from transformer_lens.head_detector import compute_head_attention_similarity_sco
 from align_circuits.circuits.attribute import EdgeMethod, HeadMethod, attribute_edges, attribute_heads
 from align_circuits.circuits.direct_effects import direct_logits
 from align_circuits.heads.ablate import How, ablate_heads
-from align_circuits.heads.localize_heads import Localization, localize
+from align_circuits.heads.localization import Localization
+from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.head_sets import Verdict
-from align_circuits.heads.localize_heads import Localization
+from align_circuits.heads.localization import Localization
+from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.files import replacing_in
 from align_circuits.prompts.prompts import KINDS
@@ -71,8 +71,8 @@ def save_localization(
     answer = answer_of(localization)
     with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
         for name in others:
-            if getattr(localization, name) is not None:
-                getattr(localization, name).save(new / name)
+            if getattr(localization.evidence, name) is not None:
+                getattr(localization.evidence, name).save(new / name)
         write_report(
             new / "report.html",
             title="Alignment and lookup heads, and their causal role",
@@ -140,13 +140,13 @@ def _sections(localization: Localization) -> Iterator[Section]:
         [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
         or "<p>No head was a candidate.</p>",
     )
-    if localization.interchanges is not None:
+    if localization.evidence.interchanges is not None:
         yield (
             "Interchange interventions",
             "Outputs of heads on the clean prompt are patched into the corrupted one. Interchange: how often the model "
             "then gives the clean prompt's answer; kept: how often it still gives the corrupted prompt's. For single "
             "candidates, the heads of each role, all named heads, and as many random ones. Nothing: the unpatched run.",
-            localization.interchanges,
+            localization.evidence.interchanges,
         )
     if attention is not None:
         yield (
@@ -187,8 +187,8 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
     scores = localization.table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
     effects = {
-        "patching": (localization.patching_effects, "Patched"),
-        "ablation effects": (localization.ablation_effects, "Ablated"),
+        "patching": (localization.evidence.patching_effects, "Patched"),
+        "ablation effects": (localization.evidence.ablation_effects, "Ablated"),
     }
     maps = {
         name: plots.head_maps(
@@ -203,8 +203,8 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
         if len(table)
     }
     return {
-        "ablation": plots.ablation(localization.group_ablations),
-        "scores": plots.head_maps(scores, list(localization.roles), by="role", marked=localization.heads_by_role),
+        "ablation": plots.ablation(localization.evidence.group_ablations),
+        "scores": plots.head_maps(scores, list(localization.task.roles), by="role", marked=localization.heads_by_role),
         **maps,
     }
 
@@ -227,11 +227,11 @@ def groups_table(localization: Localization) -> Html:
 
 def attention_of(localization: Localization) -> AttentionView | None:
     """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
-    by_role, patterns = localization.heads_by_role.values(), localization.example_attention
+    by_role, patterns = localization.heads_by_role.values(), localization.example.attention
     ranks = range(max(map(len, by_role), default=0))
     ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
     shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
-    return AttentionView(localization.prompts[0], localization.example_positions, shown) if shown else None
+    return AttentionView(localization.prompts[0], localization.example.positions, shown) if shown else None
 
 
 def named_heads(localization: Localization) -> Html:
@@ -251,7 +251,7 @@ def named_heads(localization: Localization) -> Html:
     if not rows:
         return Html("<p>No head reached all thresholds.</p>")
     meaning = "; ".join(
-        f"<b>{escape(role)}</b> {escape(localization.roles[role])}"
+        f"<b>{escape(role)}</b> {escape(localization.task.roles[role])}"
         for role, heads in localization.heads_by_role.items()
         if heads
     )
@@ -302,7 +302,7 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
-            yield Html(f"<h3>{describe(heads[:1])}, {escape(role)}: {escape(localization.roles[role])}</h3>")
+            yield Html(f"<h3>{describe(heads[:1])}, {escape(role)}: {escape(localization.task.roles[role])}</h3>")
             yield attention.drawing(heads[0], role)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.localize_heads import ALIGNERS
+from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.papers.claims import Check, Claim, value_of
 from align_circuits.papers.study import Experiment, Inputs, Measurement, Rows, Study
 from align_circuits.report import plots

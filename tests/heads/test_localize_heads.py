@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 
 import align_circuits as ac
 from align_circuits.heads import head_sets, localize_heads
 from align_circuits.heads.head_groups import GroupMember
-from align_circuits.heads.head_sets import Verdict, layer_matched, score_matched
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.report import save_localization
 from align_circuits.tables.tables import Provenance

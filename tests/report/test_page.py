@@ -13,6 +13,8 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
+from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.localization import Example, TaskFacts
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import describe
 from align_circuits.papers.claims import Claim, Measured, checks_html
@@ -71,15 +73,15 @@ def localized(model: Any, prompts: ac.Prompts) -> ac.Localization:
     return ac.Localization(
         table=Table(measured.reset_index(drop=True), MADE),
         heads_by_role=named,
-        patching_effects=table_of(keys, 4.0 * causal, 0.1, False),
-        ablation_effects=table_of(keys, -2.5 * causal, 0.1, False),
-        group_ablations=table_of(groups, np.where(groups["ablated"] == "named", 0.2, 0.9), 0.02, True),
+        evidence=Evidence(
+            patching_effects=table_of(keys, 4.0 * causal, 0.1, False),
+            ablation_effects=table_of(keys, -2.5 * causal, 0.1, False),
+            group_ablations=table_of(groups, np.where(groups["ablated"] == "named", 0.2, 0.9), 0.02, True),
+        ),
         prompts=prompts,
-        example_attention=shown.rows,
-        example_positions=list(shown.positions),
         thresholds=Thresholds(effect=0.1),
-        roles=ROLES,
-        notes=("Heads <align> & look up.",),
+        task=TaskFacts(ROLES, notes=("Heads <align> & look up.",)),
+        example=Example(shown.rows, list(shown.positions)),
     )
 
 
@@ -112,7 +114,7 @@ def test_a_localization_shows_itself(localization):
     role, (head, *_) = next((role, named) for role, named in localization.heads_by_role.items() if named)
     score = localization.table.where(role=role, metric="score", layer=head[0], head=head[1]).frame["value"].item()
     assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", "0.004"))
-    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), notes=())
+    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), task=TaskFacts())
     assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
     assert nothing._repr_html_() == "<p>No head passes every test.</p>"
 
@@ -149,13 +151,16 @@ def test_the_named_heads_come_with_their_evidence(localization):
 
 
 def test_a_report_without_any_named_head_says_so(tmp_path, localization):
+    found = localization.evidence
     none = replace(
         localization,
         heads_by_role=dict.fromkeys(ROLES, ()),
-        patching_effects=empty(localization.patching_effects),
-        ablation_effects=empty(localization.ablation_effects),
-        group_ablations=localization.group_ablations.where(ablated="nothing"),
-        example_attention={},
+        evidence=Evidence(
+            patching_effects=empty(found.patching_effects),
+            ablation_effects=empty(found.ablation_effects),
+            group_ablations=found.group_ablations.where(ablated="nothing"),
+        ),
+        example=Example(),
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")
