@@ -14,6 +14,7 @@ from align_circuits.hooks.heads import Head
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.tables.intervals import benjamini_hochberg
 from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import Task
 
 ALIGNERS = ("align_query", "align_key")
 """The roles that follow an alignment."""
@@ -56,14 +57,8 @@ def confounded_roles(prompts: Prompts, roles: Sequence[str]) -> list[str]:
     return [role for role in roles if role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5]
 
 
-def limits(prompts: Prompts, roles: Sequence[str], caveats: Sequence[str]) -> tuple[str, ...]:
-    """Returns what the nulls of these roles cannot establish on the prompts, in sentences.
-
-    Args:
-        prompts: The prompts that test.
-        roles: The roles.
-        caveats: What the task itself says (`Task.caveats`).
-    """
+def limits(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
+    """Returns what cannot be established for these roles on the prompts that test, in sentences."""
     notes = []
     others = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in others if not redraws_tokens(prompts, role)]
@@ -78,7 +73,7 @@ def limits(prompts: Prompts, roles: Sequence[str], caveats: Sequence[str]) -> tu
             f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
             "head can be told from one that always attends there: vary their order."
         )
-    notes += caveats
+    notes += task.caveats
     if confounded_roles(prompts, roles):
         notes.append(
             "All keys of the alignment are at one distance, so an aligner is named only if it follows the control "

@@ -123,7 +123,7 @@ def _screened(
     source: Prompts | None,
     options: RunOptions,
 ) -> tuple[Bool[ndarray, " key"], Float[ndarray, "key metric kind prompt"]]:
-    """Which edits change the answer most, in either direction, and estimates of all; NaN for metrics without a gradient.
+    """Which edits change the answer most, in either direction, and estimates of all; NaN for a metric without gradient.
 
     The first metric that has a gradient decides, over the first kind of targets. The share is taken of each site and
     each group of positions on its own, rounded up.

@@ -12,8 +12,7 @@ from numpy import ndarray
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.candidates import Candidate, corrected
-from align_circuits.heads.control_sets import first_enough, measured_beside
-from align_circuits.heads.interchange_interventions import answers_differ, interchange
+from align_circuits.heads.control_sets import control_sets, first_enough, half_of_each, measured_beside
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
 from align_circuits.hooks.edits import Ablate
@@ -22,7 +21,6 @@ from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.batching import CPU_TOKENS
 from align_circuits.run.options import RunOptions
-from align_circuits.run.pairs import Pair
 from align_circuits.run.target_metrics import TargetMetrics, by_kind, means_by_prompt
 from align_circuits.tables.tables import Provenance, Table
 
@@ -90,52 +88,64 @@ def evidence_table(
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)
 
 
-def interchanges_of(
-    model: HookedModel,
-    pair: Pair,
-    candidates: Sequence[Head],
-    heads_by_role: Mapping[str, Sequence[Head]],
-    named: Sequence[Head],
-    random: Sequence[Sequence[Head]],
-    options: RunOptions,
-) -> Table | None:
-    """Returns how often candidates, named heads and random ones bring the other prompt's answer along."""
-    if not answers_differ(pair).any():
-        return None
-    groups: dict[str, Sequence[Head]] = {role: heads for role, heads in heads_by_role.items() if heads}
-    if named:
-        groups |= {"named": named} | {f"random {draw}": heads for draw, heads in enumerate(random)}
-    return interchange(model, pair, heads=candidates, groups=groups, options=options)
-
-
 class HeadSets:
-    """Sets of heads of one model, ablated to their means on the prompts that test.
+    """Sets of heads of one model, ablated to their means on the prompts that test, beside control sets.
 
     Args:
         model: A model with TransformerLens's hooks.
         tested: The prompts.
+        scores: For each role the scores of all heads.
         thresholds: What a set must reach.
+        draws: How many control sets of each kind are drawn.
+        seed: Of the draws.
         options: How the model is run.
     """
 
-    def __init__(self, model: HookedModel, tested: Prompts, thresholds: Thresholds, options: RunOptions):
-        self._model, self._tested, self._thresholds, self._options = model, tested, thresholds, options
-        self.heads = heads_of(model.cfg)
+    def __init__(
+        self,
+        model: HookedModel,
+        tested: Prompts,
+        scores: Mapping[str, Float[ndarray, "layer head"]],
+        thresholds: Thresholds,
+        draws: int,
+        seed: int,
+        options: RunOptions,
+    ):
+        self._model, self._tested, self._options = model, tested, options
+        self._scores, self._thresholds, self._draws, self._seed = scores, thresholds, draws, seed
+        self._heads = heads_of(model.cfg)
         # The first token of a phrase shows best what alignment and lookup do.
         self.kind = "first" if "first" in by_kind(tested) else "all"
         self._decides = by_kind(tested)[self.kind]
         self._right: dict[tuple[Head, ...], Float[ndarray, " target"]] = {}  # sets measured on all prompts
         self._engine = ""
 
-    def without(self, heads: Sequence[Head]) -> list[Head]:
-        """Returns all other heads."""
-        return [head for head in self.heads if head not in heads]
+    def controls(self, heads: Sequence[Head], others: Sequence[Head] | None = None) -> dict[str, list[list[Head]]]:
+        """Returns the control sets of a set (`control_sets`), by default of all other heads."""
+        others = self._without(heads) if others is None else others
+        return control_sets(heads, others, self._scores, self._draws, self._seed)
+
+    def test_roles(self, heads_by_role: Mapping[str, Sequence[Head]]) -> list[Verdict]:
+        """Returns for each role whether its heads are necessary; none where all named heads have one role.
+
+        Control sets are drawn from the heads that were named for no role: those of other roles may be necessary too.
+        Half of them are of the same layers, half of similar scores, as far as they differ.
+        """
+        of_roles = {role: heads for role, heads in heads_by_role.items() if heads}
+        if len({frozenset(heads) for heads in of_roles.values()}) < 2:
+            return []
+        unnamed = self._without([head for heads in of_roles.values() for head in heads])
+        verdicts = []
+        for role, heads in of_roles.items():
+            controls = {"unnamed": half_of_each(self.controls(heads, unnamed), self._draws)}
+            verdicts += self.test(heads, ("necessary",), controls, role=role)[1]
+        return verdicts
 
     def test(
         self,
         heads: Sequence[Head],
-        controls: Mapping[str, Sequence[Sequence[Head]]],
         claims: Sequence[Claim],
+        controls: Mapping[str, Sequence[Sequence[Head]]],
         also: Mapping[str, Sequence[Head]] = MappingProxyType({}),
         **about: Any,
     ) -> tuple[Table, list[Verdict]]:
@@ -146,12 +156,12 @@ class HeadSets:
 
         Args:
             heads: The set.
-            controls: Sets of as many other heads, by kind.
             claims: What is asked.
+            controls: Sets of as many other heads, by kind.
             also: Other sets by name, whose accuracy is measured too.
             **about: `smallest` or `role`, as `Verdict` has them.
         """
-        rest, prefix = self.without(heads), {"necessary": "", "sufficient": "rest of "}
+        rest, prefix = self._without(heads), {"necessary": "", "sufficient": "rest of "}
         sets: dict[str, Sequence[Head]] = {"nothing": ()} | {name: of_name for name, of_name in also.items() if of_name}
         sets |= {"named": heads} if "necessary" in claims else {}
         sets |= {"rest": rest} if "sufficient" in claims and rest else {}
@@ -164,7 +174,7 @@ class HeadSets:
             if tested is None or not is_large(claim, intact, self._accuracy(tested), least):
                 continue
             drawn = [
-                (prefix[claim] + name, draw, control if claim == "necessary" else self.without(control))
+                (prefix[claim] + name, draw, control if claim == "necessary" else self._without(control))
                 for draw in range(max(map(len, controls.values())))
                 for kind, name in CONTROL_ROWS.items()
                 for control in controls.get(kind, ())[draw : draw + 1]
@@ -174,7 +184,7 @@ class HeadSets:
         table = self._table(rows, values)
         decisive = table.where(kind=self.kind)
         return table, [
-            verdict_of(claim, heads, decisive, len(self.heads), self._thresholds, **about) for claim in claims
+            verdict_of(claim, heads, decisive, len(self._heads), self._thresholds, **about) for claim in claims
         ]
 
     def _right_beside(
@@ -190,6 +200,9 @@ class HeadSets:
 
         kinds, batches = [name for name, *_ in drawn], [in_batch[first] for first in firsts]
         return measured_beside(claim, tested, kinds, batches, measure, self._decides, self._thresholds.alpha)
+
+    def _without(self, heads: Sequence[Head]) -> list[Head]:
+        return [head for head in self._heads if head not in heads]
 
     def _accuracy(self, right: Float[ndarray, " target"]) -> float:
         """The share of the targets that decide which is right."""

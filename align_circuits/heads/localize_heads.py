@@ -11,15 +11,15 @@ from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
 from align_circuits.heads.candidates import attending, attending_diffusely, confounded_roles, limits
-from align_circuits.heads.control_sets import control_sets, half_of_each
-from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, interchanges_of, smallest_sets
+from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.head_groups import GroupSearch
+from align_circuits.heads.interchange_interventions import answers_differ, interchange
 from align_circuits.heads.localization import Example, Localization, TaskFacts
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.heads.thresholds import Thresholds
-from align_circuits.heads.verdicts import Claim, diffuse_aligners, named_heads
+from align_circuits.heads.verdicts import diffuse_aligners, named_heads
 from align_circuits.hooks.left_as_found import leaves_as_found
 from align_circuits.models.protocol import HookedModel, provenance_of
 from align_circuits.prompts.prompts import Prompts
@@ -98,92 +98,75 @@ def localize(
     if draws < 0:
         raise ValueError(f"draws={draws}: give the number of sets of random heads to ablate, 0 for none")
     with shared_runs(model):
-        return _localized(model, task, n, seed, thresholds, draws, options, smallest=smallest, groups=groups)
+        tokenizer = getattr(model, "tokenizer", None)
+        prompts = task.sample(n, tokenizer, seed=seed)
+        half = first_half(prompts)
+        discovery, tested = prompts[:half], prompts[half:]
+        roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
+        if not roles:
+            raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
+        metrics = [*roles, *(f"{role}_attention" for role in roles)]
+        pair = Pair(*task.pairs(tested, seed))
 
+        discovered = score_heads(model, discovery, metrics, options=options)
+        candidates = attending(discovered, roles, thresholds)
+        diffuse = attending_diffusely(discovered, roles, thresholds)
+        heads = sorted({head for head, _ in [*candidates, *diffuse]})
 
-def _localized(
-    model: HookedModel,
-    task: Task,
-    n: int,
-    seed: int,
-    thresholds: Thresholds,
-    draws: int,
-    options: RunOptions,
-    *,
-    smallest: bool,
-    groups: bool,
-) -> Localization:
-    tokenizer = getattr(model, "tokenizer", None)
-    prompts = task.sample(n, tokenizer, seed=seed)
-    half = first_half(prompts)
-    discovery, tested = prompts[:half], prompts[half:]
-    roles = [role for role in task.roles if len(prompts.relations.get(role, ()))]
-    if not roles:
-        raise ValueError(f"no role to name heads for: the prompts have no row of {', '.join(task.roles)}")
-    metrics = [*roles, *(f"{role}_attention" for role in roles)]
-    pair = Pair(*task.pairs(tested, seed))
+        scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
+        other = task.control()
+        control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
+        ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
+        patching_effects = patch_heads(model, pair, heads=heads, options=options)
+        settings = {"n": n, "seed": seed, "draws": draws, "smallest": smallest, "thresholds": asdict(thresholds)}
+        settings |= {"groups": True} if groups else {}
+        provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
+        families = [candidates, diffuse]
+        table = evidence_table(scores, control, p, families, ablation_effects, patching_effects, provenance)
 
-    discovered = score_heads(model, discovery, metrics, options=options)
-    candidates = attending(discovered, roles, thresholds)
-    diffuse = attending_diffusely(discovered, roles, thresholds)
-    heads = sorted({head for head, _ in [*candidates, *diffuse]})
+        confounded = confounded_roles(tested, roles)
+        heads_by_role = named_heads(table, candidates, roles, thresholds, confounded)
+        aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded)
+        named = sorted({head for of_role in heads_by_role.values() for head in of_role})
+        members = {}
+        if groups:
+            search = GroupSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
+            # Where a fixed distance does as well as the alignment, only the control tells them apart: it is not run
+            # here.
+            members = {role: search.group(role, heads_by_role[role]) for role in roles if role not in confounded}
+        of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
 
-    scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
-    other = task.control()
-    control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
-    ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
-    patching_effects = patch_heads(model, pair, heads=heads, options=options)
-    settings = {"n": n, "seed": seed, "draws": draws, "smallest": smallest, "thresholds": asdict(thresholds)}
-    settings |= {"groups": True} if groups else {}
-    provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
-    families = [candidates, diffuse]
-    table = evidence_table(scores, control, p, families, ablation_effects, patching_effects, provenance)
+        grids = {role: scores.grid(role) for role in roles}
+        sets = HeadSets(model, tested, grids, thresholds, draws, seed, options)
+        controls = sets.controls(named)
+        group_ablations, verdicts = sets.test(
+            named, ("necessary", "sufficient") if named else (), controls, {**heads_by_role, **of_groups}
+        )
+        verdicts += sets.test_roles(heads_by_role)
+        if smallest and named:
+            for claim, found in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
+                verdicts += sets.test(found, (claim,), sets.controls(found), smallest=True)[1]
+        interchanges = None
+        if answers_differ(pair).any():
+            patched = {role: of_role for role, of_role in heads_by_role.items() if of_role}
+            patched |= {"named": named} if named else {}
+            patched |= {f"random {draw}": drawn for draw, drawn in enumerate(controls["layers"] if named else ())}
+            interchanges = interchange(model, pair, heads=heads, groups=patched, options=options)
 
-    confounded = confounded_roles(tested, roles)
-    heads_by_role = named_heads(table, candidates, roles, thresholds, confounded)
-    aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded)
-    named = sorted({head for of_role in heads_by_role.values() for head in of_role})
-    members = {}
-    if groups:
-        search = GroupSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
-        # Where a fixed distance does as well as the alignment, only the control tells them apart: it is not run here.
-        members = {role: search.group(role, heads_by_role[role]) for role in roles if role not in confounded}
-
-    sets, grids = HeadSets(model, tested, thresholds, options), {role: scores.grid(role) for role in roles}
-    both: tuple[Claim, ...] = ("necessary", "sufficient") if named else ()
-    controls = control_sets(named, sets.without(named), grids, draws, seed)
-    of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
-    group_ablations, verdicts = sets.test(named, controls, both, {**heads_by_role, **of_groups})
-    if len({frozenset(of_role) for of_role in heads_by_role.values() if of_role}) > 1:  # else they are all named heads
-        unnamed = sets.without(named)  # heads of other roles may be necessary too
-        for role, of_role in heads_by_role.items():
-            if of_role:
-                halves = {"unnamed": half_of_each(control_sets(of_role, unnamed, grids, draws, seed), draws)}
-                verdicts += sets.test(of_role, halves, ("necessary",), role=role)[1]
-    if smallest and named:
-        for claim, found in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
-            others = control_sets(found, sets.without(found), grids, draws, seed)
-            verdicts += sets.test(found, others, (claim,), smallest=True)[1]
-
-    first = tested[:1]
-    positions = example_positions(first)
-    return Localization(
-        table,
-        heads_by_role,
-        Evidence(
-            patching_effects,
-            ablation_effects,
-            group_ablations,
-            interchanges_of(model, pair, heads, heads_by_role, named, controls["layers"], options),
-        ),
-        tested,
-        thresholds,
-        TaskFacts({role: task.roles[role] for role in roles}, task.target_name, limits(tested, roles, task.caveats)),
-        Example(attention_from(model, first, named, positions, options), positions.tolist()),
-        tuple(verdicts),
-        aligners,
-        members,
-    )
+        first = tested[:1]
+        positions = example_positions(first)
+        return Localization(
+            table,
+            heads_by_role,
+            Evidence(patching_effects, ablation_effects, group_ablations, interchanges),
+            tested,
+            thresholds,
+            TaskFacts({role: task.roles[role] for role in roles}, task.target_name, limits(task, tested, roles)),
+            Example(attention_from(model, first, named, positions, options), positions.tolist()),
+            tuple(verdicts),
+            aligners,
+            members,
+        )
 
 
 def example_positions(prompt: Prompts) -> Int[Tensor, " row"]:
