@@ -1,7 +1,7 @@
 """Activation patching of whole sites: which layer carries at which token what the answer depends on."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -74,11 +74,8 @@ def patch_sites(
             another size.
     """
     columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
-    masks: Mapping[int | str, Tensor | None] = (
-        _each_column(pair.clean)
-        if isinstance(positions, str) and positions == EACH
-        else masks_of(pair.clean, positions)
-    )
+    each = isinstance(positions, str) and positions == EACH
+    masks = _each_column(pair.clean) if each else masks_of(pair.clean, positions)
     keys = []
     patches: list[Patch] = []
     for site, layer, place in _places(model, sites, layers):

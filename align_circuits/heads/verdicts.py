@@ -149,7 +149,7 @@ def verdict_of(
         thresholds: What a set must reach.
         **about: `smallest` or `role`, as `Verdict` has them.
     """
-    by_name: dict[str, Any] = dict(iter(accuracies.frame.groupby("ablated")))
+    by_name: Any = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
     tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
     draws = {kind: by_name.get(f"{prefix}{row}") for kind, row in CONTROL_ROWS.items()}
@@ -158,7 +158,9 @@ def verdict_of(
         tuple(heads),
         total,
         float(by_name["nothing"]["value"].iloc[0]),
-        *(float(tested[column]) for column in ("value", "low", "high")),
+        float(tested["value"]),
+        float(tested["low"]),
+        float(tested["high"]),
         {kind: tuple(map(float, rows["value"])) for kind, rows in draws.items() if rows is not None},
         thresholds.least(claim),
         thresholds.alpha,
