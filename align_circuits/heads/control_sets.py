@@ -24,17 +24,10 @@ def control_sets(
     draws: int,
     seed: int,
 ) -> dict[str, list[list[Head]]]:
-    """Returns sets of as many other heads, several of each kind (`CONTROLS`); none if there are no other heads.
+    """Returns sets of as many of `others` as there are heads, `draws` of each kind (`CONTROLS`); none without others.
 
-    All sets of a kind differ. Where heads of the same layers, or of similar scores, make too few, heads of the
-    next layers are drawn too, or of scores that are less similar.
-
-    Args:
-        heads: The set that is tested.
-        others: The heads to draw from.
-        scores: For each role the scores of all heads.
-        draws: How many sets of each kind.
-        seed: Of the draws.
+    All sets of a kind differ. Where heads of the same layers, or of similar scores (of any role), make too few, heads
+    of the next layers are drawn too, or of scores that are less similar.
     """
     if not others:
         return {"layers": [], "scores": []}
@@ -57,13 +50,9 @@ def next_to_measure(
 ) -> int | None:
     """Returns the control set to go on with: that most likely to do as well as the tested set, which settles the claim.
 
-    A set that does as well so far, on the targets that it was measured on; else one that was not begun; else that which
-    falls short by the least. None if all are measured or cannot do as well.
-
-    Args:
-        claim: The claim.
-        tested: Which targets are right with the tested set.
-        right: Which are with the control sets; NaN where it is not known.
+    From which targets are right with the tested set and with the control sets (NaN where it is not known): a set that
+    does as well so far, on the targets that it was measured on; else one that was not begun; else that which falls
+    short by the least. None if all are measured or cannot do as well.
     """
     known = ~np.isnan(right)
     count = np.maximum(known.sum(1), 1)
@@ -91,7 +80,7 @@ def measured_beside(
     doing as well is never below that of all draws.
 
     Args:
-        claim: The claim.
+        claim: What is asked.
         tested: Which targets are right with the tested set.
         kinds: The kind of each control set.
         batches: The targets of each batch.

@@ -50,7 +50,7 @@ def edit_effects(
         keys: The key columns of the rows, layer among them.
         edits: What is done, one after another.
         edit_of: The edit of each row: heads that share a key head have one in common.
-        provenance: Of the table, from the engine that ran.
+        provenance: From the engine that ran.
         intact: Whether the unedited run is the one that `"kl"` is measured from.
         source: The other prompts of a patch.
         screen: The share of the edits, all of heads, that is made; the others' effects are estimated.

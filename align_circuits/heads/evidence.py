@@ -53,17 +53,7 @@ def evidence_table(
     patching_effects: Table,
     provenance: Provenance,
 ) -> Table:
-    """Returns `Localization.table`: all evidence for each head in each role.
-
-    Args:
-        scores: The scores of all heads, and their attention to keys.
-        control: Their scores on the control, if there is one.
-        p: The p-values of all heads, by role.
-        families: The candidates; p-values are corrected in each family.
-        ablation_effects: Of the candidates.
-        patching_effects: Of the candidates.
-        provenance: Of the table.
-    """
+    """Returns `Localization.table`: all evidence for each head in each role, p-values corrected in each family."""
     q = corrected(p, families)
     no_interval = {"low": np.nan, "high": np.nan}
     frames = []
@@ -89,17 +79,7 @@ def evidence_table(
 
 
 class HeadSets:
-    """Sets of heads of one model, ablated to their means on the prompts that test, beside control sets.
-
-    Args:
-        model: A model with TransformerLens's hooks.
-        tested: The prompts.
-        scores: For each role the scores of all heads.
-        thresholds: What a set must reach.
-        draws: How many control sets of each kind are drawn.
-        seed: Of the draws.
-        options: How the model is run.
-    """
+    """Sets of heads of one model, ablated to their means on the prompts that test, beside control sets."""
 
     def __init__(
         self,

@@ -139,16 +139,7 @@ def as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> B
 def verdict_of(
     claim: Claim, heads: Sequence[Head], accuracies: Table, total: int, thresholds: Thresholds, **about: Any
 ) -> Verdict:
-    """Returns the verdict on a set of heads.
-
-    Args:
-        claim: The claim.
-        heads: The set.
-        accuracies: Rows of `Evidence.group_ablations`, of the targets that decide.
-        total: How many heads the model has.
-        thresholds: What a set must reach.
-        **about: `smallest` or `role`, as `Verdict` has them.
-    """
+    """Returns the verdict on a set of heads, from the rows of `Evidence.group_ablations` of the targets that decide."""
     by_name: Any = dict(iter(accuracies.frame.groupby("ablated")))
     prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
     tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
@@ -175,14 +166,10 @@ def named_heads(
     needed: Thresholds,
     confounded: Sequence[str] = (),
 ) -> dict[str, tuple[Head, ...]]:
-    """Returns the candidates that pass every test, by role, best score first.
+    """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
 
-    Args:
-        table: The evidence for each head in each role (`evidence_table`).
-        candidates: Heads that were chosen on other prompts.
-        roles: Those that heads are named for; a head's best role is one of them.
-        needed: What a head must reach.
-        confounded: Roles whose heads must keep their score on the control, since a fixed distance would do as well.
+    A head's best role is one of `roles`. In `confounded` roles, where a fixed distance would do as well, it must keep
+    its score on the control.
     """
     evidence: Any = table.frame.set_index(["layer", "head", "role", "metric"]).sort_index()
     attention: Any = table.frame[(table.frame["metric"] == "attention") & table.frame["role"].isin(roles)]

@@ -1,7 +1,6 @@
 """Ablation beside loops over heads, tokens and targets."""
 
 import inspect
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,21 +17,8 @@ KINDS = ("all", "first", "later")
 
 
 @pytest.fixture(scope="module")
-def prompts(char_tokenizer) -> Prompts:
-    """Any token may be right, so that a random model is, now and then."""
-    prompts = TASK.sample(3, char_tokenizer, seed=0)
-    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
-
-
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def model(request, random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model(request.param), tokenizer=char_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+def prompts(accepting) -> Prompts:
+    return accepting(TASK, 3)
 
 
 def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
@@ -99,8 +85,9 @@ def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[t
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
-def test_equals_a_loop(model, prompts, how, char_tokenizer):
-    others = TASK.sample(3, char_tokenizer, seed=8)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_equals_a_loop(models, name, prompts, how, char_tokenizer):
+    model, others = models[name], TASK.sample(3, char_tokenizer, seed=8)
     for reference in (None, others) if how == "mean" else (None,):
         table = ablate_heads(model, prompts, how, baseline=reference, options=ac.RunOptions(batch_size=2))
         expected = looped(model, prompts, how, reference or prompts)

@@ -1,7 +1,6 @@
 """Patching beside loops over heads, and beside TransformerLens's own."""
 
 import inspect
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,21 +23,13 @@ SITES: Any = (*HEAD_SITES, *(site for site in LAYER_SITES if site != "resid_mid"
 
 
 @pytest.fixture(scope="module")
-def clean(char_tokenizer) -> Prompts:
-    """Any token may be right, so that a random model is, now and then."""
-    prompts = TASK.sample(4, char_tokenizer, seed=0)
-    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
+def clean(accepting) -> Prompts:
+    return accepting(TASK, 4)
 
 
 @pytest.fixture(scope="module")
 def corrupted(clean) -> Prompts:
     return TASK.corrupt(clean, "query", seed=1)
-
-
-@pytest.fixture(scope="module")
-def models(random_hf_model, char_tokenizer):
-    return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ("llama", "gpt2")}
 
 
 def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
