@@ -17,7 +17,7 @@ _TRIES = 3
 """How many sets are drawn for each that is wanted, before heads that are less alike are drawn too."""
 
 
-def control_sets(
+def controls_of(
     heads: Sequence[Head],
     others: Sequence[Head],
     scores: Mapping[str, Float[ndarray, "layer head"]],

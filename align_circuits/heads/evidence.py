@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.heads.candidates import Candidate, corrected
-from align_circuits.heads.control_sets import control_sets, first_enough, half_of_each, measured_beside
+from align_circuits.heads.control_sets import controls_of, first_enough, half_of_each, measured_beside
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.heads.verdicts import CONTROL_ROWS, Claim, Verdict, is_large, verdict_of
 from align_circuits.hooks.edits import Ablate
@@ -101,9 +101,9 @@ class HeadSets:
         self._engine = ""
 
     def controls(self, heads: Sequence[Head], others: Sequence[Head] | None = None) -> dict[str, list[list[Head]]]:
-        """Returns the control sets of a set (`control_sets`), by default of all other heads."""
+        """Returns the control sets of a set (`controls_of`), by default of all other heads."""
         others = self._without(heads) if others is None else others
-        return control_sets(heads, others, self._scores, self._draws, self._seed)
+        return controls_of(heads, others, self._scores, self._draws, self._seed)
 
     def test_roles(self, heads_by_role: Mapping[str, Sequence[Head]]) -> list[Verdict]:
         """Returns for each role whether its heads are necessary; none where all named heads have one role.

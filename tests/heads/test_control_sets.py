@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from align_circuits.heads.control_sets import (
-    control_sets,
+    controls_of,
     first_enough,
     half_of_each,
     layer_matched,
@@ -44,26 +44,26 @@ def test_control_sets_differ_from_each_other():
     heads, scores = [(layer, head) for layer in range(4) for head in range(3)], {"a": np.arange(12).reshape(4, 3) / 11}
     for tested, most in (([(1, 0), (1, 1)], 20), ([(1, 0)], 11)):
         others = [head for head in heads if head not in tested]
-        for kind, drawn in control_sets(tested, others, scores, 20, seed=0).items():
+        for kind, drawn in controls_of(tested, others, scores, 20, seed=0).items():
             distinct = {frozenset(heads) for heads in drawn}
             assert len(distinct) == len(drawn) == most, kind
             assert all(len(heads) == len(tested) and not heads & set(tested) for heads in distinct), kind
-    nearest = control_sets([(1, 0)], [head for head in heads if head != (1, 0)], scores, 2, seed=0)["layers"]
+    nearest = controls_of([(1, 0)], [head for head in heads if head != (1, 0)], scores, 2, seed=0)["layers"]
     assert [layer for [(layer, _)] in nearest] == [1, 1]
 
 
 def test_controls_of_other_layers_and_scores_come_where_there_are_too_few():
     """The nearest first."""
     others, scores = [(layer, head) for layer in range(4) for head in range(2)][1:], {"a": np.zeros((4, 2))}
-    drawn = control_sets([(0, 0)], others, scores, 20, seed=0)["layers"]
+    drawn = controls_of([(0, 0)], others, scores, 20, seed=0)["layers"]
     assert [layer for [(layer, _)] in drawn] == [0, 1, 1, 2, 2, 3, 3]
     for width, layers in ((0, {0}), (1, {0, 1}), (2, {0, 1, 2})):
         found = [layer_matched([(0, 0)], others, np.random.default_rng(seed), width) for seed in range(30)]
         assert {layer for [(layer, _)] in found} == layers
-    assert control_sets([(0, 0), *others], [], scores, 20, seed=0) == {"layers": [], "scores": []}, "none is left"
+    assert controls_of([(0, 0), *others], [], scores, 20, seed=0) == {"layers": [], "scores": []}, "none is left"
     others, scores = [(1, 0), (2, 0), (3, 0)], {"a": np.array([[1.0], [0.9], [0.6], [0.4]])}
     for draws in (20, 2):
-        assert control_sets([(0, 0)], others, scores, draws, 0)["scores"] == [[head] for head in others][:draws]
+        assert controls_of([(0, 0)], others, scores, draws, 0)["scores"] == [[head] for head in others][:draws]
     scores = {"a": np.array([[0.5, 0.0], [0.75, 0.0]])}
     for seed in range(10):
         generator = np.random.default_rng(seed)
