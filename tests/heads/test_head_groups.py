@@ -100,6 +100,7 @@ def test_roles_that_are_tested_by_renaming_have_one_round(split):
         p_values(model, prompts, ["duplicate"], edits=[edit])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("by_renaming", "rounds"), [(False, [1, 2, 3]), (True, [1])])
 def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
     """In each another head attends; one that was named alone is a member whether or not it does."""

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from by_hand import changes
 from torch import Tensor
 from transformer_lens import patching
 
@@ -32,43 +33,20 @@ def corrupted(clean) -> Prompts:
     return TASK.corrupt(clean, "query", seed=1)
 
 
-def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
-    """Log-probability and accuracy of each target, by kind and metric, from logits [prompt pos d_vocab]."""
-    found: dict[tuple[str, str], list[float]] = {}
-    columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
-    for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
-        assert prompts.correct is not None
-        right = int(logits[prompt, query].argmax()) in prompts.answer_tokens[prompts.correct[row]].tolist()
-        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
-        for which in ("all", kind):
-            found.setdefault((which, "log_prob"), []).append(log_prob)
-            found.setdefault((which, "accuracy"), []).append(float(right))
-    return found
-
-
 def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tensor) -> dict[tuple, float]:
     """What patching each head, or each layer, changes: by layer, head, kind and metric."""
     with torch.no_grad():
-        before = measured(run, model(run.tokens))
         _, cache = model.run_with_cache(source.tokens)
     shared = 2 if site in ("k", "v") and model.cfg.n_key_value_heads == 2 else 1
-    found = {}
-    for layer in range(2):
-        for head in [None] if site in LAYER_SITES else range(4):
-            name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
-            def patch(x: Tensor, name: str = name, head: Any = head, **_: Any) -> Tensor:
-                x = x.clone()
-                here = (positions,) if site in LAYER_SITES else (positions, head // shared)
-                new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cache[name]))
-                new[here] = old[here]
-                return x
+    def patch(x: Tensor, layer: int, head: Any) -> Tensor:
+        here = (positions,) if site in LAYER_SITES else (positions, head // shared)
+        cached = cache[name_of(site, layer)]  # pyright: ignore[reportArgumentType]
+        new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cached))
+        new[here] = old[here]
+        return x
 
-            with torch.no_grad():
-                after = measured(run, model.run_with_hooks(run.tokens, fwd_hooks=[(name, patch)]))
-            for key, values in after.items():
-                found[layer, head, *key] = float(np.mean(np.subtract(values, before[key])))
-    return found
+    return changes(model, run, site, [None] if site in LAYER_SITES else range(4), patch)
 
 
 def values_of(table: ac.Table, **keys: Any) -> dict[tuple, float]:
