@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from align_circuits.heads.interchange_interventions import interchange
     from align_circuits.heads.localization import Localization
     from align_circuits.heads.localize_heads import localize
-    from align_circuits.heads.patch import patch_heads
+    from align_circuits.heads.patch import patch_heads, patch_sites
     from align_circuits.heads.score import score_heads
-    from align_circuits.heads.site_patching import patch_sites
     from align_circuits.hooks.edits import Ablate, Clamp, Patch, Steer
     from align_circuits.models.loading import load
     from align_circuits.models.planted.model import planted_circuit
@@ -72,7 +71,7 @@ _MODULES = {
     "patch_edges": "align_circuits.circuits.edge_patching",
     "patch_heads": "align_circuits.heads.patch",
     "patch_paths": "align_circuits.circuits.edge_patching",
-    "patch_sites": "align_circuits.heads.site_patching",
+    "patch_sites": "align_circuits.heads.patch",
     "planted_circuit": "align_circuits.models.planted.model",
     "plots": "align_circuits.report",
     "score_heads": "align_circuits.heads.score",

@@ -78,32 +78,30 @@ def evidence_table(
     return Table(pd.concat([frame.loc[:, columns] for frame in frames], ignore_index=True), provenance)
 
 
+@dataclass(eq=False)
 class HeadSets:
     """Sets of heads of one model, ablated to their means on the prompts that test, beside control sets."""
 
-    def __init__(
-        self,
-        model: HookedModel,
-        tested: Prompts,
-        scores: Mapping[str, Float[ndarray, "layer head"]],
-        thresholds: Thresholds,
-        draws: int,
-        seed: int,
-        options: RunOptions,
-    ):
-        self._model, self._tested, self._options = model, tested, options
-        self._scores, self._thresholds, self._draws, self._seed = scores, thresholds, draws, seed
-        self._heads = heads_of(model.cfg)
+    model: HookedModel
+    prompts: Prompts
+    scores: Mapping[str, Float[ndarray, "layer head"]]
+    thresholds: Thresholds
+    draws: int
+    seed: int
+    options: RunOptions
+
+    def __post_init__(self):
+        self.heads, kinds = heads_of(self.model.cfg), by_kind(self.prompts)
         # The first token of a phrase shows best what alignment and lookup do.
-        self.kind = "first" if "first" in by_kind(tested) else "all"
-        self._decides = by_kind(tested)[self.kind]
+        self.kind = "first" if "first" in kinds else "all"
+        self._decides = kinds[self.kind]
         self._right: dict[tuple[Head, ...], Float[ndarray, " target"]] = {}  # sets measured on all prompts
         self._engine = ""
 
     def controls(self, heads: Sequence[Head], others: Sequence[Head] | None = None) -> dict[str, list[list[Head]]]:
         """Returns the control sets of a set (`controls_of`), by default of all other heads."""
         others = self._without(heads) if others is None else others
-        return controls_of(heads, others, self._scores, self._draws, self._seed)
+        return controls_of(heads, others, self.scores, self.draws, self.seed)
 
     def test_roles(self, heads_by_role: Mapping[str, Sequence[Head]]) -> list[Verdict]:
         """Returns for each role whether its heads are necessary; none where all named heads have one role.
@@ -117,7 +115,7 @@ class HeadSets:
         unnamed = self._without([head for heads in of_roles.values() for head in heads])
         verdicts = []
         for role, heads in of_roles.items():
-            controls = {"unnamed": half_of_each(self.controls(heads, unnamed), self._draws)}
+            controls = {"unnamed": half_of_each(self.controls(heads, unnamed), self.draws)}
             verdicts += self.test(heads, ("necessary",), controls, role=role)[1]
         return verdicts
 
@@ -150,7 +148,7 @@ class HeadSets:
         values = [*right.values()]
         for claim in claims:
             tested = right.get("named" if claim == "necessary" else "rest")
-            intact, least = self._accuracy(right["nothing"]), self._thresholds.least(claim)
+            intact, least = self._accuracy(right["nothing"]), self.thresholds.least(claim)
             if tested is None or not is_large(claim, intact, self._accuracy(tested), least):
                 continue
             drawn = [
@@ -164,25 +162,25 @@ class HeadSets:
         table = self._table(rows, values)
         decisive = table.where(kind=self.kind)
         return table, [
-            verdict_of(claim, heads, decisive, len(self._heads), self._thresholds, **about) for claim in claims
+            verdict_of(claim, heads, decisive, len(self.heads), self.thresholds, **about) for claim in claims
         ]
 
     def _right_beside(
         self, claim: Claim, tested: Float[ndarray, " target"], drawn: Sequence[tuple[str, int, Sequence[Head]]]
     ) -> Float[ndarray, "draw target"]:
         """Which targets are right with each control set ablated, as far as the verdict depends on it."""
-        size, prompt = max(1, CPU_TOKENS // self._tested.mask.shape[1]), self._tested.column("prompt").numpy()
-        in_batch = {first: (prompt >= first) & (prompt < first + size) for first in range(0, len(self._tested), size)}
+        size, prompt = max(1, CPU_TOKENS // self.prompts.mask.shape[1]), self.prompts.column("prompt").numpy()
+        in_batch = {first: (prompt >= first) & (prompt < first + size) for first in range(0, len(self.prompts), size)}
         firsts = [first for first, targets in in_batch.items() if (targets & self._decides).any()]
 
         def measure(draw: int, batch: int) -> Float[ndarray, " target"]:
             return self._accuracies([drawn[draw][2]], slice(firsts[batch], firsts[batch] + size))[0]
 
         kinds, batches = [name for name, *_ in drawn], [in_batch[first] for first in firsts]
-        return measured_beside(claim, tested, kinds, batches, measure, self._decides, self._thresholds.alpha)
+        return measured_beside(claim, tested, kinds, batches, measure, self._decides, self.thresholds.alpha)
 
     def _without(self, heads: Sequence[Head]) -> list[Head]:
-        return [head for head in self._heads if head not in heads]
+        return [head for head in self.heads if head not in heads]
 
     def _accuracy(self, right: Float[ndarray, " target"]) -> float:
         """The share of the targets that decide which is right."""
@@ -194,20 +192,20 @@ class HeadSets:
             self._right |= zip(asked, self._accuracies(asked), strict=True)
         return [self._right[tuple(heads)] for heads in sets]
 
-    def _accuracies(self, sets: Sequence[Sequence[Head]], prompts: slice = slice(None)) -> Float[ndarray, "set target"]:
-        right, engine = right_ablated(self._model, self._tested, sets, prompts, options=self._options)
+    def _accuracies(self, sets: Sequence[Sequence[Head]], rows: slice = slice(None)) -> Float[ndarray, "set target"]:
+        right, engine = right_ablated(self.model, self.prompts, sets, rows, options=self.options)
         self._engine = self._engine or engine
         return right
 
     def _table(self, rows: Sequence[tuple[str, int | None]], right: Sequence[Float[ndarray, " target"]]) -> Table:
         """Accuracy with each set ablated, from which targets are right."""
-        kinds, targets = by_kind(self._tested), self._tested.column("prompt").numpy()
-        means, weights = means_by_prompt(self._tested, targets, right, list(kinds.values()))
+        kinds, targets = by_kind(self.prompts), self.prompts.column("prompt").numpy()
+        means, weights = means_by_prompt(self.prompts, targets, right, list(kinds.values()))
         weights[np.isnan(means)] = 0  # prompts on which a control set was not measured
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
         keys = pd.DataFrame(rows, columns=["ablated", "draw"]).astype({"draw": "Int64"}).merge(measured, how="cross")
         return Table.from_prompts(
-            keys, means, weights, provenance_of("localize", self._model, self._tested, self._engine)
+            keys, means, weights, provenance_of("localize", self.model, self.prompts, self._engine)
         )
 
 
