@@ -96,7 +96,7 @@ class HeadSets:
         self.kind = "first" if "first" in kinds else "all"
         self._decides = kinds[self.kind]
         self._right: dict[tuple[Head, ...], Float[ndarray, " target"]] = {}  # sets measured on all prompts
-        self._engine = ""
+        self._provenance: Provenance | None = None
 
     def controls(self, heads: Sequence[Head], others: Sequence[Head] | None = None) -> dict[str, list[list[Head]]]:
         """Returns the control sets of a set (`controls_of`), by default of all other heads."""
@@ -194,7 +194,7 @@ class HeadSets:
 
     def _accuracies(self, sets: Sequence[Sequence[Head]], rows: slice = slice(None)) -> Float[ndarray, "set target"]:
         right, engine = right_ablated(self.model, self.prompts, sets, rows, options=self.options)
-        self._engine = self._engine or engine
+        self._provenance = self._provenance or provenance_of("localize", self.model, self.prompts, engine)
         return right
 
     def _table(self, rows: Sequence[tuple[str, int | None]], right: Sequence[Float[ndarray, " target"]]) -> Table:
@@ -204,9 +204,8 @@ class HeadSets:
         weights[np.isnan(means)] = 0  # prompts on which a control set was not measured
         measured = pd.DataFrame({"kind": list(kinds), "metric": "accuracy"})
         keys = pd.DataFrame(rows, columns=["ablated", "draw"]).astype({"draw": "Int64"}).merge(measured, how="cross")
-        return Table.from_prompts(
-            keys, means, weights, provenance_of("localize", self.model, self.prompts, self._engine)
-        )
+        assert self._provenance is not None
+        return Table.from_prompts(keys, means, weights, self._provenance)
 
 
 def smallest_sets(
@@ -215,8 +214,8 @@ def smallest_sets(
     """Returns the smallest sets found on the prompts that do not test, each a beginning of one order of the heads.
 
     Named heads come first, then all others, each by the loss of log-probability when it is ablated alone. The
-    necessary set costs nearly as much accuracy as all named heads; the sufficient one keeps nearly all. A set that
-    holds the named heads, or all heads of the model, is left out.
+    necessary set costs nearly as much accuracy as all named heads; the sufficient one keeps nearly all. A set of
+    all named heads, or of all heads of the model, is left out.
     """
     losses = ablate_heads(model, discovery, metrics=("log_prob",), options=options).where(kind=kind).frame["value"]
     heads, decides = heads_of(model.cfg), by_kind(discovery)[kind]

@@ -108,11 +108,13 @@ def localize(
         metrics = [*roles, *(f"{role}_attention" for role in roles)]
         pair = Pair(*task.pairs(tested, seed))
 
+        # Candidates, on the prompts that choose.
         discovered = score_heads(model, discovery, metrics, options=options)
         candidates = attending(discovered, roles, thresholds)
         diffuse = attending_diffusely(discovered, roles, thresholds)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
 
+        # Evidence for single heads, on the prompts that test, and the names that it gives.
         scores, p = score_and_test(model, tested, metrics, roles, seed=seed, options=options)
         other = task.control()
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
@@ -131,11 +133,11 @@ def localize(
         members = {}
         if groups:
             search = GroupSearch(model, {discovery: discovered, tested: scores}, p, thresholds, seed, options)
-            # Where a fixed distance does as well as the alignment, only the control tells them apart: it is not run
-            # here.
+            # Where a fixed distance does as well as the alignment, only the control tells them apart, which is not run.
             members = {role: search.group(role, heads_by_role[role]) for role in roles if role not in confounded}
         of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
 
+        # Evidence for sets of heads, and the verdicts.
         grids = {role: scores.grid(role) for role in roles}
         sets = HeadSets(model, tested, grids, thresholds, draws, seed, options)
         controls = sets.controls(named)
