@@ -307,14 +307,6 @@ def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
         score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
 
 
-def test_a_head_that_does_not_exist(models, prompts):
-    table = score_heads(models["llama"], prompts, ["previous"])
-    with pytest.raises(KeyError, match="no layer 99 in this table; it has 0, 1, 2"):
-        table.where(layer=99)
-    with pytest.raises(KeyError, match="no head 4 in this table"):
-        table.where(layer=0, head=[0, 4])
-
-
 def test_a_layers_mean_attention_has_no_head(models, prompts):
     table = score_heads(models["llama"], prompts, ["previous"])
     means = frame_of(table, head=None)
