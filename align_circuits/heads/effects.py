@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -159,8 +158,7 @@ def _screened(
             "out, or take another metric"
         )
     ranked: Any = places[["site", "positions"]].assign(edit=list(edit_of), size=size).drop_duplicates("edit")
-    made: set[int] = set()
-    for _, group in ranked.groupby(["site", "positions"], sort=False):
-        count = ceil(round(share * len(group), 6))  # .07 * 100 is 7.000000000000001
-        made |= {*group.sort_values("size", ascending=False, kind="stable")["edit"][:count]}
-    return np.isin(edit_of, [*made]), effects
+    groups = ranked.groupby(["site", "positions"])["size"]
+    most = np.ceil((share * groups.transform("size")).round(6))  # .07 * 100 is 7.000000000000001
+    made = ranked["edit"][groups.rank(ascending=False, method="first") <= most]
+    return np.isin(edit_of, made), effects

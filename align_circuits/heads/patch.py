@@ -151,13 +151,13 @@ def patch_sites(
             another size.
     """
     columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
-    each = isinstance(positions, str) and positions == EACH
-    masks = _each_column(pair.clean) if each else _masks_of(pair.clean, positions)
+    by_column = isinstance(positions, str) and positions == EACH
+    masks = _each_column(pair.clean) if by_column else _masks_of(pair.clean, positions)
     keys = []
     patches: list[Patch] = []
-    for site, layer, place in _places(model, sites, layers):
+    for site, layer, fields in _places(model, sites, layers):
         keys += [(site, layer, name) for name in masks]
-        patches += [Patch(**place, **columns, positions=mask) for mask in masks.values()]
+        patches += [Patch(**fields, **columns, positions=mask) for mask in masks.values()]
     frame = pd.DataFrame(keys, columns=["site", "layer", "position"])
     record = edits_provenance([Patch(hook="", **columns)])["edits"][0]
     names = {"neurons": "neurons", "direction": "direction_digest"}  # the pair's "direction" says which way it patches
