@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from by_hand import changes
+from effects_by_hand import changes
 from torch import Tensor
 
 import align_circuits as ac

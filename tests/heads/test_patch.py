@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from by_hand import changes
+from effects_by_hand import changes
 from torch import Tensor
 from transformer_lens import patching
 
