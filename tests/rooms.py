@@ -21,7 +21,7 @@ ROOMS = {
     "align_circuits/tasks": (2350, 2100),
     "align_circuits/models": (2863, 2400),
     "align_circuits/run": (1976, 1500),
-    "align_circuits/heads": (3140, 2600),
+    "align_circuits/heads": (3338, 2600),
     "align_circuits/circuits": (1276, 1100),
     "align_circuits/localizers": (527, 500),
     "align_circuits/report": (2075, 1700),
