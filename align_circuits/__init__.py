@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from align_circuits.heads.ablate import ablate_heads as ablate_heads
     from align_circuits.heads.ablate import ablation_baseline as ablation_baseline
     from align_circuits.heads.interchange_interventions import interchange as interchange
-    from align_circuits.heads.localize_heads import Localization as Localization
+    from align_circuits.heads.localization import Localization as Localization
     from align_circuits.heads.localize_heads import localize as localize
     from align_circuits.heads.patch import patch_heads as patch_heads
+    from align_circuits.heads.patch import patch_sites as patch_sites
     from align_circuits.heads.score import score_heads as score_heads
-    from align_circuits.heads.site_patching import patch_sites as patch_sites
     from align_circuits.hooks.edits import Ablate as Ablate
     from align_circuits.hooks.edits import Clamp as Clamp
     from align_circuits.hooks.edits import Patch as Patch
@@ -55,10 +55,10 @@ _PUBLIC = {
     "circuits.faithful": ("faithfulness",),
     "heads.ablate": ("ablate_heads", "ablation_baseline"),
     "heads.interchange_interventions": ("interchange",),
-    "heads.localize_heads": ("Localization", "localize"),
-    "heads.patch": ("patch_heads",),
+    "heads.localization": ("Localization",),
+    "heads.localize_heads": ("localize",),
+    "heads.patch": ("patch_heads", "patch_sites"),
     "heads.score": ("score_heads",),
-    "heads.site_patching": ("patch_sites",),
     "hooks.edits": ("Ablate", "Clamp", "Patch", "Steer"),
     "models.loading": ("load",),
     "models.planted.model": ("planted_circuit",),

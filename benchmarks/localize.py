@@ -54,7 +54,7 @@ if __name__ == "__main__":
         print(f"memory: {above:.2f} GB above the loaded model, whose weights are {weights:.2f} GB")
     print(
         ", ".join(
-            f"{name}: {getattr(found, name).provenance.engine}"
+            f"{name}: {getattr(found.evidence, name).provenance.engine}"
             for name in ("patching_effects", "ablation_effects", "group_ablations")
         )
     )

@@ -105,7 +105,7 @@ def demo(name: str) -> dict[str, Numbers]:
     if name == "planted":  # of a network it takes minutes
         task = ac.Seq2SeqTask()
         again = ac.localize(ac.planted_circuit(task, seed=0), task, n=64, seed=0, draws=20)
-        tables = {"table": again.table} | {part: getattr(again, now) for part, now in PARTS.items()}
+        tables = {"table": again.table} | {part: getattr(again.evidence, now) for part, now in PARTS.items()}
         found |= {f"{part}, in Python": measured(table) for part, table in tables.items()}
     return found
 

@@ -291,7 +291,7 @@ def test_localization(tmp_path):
     here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
     assert here.heads_by_role == there.heads_by_role and here.named_heads
     alike(here.table, there.table)
-    alike(here.group_ablations, there.group_ablations)
+    alike(here.evidence.group_ablations, there.evidence.group_ablations)
     assert save_localization(there, tmp_path).is_file()
 
 

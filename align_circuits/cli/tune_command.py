@@ -88,7 +88,9 @@ class Tune(PromptVerb):
             result = localize(run.model, self.task, self.count, self.seed, options=self.options)
             save_localization(result, results.new / "heads")
             print(f"{result.summary}\nheads: {results.folder / 'heads' / 'report.html'}")
-            sections.append(("The named heads ablated", result.summary, plots.ablation(result.group_ablations)))
+            sections.append(
+                ("The named heads ablated", result.summary, plots.ablation(result.evidence.group_ablations))
+            )
         print(f"adapter: {results.folder / 'adapter'}")
         self.finish(
             results,

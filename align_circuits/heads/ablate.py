@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.screening import Screen, check_screen, screen_of
-from align_circuits.hooks.edits import Ablate, AblationBaseline, Edit, Patch, groups_of
+from align_circuits.heads.effects import check_screen, edit_effects
+from align_circuits.hooks.edits import Ablate, AblationBaseline, Patch, groups_of
 from align_circuits.hooks.heads import HeadLike, heads_of
 from align_circuits.hooks.left_as_found import leaves_as_found, once_a_call
 from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, Site, is_pattern, name_of
@@ -22,8 +20,8 @@ from align_circuits.models.protocol import HookedModel, model_provenance, proven
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.forward_pass import capture, forward
 from align_circuits.run.options import RunOptions
-from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind, means_by_prompt
-from align_circuits.tables.tables import Provenance, Table, with_level
+from align_circuits.run.target_metrics import BOTH, Metric, TargetMetrics, by_kind
+from align_circuits.tables.tables import Table
 
 How = Literal["zero", "mean", "resample"]
 
@@ -67,25 +65,26 @@ def ablate_heads(
     selected, source = heads_of(model.cfg, heads), None
     check_screen(screen)
     if how == "resample":
-        source, edit = _next_prompts(baseline or prompts), Patch()
+        _check_resampling(baseline or prompts)
+        # Each prompt's activations are replaced by the next one's.
+        source, edit = (baseline or prompts)[[*range(1, len(baseline or prompts)), 0]], Patch()
     else:
-        reference = ablation_baseline(model, baseline or prompts, how, options=options)
-        edit = Ablate(how=how, reference=reference)
-    edit_sets: list[Sequence[Edit]] = [[]]  # the first run is intact
-    edit_sets += [[replace(edit, heads=[head])] for head in selected]
-    keys, edit_set_of = pd.DataFrame(selected, columns=["layer", "head"]), range(1, len(edit_sets))
-    kinds, screened = by_kind(prompts), None
+        edit = Ablate(how=how, reference=ablation_baseline(model, baseline or prompts, how, options=options))
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
-    settings: dict[str, Any] = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
-    if screen is not None:
-        settings["screen"] = screen
-        about: dict[str, Any] = {"intact": True, "source": source, "options": options}
-        at = keys.assign(site="z", positions="")
-        screened = screen_of(screen, model, targets, kinds, at, edit_sets, edit_set_of, **about)
-        edit_sets, edit_set_of = screened.only(edit_sets, edit_set_of)
-    values, engine = targets.measure_edited(model, edit_sets, source=source, options=options)
-    provenance = provenance_of("ablate_heads", model, prompts, engine, settings)
-    return effects_table(keys, values[:, edit_set_of] - values[:, :1], targets, kinds, provenance, screened)
+    settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
+    settings |= {} if screen is None else {"screen": screen}
+    return edit_effects(
+        model,
+        targets,
+        by_kind(prompts),
+        pd.DataFrame(selected, columns=["layer", "head"]),
+        [replace(edit, heads=[head]) for head in selected],
+        range(len(selected)),
+        lambda engine: provenance_of("ablate_heads", model, prompts, engine, settings),
+        source=source,
+        screen=screen,
+        options=options,
+    )
 
 
 @checked
@@ -131,13 +130,8 @@ def ablation_baseline(
     measured_on = (prompts.digest, prompts.roles.numpy().tobytes(), options.engine, options.batch_size)
     means: dict[str, Tensor] = once_a_call(model, ("means", *measured_on), dict)
     if missing := [name for name in names if name not in means]:
-        identity = {
-            "verb": "ablation_baseline",
-            "model": model_provenance(model),
-            "prompts": prompts.digest,
-            "hooks": missing,
-        }
-        identity |= {"engine": options.engine, "batch_size": options.batch_size}
+        identity = {"verb": "ablation_baseline", "model": model_provenance(model), "prompts": prompts.digest}
+        identity |= {"hooks": missing, "engine": options.engine, "batch_size": options.batch_size}
         parts = SweepParts(options.out, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, missing, options).numpy(), "")}
@@ -152,12 +146,6 @@ def _check_resampling(prompts: Prompts) -> None:
             f"{len(prompts)} prompts of {int(prompts.mask.sum(1).min())} to {prompts.mask.shape[1]} tokens: "
             "resampling takes at least two, of one length"
         )
-
-
-def _next_prompts(prompts: Prompts) -> Prompts:
-    """For each prompt the next one, whose activations replace its own when they are resampled."""
-    _check_resampling(prompts)
-    return prompts[[*range(1, len(prompts)), 0]]
 
 
 def _means_by_group(
@@ -190,35 +178,3 @@ def _means_by_group(
     )
     tokens = torch.bincount(group[prompts.mask], minlength=count)
     return torch.stack([(sums[name].cpu() / tokens.view(-1, *[1] * (sums[name].ndim - 1))).float() for name in names])
-
-
-def effects_table(
-    keys: pd.DataFrame,
-    changes: Float[ndarray, "metric key target"],
-    targets: TargetMetrics,
-    kinds: dict[str, ndarray],
-    provenance: Provenance,
-    screen: Screen | None = None,
-) -> Table:
-    """Returns by how much metrics changed under each of many edits, as a table.
-
-    Args:
-        keys: What was edited, a row each, with the columns layer and head; `level`, `kind` and `metric` are added.
-        changes: The change of each metric at each target.
-        targets: What was measured.
-        kinds: The kinds of targets to report, each a boolean mask over targets.
-        provenance: Where the changes came from.
-        screen: What replaces the changes where edits were not made, which a column `estimated` then tells.
-    """
-    keys = keys if screen is None else keys.assign(estimated=~screen.exact)
-    measured = pd.DataFrame([(kind, metric) for metric in targets.names for kind in kinds], columns=["kind", "metric"])
-    keys = with_level(keys).merge(measured, how="cross")
-    if keys.empty:
-        return Table(keys.assign(value=[], low=[], high=[], n=[]), provenance)
-    rows = changes.swapaxes(0, 1).reshape(-1, changes.shape[2])  # by key, then by metric, as `keys` is
-    means, weights = means_by_prompt(targets.prompts, targets.prompt.numpy(), rows, list(kinds.values()))
-    if screen is not None:
-        estimates, estimated = screen.effects.reshape(means.shape), keys["estimated"].to_numpy()
-        means[estimated] = estimates[estimated]
-        weights[estimated & np.isnan(estimates).all(1)] = 0  # a metric without a gradient rests on no target
-    return Table.from_prompts(keys, means, weights, provenance, bounded=False)

@@ -18,7 +18,7 @@ from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.run.options import RunOptions
 from align_circuits.run.pairs import Pair
-from align_circuits.run.target_metrics import TargetMetrics, by_kind
+from align_circuits.run.target_metrics import OwnMetric, TargetMetrics, by_kind
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
@@ -70,56 +70,52 @@ def interchange(
         ValueError: Prompts whose answers are not known in both, or that have an answer in common at every target; a
             head that the model does not have; a group or an edit without anything; a name given twice.
     """
-    selected = heads_of(model.cfg, heads)
-    differ = _where_answers_differ(pair)
-    clean, corrupted = pair.clean, pair.corrupted
-    source_is_clean = pair.direction == "denoise"
-    base, source = (corrupted, clean) if source_is_clean else (clean, corrupted)
-    right = {"clean": _right(clean, own=False), "corrupted": _right(corrupted, own=True)}
-
-    def share(where: str) -> object:
-        answers = right[where]
-
-        def metric(logits: Float[Tensor, "target d_vocab"], targets: pd.DataFrame) -> Float[Tensor, " target"]:
-            token = logits.argmax(1).cpu()
-            answer = token[:, None] == clean_tokens
-            return (answer & answers[torch.from_numpy(targets.index.to_numpy(copy=True))]).any(1).to(logits)
-
-        metric.__name__ = where
-        return metric
-
-    clean_tokens = clean.answer_tokens
-    named: list[tuple[str, Sequence[Edit]]] = [(NOTHING, [])]
-    named += [(HEAD, [Patch([head], site=site)]) for head in selected]
-    for name, group in (groups or {}).items():
+    selected, differ = heads_of(model.cfg, heads), _where_answers_differ(pair)
+    groups, edits = groups or {}, edits or {}
+    patches: dict[str, Sequence[Edit]] = {}
+    for name, group in groups.items():
         if not len(group):
             raise ValueError(f"groups[{name!r}] has no heads: name at least one")
-        named.append((name, [Patch(heads_of(model.cfg, group), site=site)]))
-    for name, patches in (edits or {}).items():
-        if isinstance(patches, Edit) or not len(patches):
+        patches[name] = [Patch(heads_of(model.cfg, group), site=site)]
+    for name, given in edits.items():
+        if isinstance(given, Edit) or not len(given):
             raise ValueError(f"edits[{name!r}]: give a list of edits, with at least one")
-        named.append((name, patches))
-    if taken := {NOTHING, HEAD, *(groups or {})} & {*(edits or {})} or {NOTHING, HEAD} & {*(groups or {})}:
+    if taken := {NOTHING, HEAD, *groups} & {*edits} or {NOTHING, HEAD} & {*groups}:
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
-    sides = ("clean", "corrupted") if source_is_clean else ("corrupted", "clean")
+    patches |= edits
+    edit_sets = [[], *([Patch([head], site=site)] for head in selected), *patches.values()]
+    # The answer of the source prompts is "interchange", that of the base prompts "kept".
+    right = [(pair.clean.correct, "clean"), (pair.corrupted.own_correct, "corrupted")]
+    metrics = [_answers(pair.clean, *side) for side in (right if pair.direction == "denoise" else right[::-1])]
     # Of all targets, so that these runs may share their unedited one with other sweeps; then of those that count.
-    of_all = TargetMetrics.of(base, [share(side) for side in sides])  # pyright: ignore[reportArgumentType]
-    values, engine = of_all.measure_edited(model, [edit for _, edit in named], source=source, options=options)
-    values, targets = values[..., differ.numpy()], TargetMetrics.of(base.select_targets(differ), of_all.metrics)
-    places = [(None, None), *selected, *[(None, None)] * (len(named) - 1 - len(selected))]
-    keys = pd.DataFrame(places, columns=["layer", "head"]).assign(patched=[name for name, _ in named])
-    levels = np.where(keys["patched"] == HEAD, "head", np.where(keys["patched"] == NOTHING, "model", "group"))
-    keys.insert(0, "level", levels)
+    of_all = TargetMetrics.of(pair.base, metrics)
+    values, engine = of_all.measure_edited(model, edit_sets, source=pair.source, options=options)
+    values, targets = values[..., differ.numpy()], TargetMetrics.of(pair.base.select_targets(differ), metrics)
+    rows = [("model", None, None, NOTHING), *(("head", *head, HEAD) for head in selected)]
+    rows += [("group", None, None, name) for name in patches]
+    keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
     keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "kept")], ignore_index=True)
     means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
     weights = np.tile(targets.weights, (len(means), 1))
     settings = {
         "site": site,
-        "groups": {name: [list(head) for head in group] for name, group in (groups or {}).items()},
-        "edits": {name: edits_provenance(patches)["edits"] for name, patches in (edits or {}).items()},
+        "groups": {name: [list(head) for head in group] for name, group in groups.items()},
+        "edits": {name: edits_provenance(given)["edits"] for name, given in edits.items()},
     }
     provenance = replace(pair, metric=None).provenance("interchange", model, settings, engine)
     return Table.from_prompts(keys, means, weights, provenance)
+
+
+def _answers(clean: Prompts, right: Bool[Tensor, "target answer"] | None, name: str) -> OwnMetric:
+    """The metric of whether a prediction is right."""
+    assert right is not None  # answers_differ has seen both
+
+    def metric(logits: Float[Tensor, "target d_vocab"], targets: pd.DataFrame) -> Float[Tensor, " target"]:
+        answer = logits.argmax(1).cpu()[:, None] == clean.answer_tokens
+        return (answer & right[torch.from_numpy(targets.index.to_numpy(copy=True))]).any(1).to(logits)
+
+    metric.__name__ = name
+    return metric
 
 
 def answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
@@ -144,9 +140,3 @@ def _where_answers_differ(pair: Pair) -> Bool[Tensor, " target"]:
             "corrupted_answer=) and Seq2SeqTask.corrupt(prompts, 'query') make them"
         )
     return differ
-
-
-def _right(prompts: Prompts, *, own: bool) -> Bool[Tensor, "target answer"]:
-    right = prompts.own_correct if own else prompts.correct
-    assert right is not None  # answers_differ has seen both
-    return right

@@ -22,13 +22,7 @@ from align_circuits.tables.tables import Table
 
 
 class OnePass:
-    """Collects the scores of heads, and accuracy and log-probability of targets, as a pass gives them.
-
-    Args:
-        model: Whose heads are scored.
-        prompts: Prompts with targets and relations.
-        metrics: As `score_heads` takes them.
-    """
+    """Collects the scores of heads, and accuracy and log-probability of targets, as a pass gives them."""
 
     def __init__(self, model: HookedModel, prompts: Prompts, metrics: Sequence[str] | None = None):
         self.scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
@@ -51,19 +45,7 @@ def score_and_test(
     seed: int = 0,
     options: RunOptions = RunOptions(),
 ) -> tuple[Table, dict[str, Float[ndarray, "layer head"]]]:
-    """Returns the table of `score_heads` and the p-values of `p_values`, from one pass over the prompts.
-
-    Args:
-        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        prompts: Prompts of one task, alike in layout.
-        metrics: As `score_heads` takes them.
-        relations: Those that are tested.
-        seed: Of the redraws.
-        options: Engine and batch size.
-
-    Raises:
-        KeyError, ValueError: As `score_heads` and `p_values` do.
-    """
+    """Returns the table of `score_heads` and the p-values of `p_values`, and raises what they do, from one pass."""
     scores = ScoreAccumulator(resolve(prompts, metrics), model.cfg.n_layers, model.cfg.n_heads, len(prompts))
     tests = PermutationTests(model, prompts, relations, seed=seed, options=options)
     rows = Rows.joined(prompts, [(scores.prompt, scores.query, scores.add), *tests.readers])
@@ -76,22 +58,12 @@ def score_and_test(
 def score_and_evaluate(
     model: HookedModel, prompts: Prompts, *, options: RunOptions = RunOptions()
 ) -> tuple[Table, Table]:
-    """Returns the tables of `score_heads` and of `evaluate`, from one pass in place of two.
+    """Returns the tables of `score_heads` and of `evaluate`, and raises what they do, from one pass in place of two.
 
     Log-probabilities differ from those of `evaluate` by rounding.
-
-    Args:
-        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
-        prompts: Prompts with targets and relations.
-        options: Engine and batch size.
-
-    Raises:
-        ValueError: As `score_heads` and `evaluate` do.
     """
     both = OnePass(model, prompts)
     engine = forward_alike(model, [both.rows], options=options)
     provenance = provenance_of("score_heads", model, prompts, engine, {"metrics": list(both.scores.metrics)})
-    return (
-        both.scores.table(provenance),
-        evaluation_table(prompts, both.values, replace(provenance, verb="evaluate", settings={})),
-    )
+    evaluated = evaluation_table(prompts, both.values, replace(provenance, verb="evaluate", settings={}))
+    return both.scores.table(provenance), evaluated

@@ -1,21 +1,22 @@
-"""Activation patching: what one head alone carries from clean prompts to corrupted ones, or back."""
+"""Activation patching: what one head, or one site, alone carries from clean prompts to corrupted ones, or back."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.checks import checked
-from align_circuits.heads.ablate import effects_table
-from align_circuits.heads.screening import check_screen, screen_of
-from align_circuits.hooks.edits import Edit, Patch
+from align_circuits.heads.effects import check_screen, edit_effects
+from align_circuits.hooks.edits import Patch, edits_provenance
 from align_circuits.hooks.heads import Head, HeadLike, heads_of, shared_at
 from align_circuits.hooks.left_as_found import leaves_as_found
-from align_circuits.hooks.names import LAYER_SITES, Site
+from align_circuits.hooks.names import HEAD_SITES, LAYER_SITES, ROTATED_SITES, Site
+from align_circuits.hooks.probes import check_hook_points
 from align_circuits.models.protocol import HookedModel
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.run.options import RunOptions
@@ -25,6 +26,9 @@ from align_circuits.tables.tables import Table
 
 EVERYWHERE = "all"
 """The `positions` of a patch of every token."""
+
+EACH = "each"
+"""The `positions` of one patch for every column of tokens."""
 
 Positions = Mapping[str, Bool[Tensor, "prompt pos"]] | Sequence[str] | str | None
 """Tokens to patch, one group at a time: masks by name; names of `Prompts.positions`; `"groups"` for
@@ -82,62 +86,119 @@ def patch_heads(
             gradient.
     """
     check_screen(screen, sites)
-    selected, masks = heads_of(model.cfg, heads), masks_of(pair.clean, positions)
+    selected, masks = heads_of(model.cfg, heads), _masks_of(pair.clean, positions)
     keys: list[tuple[Site, int, int | None, str]] = []
-    edit_sets: list[list[Patch]] = [[]]  # the first run is unpatched
-    edit_set_of: list[int] = []
+    patches: list[Patch] = []
+    patch_of: list[int] = []
     for site in dict.fromkeys(sites):
         for layer in sorted({layer for layer, _ in selected}):
             for together in _patched_together(model.cfg, site, layer, selected):
-                place: dict[str, Any] = {"heads": [(layer, head) for head in together]}
-                if site in LAYER_SITES:
-                    place = {"layers": [layer]}
+                of_heads = [(layer, head) for head in together if head is not None]
                 for name, mask in masks.items():
                     keys.extend((site, layer, head, name) for head in together)
-                    edit_set_of += [len(edit_sets)] * len(together)
-                    edit_sets.append([Patch(**place, site=site, positions=where_of(name, mask, pair.clean))])
+                    patch_of += [len(patches)] * len(together)
+                    patches.append(Patch(of_heads, site, layers=[] if of_heads else [layer], positions=mask))
     frame = pd.DataFrame(keys, columns=["site", "layer", "head", "positions"])
-    return patching_table("patch_heads", model, pair, frame, edit_sets, edit_set_of, {}, options, screen)
+    return _patching_table("patch_heads", model, pair, frame, patches, patch_of, {}, options, screen)
 
 
-def patching_table(
+@checked
+@leaves_as_found
+def patch_sites(
+    model: HookedModel,
+    pair: Pair,
+    sites: Sequence[Site | str] = ("resid_pre", "attn_out", "mlp_out"),
+    *,
+    layers: Sequence[int] | None = None,
+    positions: Positions = EACH,
+    neurons: Sequence[int] | None = None,
+    direction: Float[Tensor, " d"] | Float[Tensor, "k d"] | None = None,
+    options: RunOptions = RunOptions(),
+) -> Table:
+    """Returns what patching each site in each layer changes, at each position alone.
+
+    With `direction="denoise"` of the pair, the corrupted prompts run with one activation from the clean ones: above
+    zero, the answer passes there. The residual stream shows where the information lies, what attention and MLPs add to
+    it shows who moves it. `plots.position_map` draws the table.
+
+    Source: Meng et al. (2022), "Locating and Editing Factual Associations in GPT", causal tracing; Zhang and Nanda
+    (2024), "Towards Best Practices of Activation Patching"; with `direction`, Geiger et al. (2024), "Finding Alignments
+    Between Interpretable Causal Variables and Distributed Neural Representations". Misleads where the prompts do not
+    share a layout: a column then holds other tokens in each of them, so name positions instead. The control of a
+    direction is a random one.
+
+    Args:
+        model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
+        pair: Clean and corrupted prompts, and the direction. With a metric or a kind of targets, only that is reported.
+        sites: Which activations: sites of layers (`"resid_pre"`, `"attn_out"`, `"resid_mid"`, `"mlp_post"`,
+            `"mlp_out"`, `"resid_post"`); sites of heads, all heads of a layer at once; or full names of hook points,
+            such as `"hook_embed"` or `"ln_final.hook_normalized"`.
+        layers: Which layers, at the sites; all by default.
+        positions: At which tokens: `"each"` column of tokens alone; names of `pair.clean.positions`; masks by name;
+            `"groups"` for `position_groups`; None for all tokens at once.
+        neurons: Which columns of the activation's last dimension; all by default.
+        direction: A vector or orthonormal rows: only the component within their span is patched.
+        options: Engine and batch size.
+
+    Returns:
+        A table keyed by `site`, level, layer, `position` (the column of the tokens in `pair.clean.tokens`, counted with
+        the padding, or the name), `kind` and `metric`, as `patch_heads` has them. A hook point outside the layers has
+        no layer. The 95% intervals are over prompts, paired.
+
+    Raises:
+        KeyError: A named position that the prompts do not have.
+        ValueError: An unknown site or hook point, a layer or neuron that the model does not have, or a direction of
+            another size.
+    """
+    columns: dict[str, Any] = {"neurons": neurons, "direction": direction}
+    by_column = isinstance(positions, str) and positions == EACH
+    masks = _each_column(pair.clean) if by_column else _masks_of(pair.clean, positions)
+    keys = []
+    patches: list[Patch] = []
+    for site, layer, fields in _places(model, sites, layers):
+        keys += [(site, layer, name) for name in masks]
+        patches += [Patch(**fields, **columns, positions=mask) for mask in masks.values()]
+    frame = pd.DataFrame(keys, columns=["site", "layer", "position"])
+    record = edits_provenance([Patch(hook="", **columns)])["edits"][0]
+    names = {"neurons": "neurons", "direction": "direction_digest"}  # the pair's "direction" says which way it patches
+    settings = {name: record[field] for field, name in names.items() if field in record}
+    return _patching_table("patch_sites", model, pair, frame, patches, range(len(patches)), settings, options)
+
+
+def _patching_table(
     verb: str,
     model: HookedModel,
     pair: Pair,
     keys: pd.DataFrame,
-    edit_sets: Sequence[Sequence[Edit]],
-    edit_set_of: Sequence[int],
+    patches: Sequence[Patch],
+    patch_of: Sequence[int],
     settings: Mapping[str, Any],
     options: RunOptions,
     screen: float | None = None,
 ) -> Table:
-    """Returns what edits that put the source run's activations into the base run change, as a table.
+    """Returns what putting the source run's activations into the base run changes, as a table (`edit_effects`).
 
-    Args:
-        verb: The public function that measures.
-        model: The model that runs.
-        pair: Clean and corrupted prompts, with what is measured.
-        keys: The key columns of the rows, with the column layer.
-        edit_sets: The edits of each run; the first has none.
-        edit_set_of: For each row the index of its edits: several rows may share them.
-        settings: What the provenance says beside the pair's own settings.
-        options: Engine and batch size.
-        screen: Of patches of heads alone, the share that is made.
+    `settings` is what the provenance says beside the pair's own settings.
     """
     metrics = BOTH if pair.metric is None else (pair.metric,)
     targets = TargetMetrics.of(pair.base, metrics, pair.kind or "all")
     targets = targets.with_reference(model, pair.clean, options=options)
     kinds = by_kind(pair.base) if pair.kind is None else {pair.kind: np.full(len(targets.token), True)}
-    settings, screened = {**settings, "metric": targets.names, "kind": list(kinds)}, None
-    if screen is not None:
-        settings["screen"] = screen
-        about: dict[str, Any] = {"intact": pair.direction == "noise", "source": pair.source, "options": options}
-        screened = screen_of(screen, model, targets, kinds, keys, edit_sets, edit_set_of, **about)
-        edit_sets, edit_set_of = screened.only(edit_sets, edit_set_of)
-    values, engine = targets.measure_edited(model, edit_sets, source=pair.source, options=options)
-    changes = values[:, edit_set_of] - values[:, :1]
-    keys, provenance = keys.assign(direction=pair.direction), pair.provenance(verb, model, settings, engine)
-    return effects_table(keys, changes, targets, kinds, provenance, screened)
+    settings = {**settings, "metric": targets.names, "kind": list(kinds)}
+    settings |= {} if screen is None else {"screen": screen}
+    return edit_effects(
+        model,
+        targets,
+        kinds,
+        keys.assign(direction=pair.direction),
+        patches,
+        patch_of,
+        lambda engine: pair.provenance(verb, model, settings, engine),
+        intact=pair.direction == "noise",
+        source=pair.source,
+        screen=screen,
+        options=options,
+    )
 
 
 def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
@@ -147,17 +208,17 @@ def position_groups(prompts: Prompts) -> dict[str, Bool[Tensor, "prompt pos"]]:
     return {"examples": prompts.mask & ~tested, "test input": symbols, "test output": tested & ~symbols}
 
 
-def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"]]:
-    """Returns the tokens that are patched, by name.
+def _masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "prompt pos"] | None]:
+    """Returns the tokens that are patched, by name; None for all, which spares a comparison at each of them.
 
     Raises:
         KeyError: A named position that the prompts do not have.
         ValueError: A mask that is none of these prompts, or no positions at all.
     """
     if isinstance(positions, str):
-        return position_groups(clean) if positions == "groups" else {positions: clean.mask_of(positions)}
+        return {**position_groups(clean)} if positions == "groups" else {positions: clean.mask_of(positions)}
     if positions is None:
-        return {EVERYWHERE: clean.mask}
+        return {EVERYWHERE: None}
     if isinstance(positions, Sequence) and positions and all(isinstance(name, str) for name in positions):
         return {name: clean.mask_of(name) for name in positions}
     if not isinstance(positions, Mapping) or not positions:
@@ -174,11 +235,6 @@ def masks_of(clean: Prompts, positions: Positions) -> dict[str, Bool[Tensor, "pr
     return dict(positions)
 
 
-def where_of(name: str | int, mask: Bool[Tensor, "prompt pos"], clean: Prompts) -> Bool[Tensor, "prompt pos"] | None:
-    """Returns the positions of a patch: None for every token, which spares a comparison at each of them."""
-    return None if name == EVERYWHERE and bool((mask == clean.mask).all()) else mask
-
-
 def _patched_together(cfg: Any, site: Site, layer: int, selected: Sequence[Head]) -> Sequence[Sequence[int | None]]:
     """The heads of a layer that are patched at once: those that share a key head, or none for a whole layer."""
     if site in LAYER_SITES:
@@ -186,3 +242,31 @@ def _patched_together(cfg: Any, site: Site, layer: int, selected: Sequence[Head]
     shared = shared_at(cfg, site)
     firsts = sorted({head // shared * shared for of_layer, head in selected if of_layer == layer})
     return [range(first, first + shared) for first in firsts]
+
+
+def _places(
+    model: HookedModel, sites: Sequence[str] | str, layers: Sequence[int] | None
+) -> list[tuple[str, int | None, dict[str, Any]]]:
+    """Site, layer and the fields of a patch for each place that is patched."""
+    of_heads, places = (*HEAD_SITES, *ROTATED_SITES), []
+    for site in dict.fromkeys([sites] if isinstance(sites, str) else sites):
+        if site in (*LAYER_SITES, *of_heads):
+            for layer in range(model.cfg.n_layers) if layers is None else dict.fromkeys(layers):
+                heads = [(layer, head) for head in range(model.cfg.n_heads)] if site in of_heads else []
+                places.append((site, layer, {"site": site, "heads": heads, "layers": [] if heads else [layer]}))
+        elif site in model.hook_dict:
+            of_layer = re.match(r"blocks\.(\d+)\.", site)
+            places.append((site, None if of_layer is None else int(of_layer[1]), {"hook": site}))
+        elif "." in site or site.startswith("hook_"):
+            check_hook_points(model, [site])
+        else:
+            raise ValueError(
+                f"site={site!r}: choose one of {', '.join((*LAYER_SITES, *of_heads))}, or the full name of a hook point"
+            )
+    return places
+
+
+def _each_column(prompts: Prompts) -> dict[int, Bool[Tensor, "prompt pos"]]:
+    """Each column that holds a token in any prompt."""
+    columns = prompts.mask.any(0).nonzero()[:, 0].tolist()
+    return {column: prompts.mask & (torch.arange(prompts.mask.shape[1]) == column) for column in columns}

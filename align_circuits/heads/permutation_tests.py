@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.metrics import hit_rate
-from align_circuits.heads.renaming_test import (
+from align_circuits.heads.renamed_tokens import (
     redraws_tokens,
     renamed_p_values,
     share_at_least_first,
@@ -58,7 +58,7 @@ def p_values(
     - `previous`: the score is the attention one token back, redrawn among all distances that every row has, without
       separators and other tokens that the layout repeats.
     - `duplicate`, and `induction` where two prompts mostly have their keys at the same positions, as in
-      `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renaming_test`).
+      `RepeatedTokensTask` and the marked style: tokens are renamed instead (`renamed_tokens`).
     - Other relations with the same keys in all prompts, as the subjects of recall (`in_one_place`): the score is the
       attention to keys, redrawn at each target among 9,999 sets of as many positions, without those of separators and
       other tokens that the layout repeats; a single key of a single target needs some 30 tokens to be established. This

@@ -36,3 +36,7 @@ class Thresholds:
             best: The attention to the keys of the head's best role.
         """
         return (score >= self.score) & (attention >= self.attention) & (attention >= self.share * best)
+
+    def least(self, claim: str) -> float:
+        """Returns what a `"necessary"` set costs of accuracy at least, or the share that a `"sufficient"` one keeps."""
+        return self.loss if claim == "necessary" else self.kept

@@ -5,6 +5,7 @@ Scores are changes of the metric when corrupted activations are put into the cle
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -42,13 +43,9 @@ def path_patching(model: HookedModel, pair: Pair) -> Table:
     return patch_paths(model, replace(pair, direction="noise"), senders=senders, receivers=receivers)
 
 
-def attribution(method: EdgeMethod) -> EdgeLocalizer:
-    """Returns the method that estimates what patching an edge would do from gradients (`attribute_edges`)."""
-
-    def scores(model: HookedModel, pair: Pair) -> Table:
-        return attribute_edges(model, replace(pair, direction="noise"), method=method)
-
-    return scores
+def attribution(method: EdgeMethod, model: HookedModel, pair: Pair) -> Table:
+    """Scores edges by an estimate of what patching each would do, from gradients (`attribute_edges`)."""
+    return attribute_edges(model, replace(pair, direction="noise"), method=method)
 
 
 def pruning(model: HookedModel, pair: Pair) -> Table:
@@ -65,9 +62,9 @@ def pruning(model: HookedModel, pair: Pair) -> Table:
 EDGE_METHODS: Mapping[str, EdgeLocalizer] = {
     "edge patching": edge_patching,
     "path patching": path_patching,
-    "EAP": attribution("eap"),
-    "EAP-IG, inputs": attribution("eap_ig_inputs"),
-    "EAP-IG, activations": attribution("eap_ig_activations"),
+    "EAP": partial(attribution, "eap"),
+    "EAP-IG, inputs": partial(attribution, "eap_ig_inputs"),
+    "EAP-IG, activations": partial(attribution, "eap_ig_activations"),
     "ACDC": pruning,
 }
 """The methods of this package, by name."""

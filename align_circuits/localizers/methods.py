@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from torch import Tensor
 from transformer_lens.head_detector import compute_head_attention_similarity_score
 
 from align_circuits.circuits.attribute import EdgeMethod, HeadMethod, attribute_edges, attribute_heads
 from align_circuits.circuits.direct_effects import direct_logits
 from align_circuits.heads.ablate import How, ablate_heads
-from align_circuits.heads.localize_heads import Localization, localize
+from align_circuits.heads.localization import Localization
+from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.patch import patch_heads
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Patch
@@ -95,24 +95,15 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
     return grids
 
 
-def ablation(how: How) -> Localizer:
-    """Returns the method that scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
-
-    def method(model: HookedModel, pair: Pair) -> Grid:
-        table = ablate_heads(model, pair.clean, how, metrics=("log_prob",))
-        return -table.where(kind="all").grid("log_prob")
-
-    return method
+def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:
+    """Scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
+    return -ablate_heads(model, pair.clean, how, metrics=("log_prob",)).where(kind="all").grid("log_prob")
 
 
-def patching(direction: Direction) -> Localizer:
-    """Returns the method that scores heads by patching each alone between the two runs (`patch_heads`)."""
-
-    def method(model: HookedModel, pair: Pair) -> Grid:
-        table = patch_heads(model, replace(pair, metric="log_prob", kind="all", direction=direction))
-        return table.grid("log_prob") * (1 if direction == "denoise" else -1)
-
-    return method
+def patching(direction: Direction, model: HookedModel, pair: Pair) -> Grid:
+    """Scores heads by patching each alone between the two runs (`patch_heads`)."""
+    table = patch_heads(model, replace(pair, metric="log_prob", kind="all", direction=direction))
+    return table.grid("log_prob") * (1 if direction == "denoise" else -1)
 
 
 def direct_effect(model: HookedModel, pair: Pair) -> Grid:
@@ -129,29 +120,18 @@ def direct_effect(model: HookedModel, pair: Pair) -> Grid:
     return np.abs(clean - corrupted)
 
 
-def head_attribution(method: HeadMethod) -> Localizer:
-    """Returns the method that sums the size of a head's scores at its output and its query (`attribute_heads`)."""
-
-    def scores(model: HookedModel, pair: Pair) -> Grid:
-        table = attribute_heads(model, replace(pair, direction="noise"), method=method, sites=("z", "q"))
-        parts = (table.where(site=site).grid("log_prob") for site in ("z", "q"))
-        return np.sum([np.abs(part) for part in parts], axis=0)
-
-    return scores
+def head_attribution(method: HeadMethod, model: HookedModel, pair: Pair) -> Grid:
+    """Sums the size of a head's scores at its output and its query (`attribute_heads`)."""
+    table = attribute_heads(model, replace(pair, direction="noise"), method=method, sites=("z", "q"))
+    return np.sum([np.abs(table.where(site=site).grid("log_prob")) for site in ("z", "q")], axis=0)
 
 
-def edge_attribution(method: EdgeMethod) -> Localizer:
-    """Returns the method that sums the size of the scores of all edges that leave a head (`attribute_edges`)."""
-
-    def scores(model: HookedModel, pair: Pair) -> Grid:
-        frame: Any = attribute_edges(model, replace(pair, direction="noise"), method=method).frame
-        of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum().to_dict()
-        grid = np.zeros((model.cfg.n_layers, model.cfg.n_heads))
-        for layer, head in heads_of(model.cfg):
-            grid[layer, head] = of_sender[f"L{layer}H{head}"]
-        return grid
-
-    return scores
+def edge_attribution(method: EdgeMethod, model: HookedModel, pair: Pair) -> Grid:
+    """Sums the size of the scores of all edges that leave a head (`attribute_edges`)."""
+    frame: Any = attribute_edges(model, replace(pair, direction="noise"), method=method).frame
+    of_sender = frame.assign(value=frame["value"].abs()).groupby("sender")["value"].sum()
+    senders = [f"L{layer}H{head}" for layer, head in heads_of(model.cfg)]
+    return of_sender[senders].to_numpy().reshape(model.cfg.n_layers, model.cfg.n_heads)
 
 
 def pruning(model: HookedModel, pair: Pair) -> Grid:
@@ -200,7 +180,7 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     for _ in range(_MASK_STEPS):
         opened = gates.detach().sigmoid()
         changes = {
-            name: partial(_between, corrupted[name], by_head[:, None])
+            name: partial(torch.lerp, corrupted[name], weight=by_head[:, None])
             for name, by_head in zip(names, opened, strict=True)
         }
         at = gradients_at(model, tokens, mask, names, noised.queries, noised.mean_metric, changes)
@@ -212,28 +192,15 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
     return gates.detach().sigmoid().double().cpu().numpy()
 
 
-def _between(corrupted: Tensor, share: Tensor, z: Tensor) -> Tensor:
-    return torch.lerp(corrupted, z, share)
-
-
-def localized(model: HookedModel, pair: Pair) -> dict[str, Grid]:
-    """Scores heads by `localize`: those that it names first, then by score and p-value."""
-    found = _localization(model, pair)
-    return {role: _ranked(found, role, found.heads_by_role[role]) for role in found.heads_by_role}
-
-
-def localized_groups(model: HookedModel, pair: Pair) -> dict[str, Grid]:
-    """Scores heads by `localize` with groups: their members first, then by score and p-value."""
-    found = _localization(model, pair, groups=True)
+def localized(groups: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
+    """Scores heads by `localize`: those that it names first, or the members of groups; then by score and p-value."""
+    roles = _roles(pair)
+    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, draws=0, groups=groups)
     return {role: _ranked(found, role, found.group(role)) for role in found.heads_by_role}
 
 
-def _localization(model: HookedModel, pair: Pair, groups: bool = False) -> Localization:
-    return localize(model, pair.clean, corrupted=pair.corrupted, roles=_roles(pair), draws=0, groups=groups)
-
-
 def _ranked(found: Localization, role: str, named: Any) -> Grid:
-    """Named heads lie in [1, 2], the others in [0, 1]: `named_in` reads the names back."""
+    """Named heads lie in [1, 2], the others in [0, 1]."""
     score, p = (found.table.where(role=role, metric=metric).grid(metric) for metric in ("score", "p"))
     grid = np.nan_to_num(score) * (1 - p) / 2
     for head in named:
@@ -242,7 +209,7 @@ def _ranked(found: Localization, role: str, named: Any) -> Grid:
 
 
 def named_in(grid: Grid) -> set[Head]:
-    """Returns the heads that a grid of `localized` or `localized_groups` names."""
+    """Returns the heads that a grid of `localized` names."""
     return {(int(layer), int(head)) for layer, head in np.argwhere(grid >= 1)}
 
 
@@ -250,32 +217,28 @@ def _roles(pair: Pair) -> list[str]:
     return [role for role, relation in pair.clean.relations.items() if len(relation)]
 
 
-def on_few(method: Localizer) -> Localizer:
-    """Returns the method on a pair's first `FEW` prompts."""
-
-    def on_first(model: HookedModel, pair: Pair) -> Scores:
-        return method(model, replace(pair, clean=pair.clean[:FEW], corrupted=pair.corrupted[:FEW]))
-
-    return on_first
+def on_few(method: Localizer, model: HookedModel, pair: Pair) -> Scores:
+    """Scores heads by a method, on a pair's first `FEW` prompts."""
+    return method(model, replace(pair, clean=pair.clean[:FEW], corrupted=pair.corrupted[:FEW]))
 
 
 ON_ALL_PROMPTS: Mapping[str, Localizer] = {
     "attention": attention,
     "head detector": head_detector,
-    "ablation, zero": ablation("zero"),
-    "ablation, mean": ablation("mean"),
-    "ablation, resample": ablation("resample"),
-    "patching, denoise": patching("denoise"),
-    "patching, noise": patching("noise"),
+    "ablation, zero": partial(ablation, "zero"),
+    "ablation, mean": partial(ablation, "mean"),
+    "ablation, resample": partial(ablation, "resample"),
+    "patching, denoise": partial(patching, "denoise"),
+    "patching, noise": partial(patching, "noise"),
     "direct effect": direct_effect,
-    "AtP": head_attribution("atp"),
-    "AtP*": head_attribution("atp_star"),
-    "EAP": edge_attribution("eap"),
-    "EAP-IG": edge_attribution("eap_ig_inputs"),
+    "AtP": partial(head_attribution, "atp"),
+    "AtP*": partial(head_attribution, "atp_star"),
+    "EAP": partial(edge_attribution, "eap"),
+    "EAP-IG": partial(edge_attribution, "eap_ig_inputs"),
     "pruning": pruning,
     "learned masks": learned_masks,
-    "localize": localized,
-    "localize, groups": localized_groups,
+    "localize": partial(localized, False),
+    "localize, groups": partial(localized, True),
 }
 """The methods of this package, by name, on whatever pair they are given."""
 
@@ -287,6 +250,6 @@ PRICEY = (
 """The methods whose price grows with heads or edges."""
 
 METHODS: Mapping[str, Localizer] = {
-    name: on_few(method) if name in PRICEY else method for name, method in ON_ALL_PROMPTS.items()
+    name: partial(on_few, method) if name in PRICEY else method for name, method in ON_ALL_PROMPTS.items()
 }
 """The methods of this package as the benchmark runs them."""

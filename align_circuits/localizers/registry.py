@@ -69,7 +69,7 @@ def _method(name: str, own: Mapping[str, Any], group: str) -> Any:
 
 
 def scores_of(name: str, model: HookedModel, pair: Pair, roles: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns what a method scores, by role: the same for all where it does not tell roles apart.
+    """Returns what a method scores, by role (`scores_by_role`).
 
     Raises:
         ValueError: No such method, or scores that are no grid of the model's heads, or not for every role.

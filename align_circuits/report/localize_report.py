@@ -13,8 +13,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from align_circuits.heads.head_sets import Verdict
-from align_circuits.heads.localize_heads import Localization
+from align_circuits.heads.localization import Localization
+from align_circuits.heads.verdicts import Verdict
 from align_circuits.hooks.heads import describe
 from align_circuits.jobs.folders import replacing_in
 from align_circuits.prompts.prompts import KINDS
@@ -64,8 +64,8 @@ def save_localization(
     answer = answer_of(localization)
     with replacing_in(folder, going=(*FILES, PER_PROMPT, *others)) as new:
         for name in others:
-            if getattr(localization, name) is not None:
-                getattr(localization, name).save(new / name)
+            if getattr(localization.evidence, name) is not None:
+                getattr(localization.evidence, name).save(new / name)
         write_report(
             new / "report.html",
             title="Alignment and lookup heads, and their causal role",
@@ -93,8 +93,8 @@ def _sections(localization: Localization) -> Iterator[Section]:
     yield _section("Scores of all heads", drawn["scores"])
     effects = [drawn[name] for name in ("patching", "ablation effects") if name in drawn]
     yield _section("Effects of single heads", effects or "<p>No head was a candidate.</p>")
-    if localization.interchanges is not None:
-        yield _section("Interchange interventions", localization.interchanges)
+    if localization.evidence.interchanges is not None:
+        yield _section("Interchange interventions", localization.evidence.interchanges)
     if attention is not None:
         yield _section("Attention on the test example", attention)
         drawings = list(_drawings(localization, attention))
@@ -130,8 +130,8 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
     scores = localization.table.where(metric="score")
     layers, heads = (int(max(scores.frame[key])) + 1 for key in ("layer", "head"))
     effects = {
-        "patching": (localization.patching_effects, "Patched"),
-        "ablation effects": (localization.ablation_effects, "Ablated"),
+        "patching": (localization.evidence.patching_effects, "Patched"),
+        "ablation effects": (localization.evidence.ablation_effects, "Ablated"),
     }
     maps = {
         name: plots.head_maps(
@@ -146,8 +146,8 @@ def figures(localization: Localization) -> dict[str, go.Figure]:
         if len(table)
     }
     return {
-        "ablation": plots.ablation(localization.group_ablations),
-        "scores": plots.head_maps(scores, list(localization.roles), by="role", marked=localization.heads_by_role),
+        "ablation": plots.ablation(localization.evidence.group_ablations),
+        "scores": plots.head_maps(scores, list(localization.task.roles), by="role", marked=localization.heads_by_role),
         **maps,
     }
 
@@ -170,11 +170,11 @@ def groups_table(localization: Localization) -> Html:
 
 def attention_of(localization: Localization) -> AttentionView | None:
     """Returns the attention of the named heads on the first prompt, at most `MAX_HEADS`; None if there are none."""
-    by_role, patterns = localization.heads_by_role.values(), localization.example_attention
+    by_role, patterns = localization.heads_by_role.values(), localization.example.attention
     ranks = range(max(map(len, by_role), default=0))
     ordered = dict.fromkeys(heads[rank] for rank in ranks for heads in by_role if rank < len(heads))
     shown = {head: patterns[head] for head in list(ordered)[:MAX_HEADS]}
-    return AttentionView(localization.prompts[0], localization.example_positions, shown) if shown else None
+    return AttentionView(localization.prompts[0], localization.example.positions, shown) if shown else None
 
 
 def named_heads(localization: Localization) -> Html:
@@ -194,7 +194,7 @@ def named_heads(localization: Localization) -> Html:
     if not rows:
         return Html("<p>No head reached all thresholds.</p>")
     meaning = "; ".join(
-        Markup("<b>{}</b> {}").format(role, localization.roles[role])
+        Markup("<b>{}</b> {}").format(role, localization.task.roles[role])
         for role, heads in localization.heads_by_role.items()
         if heads
     )
@@ -246,5 +246,5 @@ def _drawings(localization: Localization, attention: AttentionView) -> Iterator[
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
             heading = Markup("<h3>{}, {}: {}</h3>")
-            yield Html(heading.format(describe(heads[:1]), role, localization.roles[role]))
+            yield Html(heading.format(describe(heads[:1]), role, localization.task.roles[role]))
             yield attention.drawing(heads[0], role)

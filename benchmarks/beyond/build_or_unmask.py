@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.ablate import effects_table
-from align_circuits.heads.localize_heads import Localization, localize
+from align_circuits.heads.effects import effects_table
+from align_circuits.heads.localization import Localization
+from align_circuits.heads.localize_heads import localize
 from align_circuits.hooks.edits import Clamp
 from align_circuits.hooks.heads import describe, heads_of
 from align_circuits.papers.icatune.tuned_models import (
@@ -110,10 +111,10 @@ def after(*, prompts: int, **run: Any) -> pd.DataFrame:
 
 def _localized(model: Any, task: Mapping[str, Any], prompts: int, seed: int) -> pd.DataFrame:
     found = localize(model, Seq2SeqTask(**task, task_seed=seed), prompts, seed=FRESH + seed)
-    groups = found.group_ablations.where(kind="first").frame.rename(columns={"ablated": "of"})
+    groups = found.evidence.group_ablations.where(kind="first").frame.rename(columns={"ablated": "of"})
     frames = [_named(found, model, seed), groups.assign(what="ablated", metric="accuracy")]
-    if found.interchanges is not None:
-        patched = found.interchanges.where(metric="interchange").frame.rename(columns={"patched": "of"})
+    if found.evidence.interchanges is not None:
+        patched = found.evidence.interchanges.where(metric="interchange").frame.rename(columns={"patched": "of"})
         frames.append(patched.assign(what="interchanged"))
     keys = [column for column in COLUMNS if column not in ("arm", "part", "seed")]  # the job's own
     return pd.concat([frame.reindex(columns=[*keys, *VALUES]) for frame in frames])

@@ -19,7 +19,7 @@ from scipy.stats import spearmanr
 
 from align_circuits.circuits.direct_effects import function_vectors
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.heads.head_sets import score_matched
+from align_circuits.heads.control_sets import score_matched
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Ablate, Edit
@@ -125,7 +125,7 @@ def _named(model: str, n: int, length: int) -> tuple[dict[str, list[Head]], dict
     found = localize(loaded, task, n, seed=1000, draws=0)
     scores = score_heads(loaded, task.sample(n, loaded.tokenizer, 1001), [*TOKEN_ROLES])
     grids = {role: scores.grid(role) for role in TOKEN_ROLES}
-    return {role: found.heads(role) for role in found.roles}, grids, found.table
+    return {role: found.heads(role) for role in found.heads_by_role}, grids, found.table
 
 
 def _induction_heads(named: Mapping[str, list[Head]], grids: Mapping[str, ndarray]) -> list[Head]:

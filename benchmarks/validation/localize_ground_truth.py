@@ -9,7 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from align_circuits.heads.localize_heads import ALIGNERS, localize
+from align_circuits.heads.candidates import ALIGNERS
+from align_circuits.heads.localize_heads import localize
 from align_circuits.models.loading import load
 from align_circuits.models.planted.model import planted_circuit
 from align_circuits.models.protocol import HookedModel

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.heads.localize_heads import ALIGNERS
+from align_circuits.heads.candidates import ALIGNERS
 from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, value_of
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval

@@ -1,12 +1,12 @@
 """Ablation beside loops over heads, tokens and targets."""
 
 import inspect
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from effects_by_hand import changes
 from torch import Tensor
 
 import align_circuits as ac
@@ -14,25 +14,11 @@ from align_circuits.heads.ablate import ablate_heads, ablation_baseline
 from align_circuits.prompts.prompts import Prompts
 
 TASK = ac.Seq2SeqTask(x_len=2, phrase_len=2, n_examples=3)
-KINDS = ("all", "first", "later")
 
 
 @pytest.fixture(scope="module")
-def prompts(char_tokenizer) -> Prompts:
-    """Any token may be right, so that a random model is, now and then."""
-    prompts = TASK.sample(3, char_tokenizer, seed=0)
-    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
-
-
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def model(request, random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model(request.param), tokenizer=char_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
+def prompts(accepting) -> Prompts:
+    return accepting(TASK, 3)
 
 
 def z_of(model: Any, prompts: Prompts) -> list[Tensor]:
@@ -49,58 +35,32 @@ def group_of(prompts: Prompts) -> dict[tuple[int, int], tuple[int, bool]]:
     return {(i, pos): (roles[i][pos], example[i][pos] == last) for i, pos in places}
 
 
-def judged(prompts: Prompts, logits: Tensor) -> dict[tuple[str, int], tuple[float, float]]:
-    """Log-probability and accuracy, by kind and target, from logits [prompt pos d_vocab]."""
-    found = {}
-    for row, (prompt, query, token, kind) in enumerate(
-        prompts.targets[["prompt", "query_pos", "token", "kind"]].itertuples(index=False)
-    ):
-        predicted = int(logits[prompt, query].argmax())
-        assert prompts.correct is not None
-        right = predicted in prompts.answer_tokens[prompts.correct[row]].tolist()
-        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
-        found["all", row] = found[kind, row] = (log_prob, float(right))
-    return found
-
-
 def looped(model: Any, prompts: Prompts, how: str, reference: Prompts) -> dict[tuple, float]:
     """What ablating each head changes, by layer, head, kind and metric."""
-    cached, means = z_of(model, reference), {}
-    groups, alike = group_of(prompts), group_of(reference)
-    for layer in range(2):
-        for group in set(alike.values()):
-            tokens = [cached[layer][token] for token, its in alike.items() if its == group]
-            means[layer, group] = torch.stack(tokens).mean(0)
-    with torch.no_grad():
-        intact = judged(prompts, model(prompts.tokens))
-    found = {}
-    for layer in range(2):
-        for head in range(4):
+    cached, groups, alike = z_of(model, reference), group_of(prompts), group_of(reference)
 
-            def ablate(z: Tensor, layer: int = layer, head: int = head, **_: Any) -> Tensor:
-                for i in range(len(prompts)):
-                    for pos in range(z.shape[1]):
-                        if how == "zero":
-                            z[i, pos, head] = 0
-                        elif how == "resample":
-                            z[i, pos, head] = cached[layer][(i + 1) % len(prompts), pos, head]
-                        else:
-                            z[i, pos, head] = means[layer, groups[i, pos]][head]
-                return z
+    def ablate(z: Tensor, layer: int, head: int) -> Tensor:
+        values = cached[layer][:, :, head]
+        means = {
+            group: torch.stack([values[token] for token, its in alike.items() if its == group]).mean(0)
+            for group in set(alike.values())
+        }
+        for (i, pos), group in groups.items():
+            if how == "zero":
+                z[i, pos, head] = 0
+            elif how == "resample":
+                z[i, pos, head] = values[(i + 1) % len(prompts), pos]
+            else:
+                z[i, pos, head] = means[group]
+        return z
 
-            with torch.no_grad():
-                logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(f"blocks.{layer}.attn.hook_z", ablate)])
-            after = judged(prompts, logits)
-            for kind in KINDS:
-                changes = [np.subtract(after[key], intact[key]) for key in intact if key[0] == kind]
-                log_prob, accuracy = np.mean(changes, axis=0)
-                found[layer, head, kind, "log_prob"], found[layer, head, kind, "accuracy"] = log_prob, accuracy
-    return found
+    return changes(model, prompts, "z", range(4), ablate)
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "resample"])
-def test_equals_a_loop(model, prompts, how, char_tokenizer):
-    others = TASK.sample(3, char_tokenizer, seed=8)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_equals_a_loop(models, name, prompts, how, char_tokenizer):
+    model, others = models[name], TASK.sample(3, char_tokenizer, seed=8)
     for reference in (None, others) if how == "mean" else (None,):
         table = ablate_heads(model, prompts, how, baseline=reference, options=ac.RunOptions(batch_size=2))
         expected = looped(model, prompts, how, reference or prompts)

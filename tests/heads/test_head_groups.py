@@ -1,5 +1,7 @@
 """Groups of heads: those that share a role and backups are found, decoys are not."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -46,7 +48,7 @@ def test_the_head_that_repairs_comes_in_a_later_round(split):
 
 def test_the_group_is_ablated_as_a_whole(split):
     _, result = split
-    first = result.group_ablations.where(kind="first").frame.set_index("ablated")["value"]
+    first = result.evidence.group_ablations.where(kind="first").frame.set_index("ablated")["value"]
     assert first["nothing"] > 0.9 and first["lookup, group"] < 0.5 < first["lookup"]
 
 
@@ -98,30 +100,30 @@ def test_roles_that_are_tested_by_renaming_have_one_round(split):
         p_values(model, prompts, ["duplicate"], edits=[edit])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(("by_renaming", "rounds"), [(False, [1, 2, 3]), (True, [1])])
 def test_heads_are_looked_for_in_few_rounds(monkeypatch, by_renaming, rounds):
     """In each another head attends; one that was named alone is a member whether or not it does."""
 
     class Search(GroupSearch):
-        def __init__(self) -> None:
-            self._tested, self._thresholds = ac.Prompts.from_tokens([[1, 2]]), Thresholds()
-            self.effect, self.low = Thresholds().effect, 1e-6
+        effect, low = Thresholds().effect, 1e-6
 
-        def _candidates(self, role, ablated):  # noqa: ARG002 - one interface
-            return [(0, number) for number in range(9) if (0, number) not in ablated][:2]
+        def attending(self, role, prompts, ablated):  # noqa: ARG002 - one interface
+            return {*[(0, number) for number in range(9) if (0, number) not in ablated][:2]}
 
-        def _attending(self, role, candidates, ablated):  # noqa: ARG002
+        def significant(self, role, candidates, ablated):  # noqa: ARG002
             return {head for head in candidates if head[1] != 1}
 
-        def _effects(self, candidates, ablated):  # noqa: ARG002
-            return dict.fromkeys(candidates, (self.effect, self.low, 1.0))
+        def effects(self, candidates, ablated):  # noqa: ARG002
+            return dict.fromkeys(candidates, (Search.effect, Search.low, 1.0))
 
+    halves: Any = {ac.Prompts.from_tokens([[1, token]]): None for token in (1, 2)}
     monkeypatch.setattr(head_groups, "redraws_tokens", lambda *_: by_renaming)
-    search = Search()
+    search = Search(Any, halves, {}, Thresholds(), 0, ac.RunOptions())  # pyright: ignore[reportArgumentType]
     members = search.group("lookup", [(1, 0)])
     assert [member.round for member in members if not member.single] == rounds
     assert [(member.head, member.round) for member in members if member.single] == [((1, 0), 1)]
     assert (0, 1) not in [member.head for member in members]
-    for search.effect, search.low in ((Thresholds().effect - 1e-6, 1e-6), (1.0, 0.0)):
+    for Search.effect, Search.low in ((Thresholds().effect - 1e-6, 1e-6), (1.0, 0.0)):
         assert [member.head for member in search.group("lookup", [(1, 0)])] == [(1, 0)], "others count for too little"
         assert search.group("lookup", []) == ()

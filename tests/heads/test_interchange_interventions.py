@@ -21,11 +21,6 @@ def planted(char_tokenizer) -> tuple[Any, Prompts, Prompts]:
 
 
 @pytest.fixture(scope="module")
-def llama(random_hf_model, char_tokenizer):
-    return ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-
-
-@pytest.fixture(scope="module")
 def halves(char_tokenizer) -> tuple[Prompts, Prompts]:
     """Pairs of different lengths; a random half of all tokens answers each prompt, the others its partner."""
     clean, corrupted = Prompts.from_pairs(

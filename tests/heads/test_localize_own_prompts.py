@@ -25,16 +25,16 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     result = ac.localize(model, pairs, corrupted=corrupted, roles=["align_query", "lookup"], draws=2)
     for role in ("align_query", "lookup"):
         assert set(result.heads(role)) == {head for head, true in model.roles.items() if true == role}, role
-    assert result.interchanges is not None
-    found: Any = result.interchanges.where(metric="interchange").frame.set_index("patched")["value"]
+    assert result.evidence.interchanges is not None
+    found: Any = result.evidence.interchanges.where(metric="interchange").frame.set_index("patched")["value"]
     assert found["named"] == 1 and found["nothing"] == found["random 0"] == 0
     save_localization(result, tmp_path)
     assert "Interchange interventions" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert len(ac.Table.load(tmp_path / "interchanges")) == len(result.interchanges)
+    assert len(ac.Table.load(tmp_path / "interchanges")) == len(result.evidence.interchanges)
     tested = result.prompts.group
     assert tested is not None and len(tested) == 12 and len(tested.unique()) == 6, "pairs stay together"
     by_name = ac.localize(model, prompts, n=16, roles={"lookup": "looks"}, draws=0)
-    assert by_name.roles == {"lookup": "looks"} and by_name.heads("lookup")
+    assert by_name.task.roles == {"lookup": "looks"} and by_name.heads("lookup")
 
 
 def test_what_cannot_be_localized(random_hf_model, char_tokenizer, monkeypatch):
@@ -80,7 +80,7 @@ def test_the_attention_that_is_kept_leaves_out_padding(random_hf_model, char_tok
     order = [*range(8), first, *(row for row in range(8, 16) if row != first)]
     assert start[first] > 0
     result = ac.localize(ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), prompts[order], draws=0)
-    assert result.example_positions == [*range(int(start[first]), prompts.mask.shape[1])]
+    assert result.example.positions == [*range(int(start[first]), prompts.mask.shape[1])]
 
 
 def test_p_values_of_named_candidates_are_uniform_on_random_weights(random_hf_model, char_tokenizer):

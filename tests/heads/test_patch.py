@@ -1,13 +1,13 @@
 """Patching beside loops over heads, and beside TransformerLens's own."""
 
 import inspect
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from effects_by_hand import changes
 from torch import Tensor
 from transformer_lens import patching
 
@@ -24,11 +24,8 @@ SITES: Any = (*HEAD_SITES, *(site for site in LAYER_SITES if site != "resid_mid"
 
 
 @pytest.fixture(scope="module")
-def clean(char_tokenizer) -> Prompts:
-    """Any token may be right, so that a random model is, now and then."""
-    prompts = TASK.sample(4, char_tokenizer, seed=0)
-    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
+def clean(accepting) -> Prompts:
+    return accepting(TASK, 4)
 
 
 @pytest.fixture(scope="module")
@@ -36,48 +33,20 @@ def corrupted(clean) -> Prompts:
     return TASK.corrupt(clean, "query", seed=1)
 
 
-@pytest.fixture(scope="module")
-def models(random_hf_model, char_tokenizer):
-    return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ("llama", "gpt2")}
-
-
-def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
-    """Log-probability and accuracy of each target, by kind and metric, from logits [prompt pos d_vocab]."""
-    found: dict[tuple[str, str], list[float]] = {}
-    columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
-    for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
-        assert prompts.correct is not None
-        right = int(logits[prompt, query].argmax()) in prompts.answer_tokens[prompts.correct[row]].tolist()
-        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
-        for which in ("all", kind):
-            found.setdefault((which, "log_prob"), []).append(log_prob)
-            found.setdefault((which, "accuracy"), []).append(float(right))
-    return found
-
-
 def looped(model: Any, run: Prompts, source: Prompts, site: str, positions: Tensor) -> dict[tuple, float]:
     """What patching each head, or each layer, changes: by layer, head, kind and metric."""
     with torch.no_grad():
-        before = measured(run, model(run.tokens))
         _, cache = model.run_with_cache(source.tokens)
     shared = 2 if site in ("k", "v") and model.cfg.n_key_value_heads == 2 else 1
-    found = {}
-    for layer in range(2):
-        for head in [None] if site in LAYER_SITES else range(4):
-            name = name_of(site, layer)  # pyright: ignore[reportArgumentType]
 
-            def patch(x: Tensor, name: str = name, head: Any = head, **_: Any) -> Tensor:
-                x = x.clone()
-                here = (positions,) if site in LAYER_SITES else (positions, head // shared)
-                new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cache[name]))
-                new[here] = old[here]
-                return x
+    def patch(x: Tensor, layer: int, head: Any) -> Tensor:
+        here = (positions,) if site in LAYER_SITES else (positions, head // shared)
+        cached = cache[name_of(site, layer)]  # pyright: ignore[reportArgumentType]
+        new, old = (part.transpose(1, 2) if site == "pattern" else part for part in (x, cached))
+        new[here] = old[here]
+        return x
 
-            with torch.no_grad():
-                after = measured(run, model.run_with_hooks(run.tokens, fwd_hooks=[(name, patch)]))
-            for key, values in after.items():
-                found[layer, head, *key] = float(np.mean(np.subtract(values, before[key])))
-    return found
+    return changes(model, run, site, [None] if site in LAYER_SITES else range(4), patch)
 
 
 def values_of(table: ac.Table, **keys: Any) -> dict[tuple, float]:
@@ -252,64 +221,39 @@ def test_a_planted_aligner_restores_the_answer(char_tokenizer):
         assert found[*idle, "first", "log_prob"] == pytest.approx(0, abs=1e-4)
 
 
-def test_refusals(models, clean, corrupted, char_tokenizer):
-    model = models["llama"]
+def test_pairs_that_do_not_match_are_refused(clean, corrupted, char_tokenizer):
     longer = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=3).sample(4, char_tokenizer)
-    others = TASK.sample(4, char_tokenizer, seed=5)
-    for other, message in [
-        (corrupted[:3], r"clean prompts \(4, \d+\) and corrupted ones \(3, \d+\) do not match"),
-        (longer, "do not match token by token"),
-        (others, "have different targets"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            patch_heads(model, ac.Pair(clean, other))
-        with pytest.raises(ValueError, match=message):
-            check_pair(clean, other)
     full, padded, other = (
         Prompts.from_tokens(ids) for ids in ([[1, 2, 3]] * 2, [[1, 2, 3], [4, 5]], [[4, 5], [1, 2, 3]])
     )
-    for one, two in [(padded, other), (full, padded), (padded, full)]:
-        with pytest.raises(ValueError, match="do not match token by token"):
-            check_pair(one, two)
-    check_pair(padded, padded)
-    for site in ("z", "k", "pattern", "mlp_out"):
-        with pytest.raises(ValueError, match="no head L0H4"):
-            patch_heads(model, ac.Pair(clean, corrupted), sites=[site], heads=[(0, 4), (2, 0)])
-    pair = ac.Pair(clean, corrupted)
-    for heads in ([3], (0, 1), [(0, 1, 2)], [(0.0, 1)], ["L0KV1.k"]):
-        with pytest.raises(ValueError, match="give pairs of layer and head, such as"):
-            inspect.unwrap(heads_of)(model.cfg, heads)  # annotations unchecked
-    for positions, message in [
-        ({"some": clean.mask[:, :5]}, r"positions\['some'\] is torch.bool of \(4, 5\): give a boolean mask"),
-        ({"some": clean.mask.repeat(2, 1)}, r"positions\['some'\] is torch.bool of \(8, "),
-        ({}, "positions={}: give masks by name, 'groups', or nothing"),
+    for one, two, message in [
+        (clean, corrupted[:3], r"clean prompts \(4, \d+\) and corrupted ones \(3, \d+\) do not match"),
+        (clean, longer, "do not match token by token"),
+        (clean, TASK.sample(4, char_tokenizer, seed=5), "have different targets"),
+        *((one, two, "do not match token by token") for one, two in [(padded, other), (full, padded), (padded, full)]),
     ]:
+        for refuse in (ac.Pair, check_pair):
+            with pytest.raises(ValueError, match=message):
+                refuse(one, two)
+    check_pair(padded, padded)
+
+
+def test_refusals(llama, clean, corrupted):
+    pair, masks = ac.Pair(clean, corrupted), r"positions\['some'\] is torch.bool of "
+    cases: Any = [
+        *(({"sites": [site], "heads": [(0, 4), (2, 0)]}, "no head L0H4") for site in ("z", "k", "pattern", "mlp_out")),
+        ({"positions": {"some": clean.mask[:, :5]}}, masks + r"\(4, 5\): give a boolean mask"),
+        ({"positions": {"some": clean.mask.repeat(2, 1)}}, masks + r"\(8, "),
+        ({"positions": {}}, "positions={}: give masks by name, 'groups', or nothing"),
+    ]
+    for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
-            patch_heads(model, pair, positions=positions)
+            patch_heads(llama, pair, **arguments)
 
 
-def test_heads_may_be_a_tensor_and_named_twice(models, clean, corrupted):
+def test_heads_may_be_a_tensor_and_named_twice(llama, clean, corrupted):
     pair = ac.Pair(clean, corrupted)
-    twice = inspect.unwrap(heads_of)(models["llama"].cfg, torch.tensor([[1, 2], [0, 3], [1, 2]]))
+    twice = inspect.unwrap(heads_of)(llama.cfg, torch.tensor([[1, 2], [0, 3], [1, 2]]))
     assert twice == [(1, 2), (0, 3)]
-    tables = [patch_heads(models["llama"], pair, heads=heads) for heads in (twice, [*twice, *twice])]
+    tables = [patch_heads(llama, pair, heads=heads) for heads in (twice, [*twice, *twice])]
     pd.testing.assert_frame_equal(tables[0].frame, tables[1].frame)
-
-
-def test_swapped_halves_and_masks_of_other_prompts_are_refused(random_hf_model, char_tokenizer):
-    model = ac.load(random_hf_model("llama"), tokenizer=char_tokenizer)
-    task = ac.Seq2SeqTask(x_len=2, phrase_len=1, n_examples=2)
-    clean = task.sample(3, char_tokenizer, seed=0)
-    corrupted = task.corrupt(clean, "query")
-    with pytest.raises(ValueError, match="swap them"):
-        patch_heads(model, ac.Pair(corrupted, clean))
-    longer = torch.zeros(3, clean.mask.shape[1] + 5, dtype=torch.bool)
-    longer[:, -5:] = True
-    for engine in ("auto", "reference"):
-        with pytest.raises(ValueError, match=f"the edit holds 3 prompts of {longer.shape[1]} tokens"):
-            ac.evaluate(
-                model,
-                clean,
-                edits=[ac.Ablate([(0, 0)], how="zero", positions=longer)],
-                options=ac.RunOptions(engine=engine),
-            )

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from transformer_lens.head_detector import detect_head
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from align_circuits.heads import score as scoring
 from align_circuits.heads.metrics import TIE
@@ -29,35 +28,15 @@ SHARP = 0.6
 
 
 @pytest.fixture(scope="module")
-def models(char_tokenizer):
+def models(random_hf_model, char_tokenizer):
     """The planted circuit, a GPT-2 and a grouped-query Llama with random weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        gpt2 = GPT2Config(
-            vocab_size=64,
-            n_positions=128,
-            n_embd=16,
-            n_layer=2,
-            n_head=4,
-            initializer_range=SHARP,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        llama = LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=SHARP,
-        )
-        return {
-            "planted": planted_circuit(TASK, seed=0),
-            "gpt2": load(GPT2LMHeadModel(gpt2).eval(), tokenizer=char_tokenizer),
-            "llama": load(LlamaForCausalLM(llama).eval(), tokenizer=char_tokenizer),
-        }
+    gpt2 = random_hf_model("gpt2", initializer_range=SHARP)
+    llama = random_hf_model("llama", initializer_range=SHARP, num_hidden_layers=3)
+    return {
+        "planted": planted_circuit(TASK, seed=0),
+        "gpt2": load(gpt2, tokenizer=char_tokenizer),
+        "llama": load(llama, tokenizer=char_tokenizer),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +175,10 @@ def test_planted_heads_are_found(models, prompts):
 def test_a_layer_without_attention_is_told(prompts):
     metrics: Any = {"lookup": (prompts.relations["lookup"], print)}
     accumulator = scoring.ScoreAccumulator(metrics, layers=3, heads=2, prompts=len(prompts))
-    accumulator.seen[[0, 2]] = True
-    with pytest.raises(RuntimeError, match="the engine gave no attention for layer 1: "):
-        accumulator.measured()
+    for seen, layer in (([], 0), ([0, 2], 1)):
+        accumulator.seen[seen] = True
+        with pytest.raises(RuntimeError, match=f"the engine gave no attention for layer {layer}: "):
+            accumulator.measured()
 
 
 @pytest.mark.parametrize("engine", ["fast", "reference"])
@@ -260,12 +240,6 @@ def test_a_row_that_comes_twice_counts_once(models, prompts, monkeypatch):
     assert again.frame["n"].tolist() == once.frame["n"].tolist()
 
 
-def test_attention_that_never_arrives_is_no_score(models, prompts, monkeypatch):
-    monkeypatch.setattr(scoring, "forward", lambda *_, **__: "fast")
-    with pytest.raises(RuntimeError, match="no attention for layer 0"):
-        score_heads(models["llama"], prompts)
-
-
 def test_n_counts_targets_and_the_interval_holds_the_value(models, prompts):
     table = score_heads(models["gpt2"], prompts)
     frame = frame_of(table)[table.frame["n"] > 0]
@@ -313,48 +287,24 @@ def test_a_relation_of_ones_own_measures_mass(models, prompts):
     assert values(table, "wide_hit") != values(table, "align_query"), "more candidates, fewer hits"
 
 
-def test_bf16_models_are_scored(prompts):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-        model = load(LlamaForCausalLM(config).bfloat16())
-    table = score_heads(model, prompts)
+def test_bf16_models_are_scored(random_hf_model, prompts):
+    table = score_heads(load(random_hf_model("llama").bfloat16()), prompts)
     assert frame_of(table)["value"].between(0, 10).all()
     assert table.provenance.model["dtype"] == "bfloat16"
 
 
-def test_a_metric_that_is_not_known(models, prompts):
+def test_what_cannot_be_scored_is_refused(models, prompts, byte_bpe_tokenizer):
+    of_others = Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer)
+    for asked, metrics, message in [
+        (prompts[:0], None, "no prompts to score"),
+        (replace(prompts, relations={}), None, "hold no relation"),
+        (prompts, [], "no metrics to score"),
+        (of_others, None, "another tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            score_heads(models["llama"], asked, metrics)
     with pytest.raises(KeyError, match=r"no metric 'aligns' for these prompts; they have .*align_query.*entropy"):
         score_heads(models["llama"], prompts, ["align_query", "aligns", "lookups"])
-
-
-def test_nothing_to_score(models, prompts):
-    with pytest.raises(ValueError, match="no prompts to score"):
-        score_heads(models["llama"], prompts[:0])
-    with pytest.raises(ValueError, match="hold no relation"):
-        score_heads(models["llama"], replace(prompts, relations={}))
-    with pytest.raises(ValueError, match=r"no metrics to score"):
-        score_heads(models["llama"], prompts, [])
-
-
-def test_prompts_of_another_tokenizer(models, byte_bpe_tokenizer):
-    with pytest.raises(ValueError, match="another tokenizer"):
-        score_heads(models["llama"], Prompts.from_tokens([[5, 6, 5]], tokenizer=byte_bpe_tokenizer))
-
-
-def test_a_head_that_does_not_exist(models, prompts):
-    table = score_heads(models["llama"], prompts, ["previous"])
-    with pytest.raises(KeyError, match="no layer 99 in this table; it has 0, 1, 2"):
-        table.where(layer=99)
-    with pytest.raises(KeyError, match="no head 4 in this table"):
-        table.where(layer=0, head=[0, 4])
 
 
 def test_a_layers_mean_attention_has_no_head(models, prompts):

@@ -19,21 +19,13 @@ KEYS = ["site", "layer", "head", "positions", "kind", "metric"]
 
 
 @pytest.fixture(scope="module")
-def clean(char_tokenizer) -> Prompts:
-    """Any token may be right, so that a random model is, now and then."""
-    prompts = TASK.sample(3, char_tokenizer, seed=0)
-    accepted = torch.rand(len(prompts.targets), 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    return replace(prompts, answer_tokens=torch.arange(64), correct=accepted)
+def clean(accepting) -> Prompts:
+    return accepting(TASK, 3)
 
 
 @pytest.fixture(scope="module")
 def corrupted(clean) -> Prompts:
     return TASK.corrupt(clean, "labels", seed=1)
-
-
-@pytest.fixture(scope="module")
-def models(random_hf_model, char_tokenizer):
-    return {name: ac.load(random_hf_model(name), tokenizer=char_tokenizer) for name in ("llama", "gpt2")}
 
 
 def by(frame: Any, keys: list[str], column: str = "value") -> dict[tuple, float]:

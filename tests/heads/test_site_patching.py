@@ -39,11 +39,6 @@ def a_pair() -> tuple[Prompts, Prompts]:
 CLEAN, CORRUPTED = a_pair()
 
 
-@pytest.fixture(scope="module")
-def models(random_hf_model):
-    return {name: ac.load(random_hf_model(name)) for name in ("llama", "gpt2")}
-
-
 def patch_hooks(hook_point: str, new: Callable[[Tensor], Tensor]) -> list[Any]:
     """On a bridge `hook_resid_mid` is what the MLP reads alone: the stream is changed by what attention adds to it."""
     if not hook_point.endswith("resid_mid"):

@@ -14,6 +14,8 @@ import pandas as pd
 import pytest
 
 import align_circuits as ac
+from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.localization import Example, TaskFacts
 from align_circuits.hooks.heads import describe
 from align_circuits.papers.lab import Check, Measured, checks_html
 from align_circuits.report import page as report
@@ -35,7 +37,7 @@ def empty(table: Table) -> Table:
 @pytest.fixture(scope="module")
 def localization() -> ac.Localization:
     found = ac.localize(ac.planted_circuit(TASK, seed=0), TASK, 16, draws=2)
-    return replace(found, notes=("Heads <align> & look up.",))
+    return replace(found, task=replace(found.task, notes=("Heads <align> & look up.",)))
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_a_localization_shows_itself(localization):
     measured = localization.table.where(role=role, layer=head[0], head=head[1]).frame.set_index("metric")["value"]
     score, q = measured["score"], measured["q"]
     assert all(f"<td>{text}</td>" in rows[0] for text in (role, describe([head]), f"{score:.2g}", f"{q:.2g}"))
-    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), notes=())
+    nothing = replace(localization, heads_by_role=dict.fromkeys(localization.heads_by_role, ()), task=TaskFacts())
     assert repr(nothing) == "Localization(no head named; tested on 8 x seq2seq)"
     assert nothing._repr_html_() == "<p>No head passes every test.</p>"
 
@@ -100,13 +102,16 @@ def test_the_named_heads_come_with_their_evidence(localization):
 
 
 def test_a_report_without_any_named_head_says_so(tmp_path, localization):
+    found = localization.evidence
     none = replace(
         localization,
-        heads_by_role=dict.fromkeys(localization.roles, ()),
-        patching_effects=empty(localization.patching_effects),
-        ablation_effects=empty(localization.ablation_effects),
-        group_ablations=localization.group_ablations.where(ablated="nothing"),
-        example_attention={},
+        heads_by_role=dict.fromkeys(localization.task.roles, ()),
+        evidence=Evidence(
+            patching_effects=empty(found.patching_effects),
+            ablation_effects=empty(found.ablation_effects),
+            group_ablations=found.group_ablations.where(ablated="nothing"),
+        ),
+        example=Example(),
     )
     assert attention_of(none) is None
     text = save_localization(none, tmp_path).read_text(encoding="utf-8")

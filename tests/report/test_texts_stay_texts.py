@@ -15,6 +15,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 import align_circuits as ac
+from align_circuits.heads.localization import TaskFacts
 from align_circuits.report import plots as typed_plots
 from align_circuits.report.localize_report import _sections
 from align_circuits.report.page import Section, write_report
@@ -136,15 +137,14 @@ def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple
     ids = sorted(set(found.prompts.tokens.flatten().tolist()))
     strings = {token: names[place % len(names)] for place, token in enumerate(ids)}
     prompts = replace(found.prompts, token_strings=strings, task={**found.prompts.task, "name": names[0]})
-    called = dict(zip(found.roles, names, strict=False))
+    called = dict(zip(found.task.roles, names, strict=False))
     relations = {called.get(name, name): relation for name, relation in prompts.relations.items()}
     found = replace(
         found,
         table=replace(found.table, frame=found.table.frame.replace({"role": called})),
-        roles={called[role]: names[-1 - place] for place, role in enumerate(found.roles)},
+        task=TaskFacts({called[role]: names[-1 - place] for place, role in enumerate(found.task.roles)}, notes=names),
         heads_by_role={called[role]: heads for role, heads in found.heads_by_role.items()},
         prompts=replace(prompts, relations=relations),
-        notes=names,
     )
     view = plots.attention(model, prompts[0], [heads[0] for heads in found.heads_by_role.values() if heads][:2])
     table = measured({"metric": names, names[0]: names})

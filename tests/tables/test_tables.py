@@ -60,6 +60,7 @@ def test_where():
     ("keys", "message"),
     [
         ({"layer": 99}, "no layer 99 in this table; it has 0, 1"),
+        ({"layer": 0, "head": [0, 2]}, "no head 2 in this table"),
         ({"metric": ["a", "c"]}, "no metric 'c' in this table; it has a, b"),
         ({"value": 1}, "no key column 'value'; this table has level, layer, head, metric"),
     ],

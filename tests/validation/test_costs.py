@@ -13,7 +13,7 @@ from torch import nn
 
 import align_circuits as ac
 from align_circuits.checks import WrongArgument
-from align_circuits.heads import renaming_test
+from align_circuits.heads import renamed_tokens
 from align_circuits.hooks.graph import Graph
 from align_circuits.validation.costs import (
     _DROPPED,
@@ -251,7 +251,7 @@ def test_localize_by_hand():
     assert work.products == _OF_A_ROW * 2 * 3 * 7 * (4 * 5 * 5 + 11)
     without = localize_work(SHAPE, sizes, 4, 8, above=0.5, renamed=0)
     assert without.attention == 4 * run + ablated + alone, "nothing is exchanged or renamed"
-    renamed = renaming_test._QUERIES * renaming_test._NAMES
+    renamed = renamed_tokens._QUERIES * renamed_tokens._NAMES
     assert localize_work(SHAPE, sizes, 4, 8) == localize_work(SHAPE, sizes, 4, 8, 0, 0.75, renamed)
 
 
@@ -271,12 +271,12 @@ def test_localize_is_the_sum_of_its_parts():
     sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
     with counting(model) as counts:
         found = ac.localize(model, task, n=n, draws=3)
-    whole = found.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
+    whole = found.evidence.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
     controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
     drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)
-    sets = found.group_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
-    candidates = len(found.ablation_effects.frame[["layer", "head"]].drop_duplicates())
-    exchanged = 0 if found.interchanges is None else len(found.interchanges.frame) // 2
+    sets = found.evidence.group_ablations.where(kind="all").frame["n"].sum() / whole + drawn / 2
+    candidates = len(found.evidence.ablation_effects.frame[["layer", "head"]].drop_duplicates())
+    exchanged = 0 if found.evidence.interchanges is None else len(found.evidence.interchanges.frame) // 2
     assert candidates > 4
     assert sets > 4
     work = localize_work(ModelShape.of(model), sizes, candidates, sets, exchanged)

@@ -10,7 +10,7 @@ from legs import slow_but
 
 import align_circuits as ac
 from align_circuits.heads.permutation_tests import p_values
-from align_circuits.heads.renaming_test import _Queries, redraws_tokens, share_at_least_first
+from align_circuits.heads.renamed_tokens import _Queries, redraws_tokens, share_at_least_first
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.training.toy_llama import untrained
 from align_circuits.validation.localize_ground_truth import _RANDOM

@@ -1,0 +1,82 @@
+"""The first stage of `localize`: which heads attend as a role requires, and what the null of a role leaves open."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
+from align_circuits.heads.renamed_tokens import redraws_tokens
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.heads import Head
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tables.intervals import benjamini_hochberg
+from align_circuits.tables.tables import Table
+from align_circuits.tasks.task import Task
+
+ALIGNERS = ("align_query", "align_key")
+"""The roles that follow an alignment."""
+
+Candidate = tuple[Head, str]
+"""A head and a role."""
+
+
+def attending(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
+    """Returns the heads that attend as a role requires, by role."""
+    attention = np.stack([scores.grid(f"{role}_attention") for role in roles])
+    best = attention.max(0)
+    return [
+        ((int(layer), int(head)), role)
+        for role, on_keys in zip(roles, attention, strict=True)
+        for layer, head in np.argwhere(needed.attends(scores.grid(role), on_keys, best))
+    ]
+
+
+def attending_diffusely(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
+    """Returns the heads that attend most to the aligned symbol among the symbols, and to other tokens far more."""
+    aligners = [role for role in roles if role in ALIGNERS]
+    wide = attending(scores, aligners, replace(needed, attention=0.0)) if aligners else []
+    enough = attending(scores, roles, needed)
+    return [candidate for candidate in wide if candidate not in enough]
+
+
+def corrected(
+    p: Mapping[str, Float[ndarray, "layer head"]], families: Sequence[Sequence[Candidate]]
+) -> dict[Candidate, float]:
+    """Returns the p-value of each candidate, corrected over its family (Benjamini and Hochberg)."""
+    q: dict[Candidate, float] = {}
+    for family in families:
+        q |= zip(family, benjamini_hochberg(np.array([p[role][head] for head, role in family])), strict=True)
+    return q
+
+
+def confounded_roles(prompts: Prompts, roles: Sequence[str]) -> list[str]:
+    """Returns the aligners' roles in which a head that attends at a fixed distance would do as well."""
+    return [role for role in roles if role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5]
+
+
+def limits(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
+    """Returns what cannot be established for these roles on the prompts that test, in sentences."""
+    notes = []
+    others = [role for role in roles if role not in (*ALIGNERS, "previous")]
+    by_position = [role for role in others if not redraws_tokens(prompts, role)]
+    if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:
+        notes.append(
+            f"The keys of {' and '.join(fixed)} are at the same positions in every prompt, so a head named for one of "
+            "these roles may follow positions rather than tokens: score it on prompts of other lengths to find out."
+        )
+    ranked = [role for role in others if prompts.relations[role].exchangeable]
+    if same := [role for role in ranked if fixed_rank(prompts.relations[role])]:
+        notes.append(
+            f"The keys of {' and '.join(same)} are always the same of their candidates, counted from the first, so no "
+            "head can be told from one that always attends there: vary their order."
+        )
+    notes += task.caveats
+    if confounded_roles(prompts, roles):
+        notes.append(
+            "All keys of the alignment are at one distance, so an aligner is named only if it follows the control "
+            "alignment too: use phrases of 2 letters or more."
+        )
+    return tuple(notes)

@@ -1,0 +1,184 @@
+"""What `localize` returns."""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+
+from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.head_groups import GroupMember
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.verdicts import Verdict
+from align_circuits.hooks.heads import Head, describe
+from align_circuits.prompts.prompts import Prompts
+from align_circuits.tables.tables import Table
+
+LARGE_SHARE = 1 / 3
+"""From this share of the model's heads on, `localize` says that the named heads are many."""
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What the task says of its roles and targets."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What a head of each role does."""
+    target_name: str = "A token"
+    """What the first target of a phrase is called, as in `Task`."""
+    notes: tuple[str, ...] = ()
+    """What cannot be established on this task."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """The attention of each named head on the first of the prompts that test."""
+
+    attention: Mapping[Head, Float[Tensor, "row pos"]] = field(default_factory=dict)
+    """From each of the positions."""
+    positions: list[int] = field(default_factory=list)
+    """The positions of the prompt's test example, and the one before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Localization:
+    """The heads that `localize` named, with all its evidence."""
+
+    table: Table
+    """Keyed by level, layer, head, role and metric. For every head `"score"`, `"attention"` (to keys, of all),
+    `"p"` and, if the task has a control, `"control"` (the score on it); for candidates also `"q"` (p corrected),
+    `"ablation"` (the loss by mean ablation, in nats) and `"denoising"` (the gain by patching, in nats)."""
+    heads_by_role: Mapping[str, tuple[Head, ...]]
+    """The heads named for each role, best score first."""
+    evidence: Evidence
+    """Effects of patching and of ablating heads, alone and together."""
+    prompts: Prompts
+    """The prompts that the candidates were tested on."""
+    thresholds: Thresholds
+    """What a head had to reach."""
+    task: TaskFacts = TaskFacts()
+    """What the task says of its roles and targets."""
+    example: Example = Example()
+    """The attention of each named head on one prompt."""
+    verdicts: tuple[Verdict, ...] = ()
+    """Whether the named heads are necessary and whether they suffice, for the first targets of phrases where there are
+    such; whether the heads of each role are necessary; and both for the smallest sets that were found on the prompts
+    that chose the candidates, if asked for. Each is tested at `thresholds.alpha`, without correction for their number.
+    """
+    diffuse_aligners: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    """Heads of `align_query` and `align_key` that pass every test but one: they keep less than `thresholds.attention`
+    of their attention on the aligned symbol. They are not in `heads_by_role`, and are not ablated with the others."""
+    groups: Mapping[str, tuple[GroupMember, ...]] = field(default_factory=dict)
+    """If asked for, the members of each role's group: also heads that stand in for each other (`head_groups`)."""
+
+    def __repr__(self) -> str:
+        name = self.prompts.task.get("name", "tokens")
+        return f"Localization({self._named or 'no head named'}; tested on {len(self.prompts)} x {name})"
+
+    def _repr_html_(self) -> str:
+        shown = ("score", "attention", "q", "ablation", "denoising", "control")
+        keyed: Any = self.table.frame.set_index(["layer", "head", "role", "metric"])["value"]
+        measured = dict(zip(keyed.index, keyed, strict=True))
+        rows = [
+            {"role": role, "head": describe([head])} | {name: measured.get((*head, role, name)) for name in shown}
+            for role, heads in self.heads_by_role.items()
+            for head in heads
+        ]
+        table = pd.DataFrame(rows).to_html(index=False, float_format="{:.2g}".format, na_rep="") if rows else ""
+        return f"<p>{html.escape(self.summary)}</p>{table}"
+
+    def heads(self, role: str) -> list[Head]:
+        """Returns the heads named for a role, best first.
+
+        Raises:
+            KeyError: No such role.
+        """
+        if role not in self.heads_by_role:
+            raise KeyError(f"no role {role!r}: choose one of {', '.join(self.heads_by_role)}")
+        return list(self.heads_by_role[role])
+
+    def group(self, role: str) -> list[Head]:
+        """Returns the members of a role's group, those named one by one among them, as far as groups were asked for.
+
+        Raises:
+            KeyError: No such role.
+        """
+        return [member.head for member in self.groups.get(role, ())] or self.heads(role)
+
+    @property
+    def named_heads(self) -> list[Head]:
+        """All heads that were named for a role."""
+        return sorted({head for heads in self.heads_by_role.values() for head in heads})
+
+    @property
+    def _named(self) -> str:
+        return "; ".join(f"{role}: {describe(heads)}" for role, heads in self.heads_by_role.items() if heads)
+
+    @property
+    def summary(self) -> str:
+        """The result in a few sentences."""
+        if not self._named:
+            return " ".join(filter(None, ("No head passes every test.", self.caveats)))
+        ablations = self.evidence.group_ablations
+        kind = "first" if "first" in set(ablations.frame["kind"]) else "all"
+        intact: Any = ablations.where(kind=kind, ablated="nothing").frame.iloc[0]
+        accuracy = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**intact)
+        together = [verdict.sentence for verdict in self.verdicts if verdict.role is None]
+        answer = f"{self._named}. {self.task.target_name} is correct in {accuracy} of cases."
+        return " ".join(filter(None, (answer, *together, *role_sentences(self.verdicts), self.caveats)))
+
+    @property
+    def caveats(self) -> str:
+        """What to bear in mind: heads of groups, heads that are many or almost pass, what the task cannot tell."""
+        diffuse = [
+            f"Aligned but diffuse ({role}): {describe(heads)} pass every other test with less than "
+            f"{self.thresholds.attention:g} of their attention on the aligned symbol."
+            for role, heads in self.diffuse_aligners.items()
+            if heads
+        ]
+        return " ".join([*group_sentences(self.groups), *share_sentences(self.verdicts), *diffuse, *self.task.notes])
+
+
+def group_sentences(groups: Mapping[str, Sequence[GroupMember]]) -> Iterator[str]:
+    """Yields the heads that only their group shows."""
+    for role, members in groups.items():
+        sharing = [member.head for member in members if not member.single and member.round == 1]
+        backups = [member.head for member in members if not member.single and member.round > 1]
+        if sharing:
+            yield f"Also {role}, one for another: {describe(sharing)}."
+        if backups:
+            yield f"Backups of {role}, once the others are ablated: {describe(backups)}."
+
+
+def share_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yields that the named heads are a large share of the model, if they are."""
+    named = next((verdict for verdict in verdicts if verdict.role is None and not verdict.smallest), None)
+    if named is not None and len(named.heads) >= LARGE_SHARE * named.total:
+        yield (
+            f"The named heads are {len(named.heads) / named.total:.0%} of the model's: so many heads are needed almost "
+            "whichever they are, so look at the heads of each role and at the smallest sets."
+        )
+
+
+def role_sentences(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yields the verdicts on the heads of each role, those that hold first."""
+    for holds, claim in ((True, "Necessary"), (False, "Not shown to be necessary")):
+        phrases = []
+        for verdict in verdicts:
+            if verdict.role is not None and verdict.holds == holds:
+                controls = [value for draws in verdict.controls.values() for value in draws]
+                beside = f"{_range(controls)} without as many others" if controls else verdict.why_no_controls
+                without = f"accuracy {verdict.value:.2f} without {describe(verdict.heads)}"
+                phrases.append(f"{verdict.role} ({without}; {beside})")
+        if phrases:
+            yield f"{claim}, role by role: {', '.join(phrases)}."
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the most of the numbers that are known."""
+    least, most = f"{np.nanmin(values):.2f}", f"{np.nanmax(values):.2f}"
+    return least if least == most else f"{least} to {most}"

@@ -1,0 +1,204 @@
+"""The third stage of `localize`, on tables alone: which heads have a role, which sets are necessary, which suffice."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+from numpy import ndarray
+
+from align_circuits.heads.candidates import ALIGNERS, Candidate
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.hooks.heads import Head, describe
+from align_circuits.tables.tables import Table
+
+Claim = Literal["necessary", "sufficient"]
+
+CONTROLS = {
+    "layers": "random heads of the same layers",
+    "scores": "heads of similar scores",
+    "unnamed": "heads that were not named, of the same layers or of similar scores",
+}
+"""The control sets, by what they share with the set that is tested."""
+
+CONTROL_ROWS = {"layers": "random", "scores": "matched", "unnamed": "unnamed"}
+"""What `Evidence.group_ablations` calls them."""
+
+ROUNDING = 1e-9
+"""Accuracies that differ by less are equal."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a set of heads is necessary, or sufficient: an accuracy beside those of control sets."""
+
+    claim: Claim
+    """Necessary: with the set ablated the answer is lost. Sufficient: with all other heads ablated it is kept."""
+    heads: tuple[Head, ...]
+    """The set."""
+    total: int
+    """How many heads the model has."""
+    intact: float
+    """The accuracy of the model."""
+    value: float
+    """The accuracy with the set ablated, or all other heads."""
+    low: float
+    """The lower end of its 95% interval over prompts."""
+    high: float
+    """The upper end."""
+    controls: Mapping[str, tuple[float, ...]]
+    """The same for control sets of as many heads, a number for each draw, by what they share with the set
+    (`CONTROLS`), each on as many prompts as show whether it does as well as the set. NaN where that was not found out,
+    since another had done as well already; no draw at all where the set's own effect is too small."""
+    least: float
+    """The accuracy that a necessary set costs at least; the share of it that a sufficient one keeps at least."""
+    alpha: float
+    """The highest p-value."""
+    smallest: bool = False
+    """Whether this is the smallest set that was found, on other prompts, rather than all heads that were named."""
+    role: str | None = None
+    """The role whose heads the set holds; None for a set of all roles."""
+
+    @property
+    def p(self) -> dict[str, float]:
+        """For each kind of control, the share of sets that do as well as this one, which counts as one of them.
+
+        A permutation p-value (Phipson and Smyth, 2010), exact if all sets were alike; with d draws at least 1/(1 + d).
+        A draw that is NaN counts as one that does as well: p is at most this.
+        """
+        return {
+            name: float(1 + (as_extreme(self.claim, np.array(draws), self.value) | np.isnan(draws)).sum())
+            / (1 + len(draws))
+            for name, draws in self.controls.items()
+        }
+
+    @property
+    def holds(self) -> bool:
+        """Whether the effect is large enough, and larger than that of both kinds of control sets."""
+        return self._large and bool(self.controls) and max(self.p.values()) <= self.alpha
+
+    @property
+    def _large(self) -> bool:
+        return is_large(self.claim, self.intact, self.value, self.least)
+
+    @property
+    def why_no_controls(self) -> str:
+        """Why no control set was measured, if none was; else an empty text."""
+        if self.controls:
+            return ""
+        if self._large:
+            return "no control sets were drawn"
+        little = "loses less" if self.claim == "necessary" else "keeps less"
+        return f"this {little} than is needed, so no control sets were measured"
+
+    @property
+    def beside(self) -> list[str]:
+        """The accuracies of the control sets, a phrase for each kind; once the claim is lost, only what it lost to."""
+        phrases = []
+        for name, draws in self.controls.items():
+            known = np.array([draw for draw in draws if not np.isnan(draw)])
+            as_well = known[as_extreme(self.claim, known, self.value)]
+            if len(known) == len(draws):
+                spread = f"{known.mean():.2f} ({known.min():.2f} to {known.max():.2f}, p = {self.p[name]:.2g})"
+                phrases.append(f"{spread} for {CONTROLS[name]}")
+            elif len(as_well):
+                phrases.append(f"{as_well[0]:.2f} for a set of {CONTROLS[name]}, which does as well")
+        return phrases
+
+    @property
+    def sentence(self) -> str:
+        """The verdict and its numbers."""
+        count = f"{len(self.heads)} of {self.total} heads"
+        which = f"the named {count}" if self.role is None else f"the heads named for {self.role} ({count})"
+        which = f"the smallest set found, {describe(self.heads)} ({count})" if self.smallest else which
+        ablated = f"{which} ablated" if self.claim == "necessary" else f"all but {which} ablated"
+        controls = f", beside {' and '.join(self.beside)}" if self.controls else f" ({self.why_no_controls})"
+        best = {name: 1 / (1 + len(draws)) for name, draws in self.controls.items()}
+        if self.controls and self._large and self.p == best and not self.holds:
+            controls += f" (these are too few for p to reach {self.alpha:g})"
+        outcome = self.claim if self.holds else f"not shown to be {self.claim}"
+        return (
+            f"{outcome[0].upper()}{outcome[1:]}: with {ablated}, accuracy is {self.value:.2f} "
+            f"[{self.low:.2f}, {self.high:.2f}]{controls}."
+        )
+
+
+def is_large(claim: Claim, intact: float, value: float, least: float) -> bool:
+    """Returns whether a necessary set costs enough accuracy, or a sufficient one keeps enough."""
+    if claim == "necessary":
+        return bool(intact - value >= least - ROUNDING)
+    return bool(value >= least * intact - ROUNDING and value > 0)
+
+
+def as_extreme(claim: Claim, controls: Float[ndarray, " draw"], value: Any) -> Bool[ndarray, " draw"]:
+    """Returns which control sets cost as much accuracy as the tested set, or keep as much."""
+    return (1 if claim == "necessary" else -1) * (controls - value) <= ROUNDING
+
+
+def verdict_of(
+    claim: Claim, heads: Sequence[Head], accuracies: Table, total: int, thresholds: Thresholds, **about: Any
+) -> Verdict:
+    """Returns the verdict on a set of heads, from the rows of `Evidence.group_ablations` of the targets that decide."""
+    by_name: Any = dict(iter(accuracies.frame.groupby("ablated")))
+    prefix, name = ("", "named") if claim == "necessary" else ("rest of ", "rest")
+    tested = by_name.get(name, by_name["nothing"]).iloc[0]  # all heads were named: there is no rest
+    draws = {kind: by_name.get(f"{prefix}{row}") for kind, row in CONTROL_ROWS.items()}
+    return Verdict(
+        claim,
+        tuple(heads),
+        total,
+        float(by_name["nothing"]["value"].iloc[0]),
+        float(tested["value"]),
+        float(tested["low"]),
+        float(tested["high"]),
+        {kind: tuple(map(float, rows["value"])) for kind, rows in draws.items() if rows is not None},
+        thresholds.least(claim),
+        thresholds.alpha,
+        **about,
+    )
+
+
+def named_heads(
+    table: Table,
+    candidates: Sequence[Candidate],
+    roles: Sequence[str],
+    needed: Thresholds,
+    confounded: Sequence[str] = (),
+) -> dict[str, tuple[Head, ...]]:
+    """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
+
+    A head's best role is one of `roles`. In `confounded` roles, where a fixed distance would do as well, it must keep
+    its score on the control.
+    """
+    evidence: Any = table.frame.set_index(["layer", "head", "role", "metric"]).sort_index()
+    attention: Any = table.frame[(table.frame["metric"] == "attention") & table.frame["role"].isin(roles)]
+    best = attention.groupby(["layer", "head"])["value"].max()
+    named: dict[str, list[tuple[float, Head]]] = {role: [] for role in roles}
+    for head, role in candidates:
+        if role not in roles:
+            continue
+        rows = evidence.loc[(*head, role)]
+        value, causes = rows["value"], rows.loc[["ablation", "denoising"]]
+        if (
+            needed.attends(value["score"], value["attention"], best.loc[head])
+            and value["q"] <= needed.fdr
+            and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
+            # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
+            and (role not in confounded or value.get("control", np.nan) >= needed.score)
+        ):
+            named[role].append((value["score"], head))
+    return {role: tuple(head for _, head in sorted(scored, reverse=True)) for role, scored in named.items()}
+
+
+def diffuse_aligners(
+    table: Table,
+    candidates: Sequence[Candidate],
+    heads_by_role: Mapping[str, Sequence[Head]],
+    needed: Thresholds,
+    confounded: Sequence[str] = (),
+) -> dict[str, tuple[Head, ...]]:
+    """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
+    roles = [role for role in heads_by_role if role in ALIGNERS]
+    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded)
+    return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}

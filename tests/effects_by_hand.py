@@ -1,0 +1,44 @@
+"""What editing heads or layers changes, from TransformerLens's hooks and loops over targets."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from align_circuits.hooks.names import name_of
+from align_circuits.prompts.prompts import Prompts
+
+
+def measured(prompts: Prompts, logits: Tensor) -> dict[tuple[str, str], list[float]]:
+    """Log-probability and accuracy of each target, by kind and metric, from logits [prompt pos d_vocab]."""
+    found: dict[tuple[str, str], list[float]] = {}
+    columns = prompts.targets[["prompt", "query_pos", "token", "kind"]]
+    for row, (prompt, query, token, kind) in enumerate(columns.itertuples(index=False)):
+        assert prompts.correct is not None
+        right = int(logits[prompt, query].argmax()) in prompts.answer_tokens[prompts.correct[row]].tolist()
+        log_prob = float(logits[prompt, query].double().log_softmax(0)[token])
+        for which in ("all", kind):
+            found.setdefault((which, "log_prob"), []).append(log_prob)
+            found.setdefault((which, "accuracy"), []).append(float(right))
+    return found
+
+
+def changes(
+    model: Any, prompts: Prompts, site: Any, heads: Iterable[int | None], edit: Callable[[Tensor, int, Any], Tensor]
+) -> dict[tuple, float]:
+    """The mean change by layer, head, kind and metric, where `edit` takes an activation, its layer and the head."""
+    found = {}
+    with torch.no_grad():
+        before = measured(prompts, model(prompts.tokens))
+        for layer in range(model.cfg.n_layers):
+            for head in heads:
+
+                def hook(x: Tensor, layer: int = layer, head: Any = head, **_: Any) -> Tensor:
+                    return edit(x.clone(), layer, head)
+
+                logits = model.run_with_hooks(prompts.tokens, fwd_hooks=[(name_of(site, layer), hook)])
+                for key, after in measured(prompts, logits).items():
+                    found[layer, head, *key] = float(np.mean(np.subtract(after, before[key])))
+    return found

@@ -1,0 +1,85 @@
+"""What a result says of itself: its sentences, from a result by hand."""
+
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import align_circuits as ac
+from align_circuits.heads.evidence import Evidence
+from align_circuits.heads.head_groups import GroupMember
+from align_circuits.heads.localization import TaskFacts
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.verdicts import Verdict
+from align_circuits.tables.tables import Provenance
+
+
+@pytest.fixture
+def small() -> ac.Localization:
+    """One head is named, with some evidence."""
+    columns = ["kind", "ablated", "value", "low", "high", "n"]
+    found = [("all", "nothing", 0.25, 0.2, 0.3, 4), ("first", "nothing", 0.75, 0.5, 0.875, 4)]
+    ablations = ac.Table(pd.DataFrame(found, columns=columns), Provenance("localize"))
+    rows = [(1, 2, "lookup", "score", 0.625), (1, 2, "lookup", "q", 0.03), (1, 2, "previous", "score", 0.125)]
+    frame = pd.DataFrame(rows, columns=["layer", "head", "role", "metric", "value"]).assign(low=0.0, high=1.0, n=4)
+    table = ac.Table(frame.assign(level="head"), Provenance("localize"))
+    heads, prompts = {"lookup": ((1, 2),), "previous": ()}, ac.Prompts.from_tokens([[1, 2], [3, 4]])
+    facts = TaskFacts(notes=("A < B.",))
+    return ac.Localization(table, heads, Evidence(table, table, ablations), prompts, Thresholds(), facts)
+
+
+def test_a_result_shows_itself(small):
+    assert repr(small) == "Localization(lookup: L1H2; tested on 2 x tokens)"
+    none = replace(small, heads_by_role={"lookup": ()})
+    assert repr(none) == "Localization(no head named; tested on 2 x tokens)"
+    assert small.summary == "lookup: L1H2. A token is correct in 0.75 [0.50, 0.88] of cases. A < B."
+    assert none.summary == "No head passes every test. A < B."
+    (shown,) = pd.read_html(StringIO(small._repr_html_()))
+    assert shown.iloc[0].dropna().to_dict() == {"role": "lookup", "head": "L1H2", "score": 0.62, "q": 0.03}
+    assert "A &lt; B." in small._repr_html_() and none._repr_html_() == "<p>No head passes every test. A &lt; B.</p>"
+    with pytest.raises(KeyError, match="no role 'copying'"):
+        small.heads("copying")
+
+
+def test_members_of_a_group_are_told_by_how_they_were_found(small):
+    def member(head: Any, number: int, single: bool) -> GroupMember:
+        return GroupMember(head, number, 0.5, 0.1, 0.9, single)
+
+    members = (member((1, 2), 1, True), member((0, 1), 1, False), member((0, 2), 2, False), member((0, 3), 3, False))
+    grouped = replace(small, groups={"lookup": members, "previous": ()})
+    assert grouped.caveats == (
+        "Also lookup, one for another: L0H1. Backups of lookup, once the others are ablated: L0H2 L0H3. A < B."
+    )
+    assert grouped.group("lookup") == [(1, 2), (0, 1), (0, 2), (0, 3)]
+    assert grouped.group("previous") == [] and small.group("lookup") == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("total", "of", "said"),
+    [(16, {}, None), (15, {}, "33%"), (8, {}, "62%"), (8, {"role": "lookup"}, None), (8, {"smallest": True}, None)],
+)
+def test_a_large_share_of_the_model_is_said_to_be(small, total, of, said):
+    """Of all named heads together."""
+    heads = tuple((0, head) for head in range(5))
+    verdict = Verdict("necessary", heads, total, 1.0, 0.5, 0.4, 0.6, {}, 0.1, 0.05, **of)
+    summary = replace(small, verdicts=(verdict,)).summary
+    assert ("of the model's" in summary) is (said is not None)
+    assert said is None or f"The named heads are {said} of the model's" in summary
+
+
+def test_verdicts_on_roles_are_told_by_whether_they_hold(small):
+    def verdict(role: str, value: float, controls: Any) -> Verdict:
+        return Verdict("necessary", ((1, 2),), 8, 1.0, value, 0.0, 1.0, controls, 0.1, 0.5, role=role)
+
+    verdicts = (
+        verdict("a", 0.95, {}),
+        verdict("b", 0.5, {"unnamed": (0.8, float("nan"), 0.9)}),
+        verdict("c", 0.5, {"unnamed": (0.4,)}),
+    )
+    assert replace(small, verdicts=verdicts, task=TaskFacts()).summary.split(" of cases. ")[1] == (
+        "Necessary, role by role: b (accuracy 0.50 without L1H2; 0.80 to 0.90 without as many others). Not shown to be "
+        "necessary, role by role: a (accuracy 0.95 without L1H2; this loses less than is needed, so no control sets "
+        "were measured), c (accuracy 0.50 without L1H2; 0.40 without as many others)."
+    )

@@ -1,0 +1,143 @@
+"""Names and verdicts, from tables written by hand."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import align_circuits as ac
+from align_circuits.heads.candidates import attending, attending_diffusely, corrected
+from align_circuits.heads.thresholds import Thresholds
+from align_circuits.heads.verdicts import Verdict, diffuse_aligners, named_heads, verdict_of
+from align_circuits.tables.tables import Provenance
+
+FOUND = {"score": 0.5, "attention": 0.3, "q": 0.05, "ablation": 0.01, "denoising": -0.2}
+"""What a head just has to reach."""
+
+
+def table_of(*rows: Any) -> ac.Table:
+    """A table of role, metric, head of layer 1, value and lower end."""
+    frame = pd.DataFrame(rows, columns=["role", "metric", "head", "value", "low"]).assign(layer=1, high=1.0, n=4)
+    return ac.Table(frame, Provenance("localize"))
+
+
+def scores_of(**by_metric: list[float]) -> ac.Table:
+    rows = [(metric, head, value) for metric, values in by_metric.items() for head, value in enumerate(values)]
+    frame = pd.DataFrame(rows, columns=["metric", "head", "value"]).assign(level="head", layer=0, low=0, high=1, n=4)
+    return ac.Table(frame, Provenance("score_heads"))
+
+
+def test_candidates_attend_as_their_role_requires():
+    scores = scores_of(
+        **{"align_query": [0.9, 0.9, 0.4, 0.9], "align_query_attention": [0.5, 0.05, 0.5, 0.3]},
+        **{"lookup": [0.1, 0.6, 0.1, 0.6], "lookup_attention": [0.0, 0.02, 0.0, 0.4]},
+    )
+    roles = ["align_query", "lookup"]
+    assert attending(scores, roles, Thresholds()) == [((0, 0), "align_query"), ((0, 3), "lookup")]
+    # Compared with attention to keys of aligners alone.
+    assert attending_diffusely(scores, roles, Thresholds()) == [((0, 1), "align_query"), ((0, 3), "align_query")]
+    assert attending_diffusely(scores, ["lookup"], Thresholds()) == []
+
+
+def test_p_values_are_corrected_in_each_family():
+    p = {"lookup": np.array([[0.5, 0.01, 0.04]])}
+    families = [[((0, 1), "lookup"), ((0, 2), "lookup")], [((0, 0), "lookup")]]
+    assert corrected(p, families) == {
+        ((0, 1), "lookup"): pytest.approx(0.02),
+        ((0, 2), "lookup"): pytest.approx(0.04),
+        ((0, 0), "lookup"): 0.5,
+    }
+    assert corrected(p, [[], []]) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, True),
+        ({"score": 0.49}, False),
+        ({"attention": 0.09}, False),
+        ({"q": 0.051}, False),
+        ({"ablation": 0.009}, False),
+        ({"low of ablation": 0.0}, False),
+        ({"low of ablation": 0.0, "denoising": 0.01, "low of denoising": 0.001}, True),
+        ({"attention of induction": 0.34}, False),
+        ({"attention of induction": 0.33}, True),
+    ],
+)
+def test_what_names_a_candidate(change, named):
+    """A score, attention that is the head's best, a corrected p-value, and an effect with an interval above zero."""
+    found = {**FOUND, "low of ablation": 0.001, "low of denoising": -0.4, "attention of induction": 0.0, **change}
+    rows = [("lookup", metric, 2, found[metric], found.get(f"low of {metric}")) for metric in FOUND]
+    rows += [("induction", "attention", 2, found["attention of induction"], None), ("previous", "attention", 2, 0.9, 0)]
+    candidates = [((1, 2), "lookup"), ((1, 2), "previous")]
+    found_heads = named_heads(table_of(*rows), candidates, ["lookup", "induction"], Thresholds())
+    assert found_heads == {"lookup": ((1, 2),) if named else (), "induction": ()}
+
+
+def test_named_heads_come_best_first():
+    rows = [
+        ("lookup", metric, head, value, 0.001)
+        for head, score in enumerate((0.6, 0.9, 0.7))
+        for metric, value in {**FOUND, "score": score}.items()
+    ]
+    candidates = [((1, head), "lookup") for head in range(3)]
+    assert named_heads(table_of(*rows), candidates, ["lookup"], Thresholds())["lookup"] == ((1, 1), (1, 2), (1, 0))
+
+
+def test_an_aligner_at_one_distance_needs_the_control_and_a_diffuse_one_is_told_apart():
+    role, needed = "align_key", Thresholds()
+    found = [{**FOUND, "attention": attention} for attention in (0.3, 0.05)]
+    rows = [(role, metric, head, of_head[metric], 0.001) for head, of_head in enumerate(found) for metric in of_head]
+    candidates: Any = [((1, 0), role), ((1, 1), role)]
+    named = named_heads(table_of(*rows), candidates, [role], needed)
+    assert named == {role: ((1, 0),)}
+    assert diffuse_aligners(table_of(*rows), candidates, named, needed) == {role: ((1, 1),)}
+    assert named_heads(table_of(*rows), candidates, [role], needed, [role]) == {role: ()}, "there is no control"
+    for control, kept in ((0.49, ()), (0.5, ((1, 0),))):
+        controlled = table_of(*rows, (role, "control", 0, control, None))
+        assert named_heads(controlled, candidates, [role], needed, [role]) == {role: kept}
+
+
+def test_a_verdict_is_read_from_the_rows_of_its_claim():
+    rows = {"nothing": [0.9], "named": [0.2], "rest": [0.7], "random": [0.8, 0.85], "rest of random": [0.3, 0.35]}
+    rows |= {"matched": [0.75], "rest of matched": [0.25], "lookup": [0.6]}
+    values = [(name, value, value - 0.1, value + 0.1) for name, drawn in rows.items() for value in drawn]
+    frame = pd.DataFrame(values, columns=["ablated", "value", "low", "high"]).assign(n=5)
+    heads, needed = [(0, 1), (0, 3)], Thresholds()
+    cases: Any = (
+        ("necessary", 0.2, {"layers": (0.8, 0.85), "scores": (0.75,)}, needed.loss),
+        ("sufficient", 0.7, {"layers": (0.3, 0.35), "scores": (0.25,)}, needed.kept),
+    )
+    for claim, value, controls, least in cases:
+        verdict = verdict_of(claim, heads, ac.Table(frame, Provenance("localize")), 6, needed, role="lookup")
+        assert (verdict.intact, verdict.value, verdict.controls, verdict.least) == (0.9, value, controls, least)
+        assert (verdict.low, verdict.high) == pytest.approx((value - 0.1, value + 0.1))
+        assert (verdict.heads, verdict.total, verdict.alpha) == (((0, 1), (0, 3)), 6, needed.alpha)
+        assert (verdict.claim, verdict.role, verdict.smallest) == (claim, "lookup", False)
+    no_rest: Any = frame[~frame["ablated"].str.startswith("rest")]
+    verdict = verdict_of("sufficient", heads, ac.Table(no_rest, Provenance("localize")), 2, needed)
+    assert verdict.value == 0.9 and verdict.controls == {}, "with all heads named there is no rest"
+
+
+def test_a_verdict_by_hand():
+    def verdict(claim: Any, value: float, *draws: float, **changes: Any) -> Verdict:
+        controls = {"layers": draws} if draws else {}
+        least = 0.1 if claim == "necessary" else 0.9
+        fields = {"heads": ((0, 1),), "total": 8, "intact": 0.8, "low": 0.0, "high": 1.0, "least": least, "alpha": 0.25}
+        return Verdict(claim=claim, value=value, controls=controls, **{**fields, **changes})
+
+    assert verdict("necessary", 0.3, 0.3, 0.4, 0.2).p == {"layers": 3 / 4}
+    assert verdict("sufficient", 0.3, 0.3, 0.4, 0.2).p == {"layers": 3 / 4}
+    assert verdict("sufficient", 0.3, 0.1, 0.2, 0.2).p == {"layers": 1 / 4}
+    assert verdict("necessary", 0.3, 0.6, 0.7, 0.8).holds
+    assert not verdict("necessary", 0.75, 0.8, 0.8, 0.8).holds, "the loss is small"
+    assert not verdict("necessary", 0.3, 0.6, 0.7, 0.3).holds, "another set does as much"
+    assert not verdict("necessary", 0.3).holds, "there is no control"
+    assert verdict("sufficient", 0.72, 0.1, 0.1, 0.1).holds
+    assert not verdict("sufficient", 0.71, 0.1, 0.1, 0.1).holds
+    assert not verdict("sufficient", 0.0, 0.0, 0.0, 0.0, intact=0.0).holds
+    assert not verdict("sufficient", 0.72, 0.1, 0.1, 0.72).holds
+    few = verdict("necessary", 0.3, 0.6, 0.7)
+    assert not few.holds and "(these are too few for p to reach 0.25)." in few.sentence
+    assert "too few" not in verdict("necessary", 0.3, 0.2, 0.7).sentence
