@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -650,6 +651,31 @@ def mlp(part: Any, residual: Tensor) -> Tensor:
         return module(residual)
     gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
     return module.down_proj(gate.mul_(module.up_proj(residual)))
+
+
+def contribution_scale(block: Any) -> float:
+    """Returns the factor of what attention and MLP add to the residual stream (Granite); 1 in most models."""
+    return float(getattr(block, "residual_contribution_scale", 1.0))
+
+
+def mlp_contribution(block: Any, residual: Tensor) -> Tensor:
+    """Returns what the MLP or the experts of a block make of a normed residual stream, without hooks, unscaled.
+
+    OPT has the parts of its MLP in the layer itself; BLOOM's and MPT's add the stream by themselves; GPT-OSS's returns
+    its router's scores too.
+    """
+    module = component(block.mlp)
+    if module is component(block):
+        return component(module.fc2)(module.activation_fn(component(module.fc1)(residual)))
+    if "residual" in signature(module.forward).parameters:
+        return module(residual, torch.zeros_like(residual))
+    output = module(residual)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def norms_contributions(block: Any) -> bool:
+    """Whether a block norms what its attention or MLP adds to the residual stream (Gemma 2 and 3, OLMo 2 and 3)."""
+    return any(getattr(block, name, None) is not None for name in ("ln1_post", "ln2_post"))
 
 
 def fused_attention(
