@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
-from align_circuits.hooks.left_as_found import modules_in
+from align_circuits.hooks.left_as_found import modules_in, once_a_call
 from align_circuits.hooks.names import Site, name_of
 from align_circuits.hooks.probes import Change
 
@@ -195,6 +195,9 @@ def why_not_fast(model: HookedModel) -> str | None:
         return f"{architecture} is not among {', '.join(ARCHITECTURES)}"
     if compat.has_changed_weights(model):
         return "the bridge is in compatibility mode, where its weights are no longer Hugging Face's"
+    layer = once_a_call(model, "split weights", lambda: compat.split_weights_differ(model))
+    if layer is not None:
+        return f"the bridge computes q, k and v of layer {layer} by other weights than Hugging Face's fused projection"
     if hooked := sorted({name for name, point in model.hook_dict.items() if point.fwd_hooks or point.bwd_hooks}):
         return f"hooks are attached ({hooked[0]}), which Hugging Face's own attention might not fire"
     return None

@@ -5,9 +5,10 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -495,6 +496,105 @@ def _last_layer(layer: Any, residual: Tensor, *, read: Tensor | None = None, **o
     return middle.to(wide).index_add(1, read, added.to(wide))
 
 
+def wire_hooks(modules: Iterable[nn.Module]) -> None:
+    """Attaches the hooks with which a bridge's blocks serve some of their hook points, before anything is written down.
+
+    A bridge attaches them in its first run and then believes that they are there: taken away with what a verb added,
+    `hook_mlp_in`, `hook_q_input` and, where a model scales what its layers add, `hook_attn_out` would be dead.
+    """
+    for module in modules:
+        if (wire := getattr(type(module), "_maybe_wire_capture_hooks", None)) is not None:
+            wire(module)
+
+
+def rotating_by_length(modules: Iterable[nn.Module]) -> list[Any]:
+    """Returns the rotary embeddings whose angles depend on the longest prompt of a batch ("longrope", "dynamic")."""
+
+    def by_length(module: nn.Module) -> bool:
+        kinds = vars(module).get("rope_type")
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+    return [module for module in modules if by_length(module)]
+
+
+def rotate_by_prompt(rotary: Any) -> None:
+    """Makes such an embedding rotate every prompt as alone, until its `forward` is put back.
+
+    Left to itself transformers rotates all prompts of a batch by the angles of the longest, and "dynamic" ones also by
+    those of a longer batch before.
+    """
+    if "forward" not in vars(rotary):
+        vars(rotary)["forward"] = partial(_rotated_by_prompt, rotary)
+
+
+def _rotated_by_prompt(rotary: Any, residual: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+    """Cosines and sines `[prompt pos d]` of prompts with different lengths."""
+    lengths = position_ids.amax(-1)
+    if len(lengths.unique()) == 1:
+        return _rotated_afresh(rotary, residual, position_ids, *args, **options)
+    angles: list[Tensor] = []
+    for length in lengths.unique():
+        alike = lengths == length
+        of_length = _rotated_afresh(rotary, residual, position_ids[alike], *args, **options)
+        angles = angles or [part.new_empty(len(lengths), *part.shape[1:]) for part in of_length]
+        for whole, part in zip(angles, of_length, strict=True):
+            whole[alike] = part
+    return tuple(angles)
+
+
+def _rotated_afresh(rotary: Any, *args: Any, **options: Any) -> Any:
+    """What a rotary embedding returns that has seen no prompt before; afterwards it is as it was."""
+    longest = {name: value for name, value in vars(rotary).items() if name.endswith("max_seq_len_cached")}
+    buffers = dict(vars(rotary)["_buffers"])
+    first = {
+        name.replace("original_inv_freq", "inv_freq"): value for name, value in buffers.items() if "original" in name
+    }
+    try:
+        vars(rotary).update(dict.fromkeys(longest, getattr(rotary, "original_max_seq_len", None)))
+        vars(rotary)["_buffers"].update({name: value.clone() for name, value in first.items()})
+        return type(rotary).forward(rotary, *args, **options)
+    finally:
+        vars(rotary).update(longest)
+        vars(rotary)["_buffers"].clear()
+        vars(rotary)["_buffers"].update(buffers)
+
+
+def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:
+    """Whether queries or keys of all heads of a layer are normed as one vector: OLMo 2 and 3, OLMoE.
+
+    A norm of each head by itself (Qwen 3) has the width of one head.
+    """
+    if site not in ("q", "k") or not is_bridge(bridge):
+        return False
+    attention: Any = component(bridge.blocks[layer].attn)
+    norm, width = getattr(attention, f"{site}_norm", None), getattr(attention, "head_dim", 0)
+    weight = getattr(component(norm), "weight", None) if norm is not None else None
+    return weight is not None and weight.numel() > width > 0
+
+
+def split_weights_differ(bridge: Any) -> int | None:
+    """Returns the first layer whose queries, keys and values a bridge computes by other weights than Hugging Face's.
+
+    A bridge splits a fused projection once and computes with the copies: trained, they leave the fused one behind. None
+    where none differs, or no projection is fused.
+    """
+    for layer, block in enumerate(bridge.blocks):
+        attention: Any = getattr(block, "attn", None)
+        split, names = getattr(attention, "split_qkv_matrix", None), ("q", "k", "v")
+        if split is None or not all(hasattr(attention, name) for name in names):
+            continue
+        # TransformerLens makes the copies as new layers, whose first weights are drawn.
+        with brought(component(attention)), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for name, fused in zip(names, split(component(attention)), strict=True):
+                own = component(getattr(attention, name))
+                for part in ("weight", "bias"):
+                    one, other = getattr(own, part, None), getattr(fused, part, None)
+                    if (one is None) != (other is None) or (one is not None and not torch.equal(one, other.to(one))):
+                        return layer
+    return None
+
+
 def embed(bridge: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     """Returns the residual stream before the first layer, without hooks; GPT-2 adds an embedding of positions."""
     residual = component(bridge.embed)(tokens)
@@ -551,6 +651,31 @@ def mlp(part: Any, residual: Tensor) -> Tensor:
         return module(residual)
     gate = nn.functional.silu(module.gate_proj(residual), inplace=True)
     return module.down_proj(gate.mul_(module.up_proj(residual)))
+
+
+def contribution_scale(block: Any) -> float:
+    """Returns the factor of what attention and MLP add to the residual stream (Granite); 1 in most models."""
+    return float(getattr(block, "residual_contribution_scale", 1.0))
+
+
+def mlp_contribution(block: Any, residual: Tensor) -> Tensor:
+    """Returns what the MLP or the experts of a block make of a normed residual stream, without hooks, unscaled.
+
+    OPT has the parts of its MLP in the layer itself; BLOOM's and MPT's add the stream by themselves; GPT-OSS's returns
+    its router's scores too.
+    """
+    module = component(block.mlp)
+    if module is component(block):
+        return component(module.fc2)(module.activation_fn(component(module.fc1)(residual)))
+    if "residual" in signature(module.forward).parameters:
+        return module(residual, torch.zeros_like(residual))
+    output = module(residual)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def norms_contributions(block: Any) -> bool:
+    """Whether a block norms what its attention or MLP adds to the residual stream (Gemma 2 and 3, OLMo 2 and 3)."""
+    return any(getattr(block, name, None) is not None for name in ("ln1_post", "ln2_post"))
 
 
 def fused_attention(

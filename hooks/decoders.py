@@ -130,6 +130,8 @@ def why_no_decoder(model: HookedModel) -> str | None:
         return model.why_no_decoder()
     if reason := why_not_fast(model):
         return reason
+    if compat.rotating_by_length(modules_in(model)):
+        return "its rotary embeddings depend on the length of the prompt, of which replay drops the end"
     hooked = compat.hooked_modules(modules_in(model))
     return f"PyTorch hooks are attached to its modules ({hooked[0]}), which replay might not fire" if hooked else None
 

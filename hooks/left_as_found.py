@@ -33,12 +33,16 @@ def leaves_as_found(function: Function) -> Function:
         outer: tuple[tuple[Any, dict[Hashable, Any]], ...] = getattr(_watched, "models", ())
         if any(model is each for each, _ in outer):
             return function(*args, **kwargs)
+        modules = [*compat.modules_of(model, compat.wrapped(model))]
+        compat.wire_hooks(modules)
         restore, signals, failed = compat.remembered(model), _Signals(), True
         try:
             _watched.models = (*outer, (model, {}))
             if not outer:
                 signals.hold()
             try:
+                for rotary in compat.rotating_by_length(modules):
+                    compat.rotate_by_prompt(rotary)
                 signals.open = True
                 result = function(*args, **kwargs)
                 failed = False

@@ -4,11 +4,14 @@ import difflib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.left_as_found import leaves_as_found, modules_in
 
@@ -33,6 +36,7 @@ class Probes:
         self._model = model
         self._changes = dict(changes)
         self._silent = set(changes)
+        self._replaced: set[str] = set()
 
     @property
     def fwd_hooks(self) -> list[tuple[str, Callable[..., Tensor | None]]]:
@@ -45,10 +49,10 @@ class Probes:
         return sorted(self._silent)
 
     def check(self) -> None:
-        """Raises unless every hook fired since the probes were made.
+        """Raises unless every hook fired since the probes were made, and what replaced activations was computed with.
 
         Raises:
-            ValueError: A hook point never fired.
+            ValueError: A hook point never fired, or the model drops what is changed there.
         """
         # TransformerLens is silent about a hook point that a model names but never computes: a measurement or an edit
         # there would be of nothing.
@@ -58,11 +62,15 @@ class Probes:
                 f"it; silent are {len(self._silent)} of {len(self._changes)} hook points. Among those that fire are "
                 f"{', '.join(_most_alike(self.silent[0], firing(self._model)))}"
             )
+        check_lands(self._model, self._replaced)
 
     def _hook(self, name: str) -> Callable[..., Tensor | None]:
         def fire(activation: Tensor, **_: Any) -> Tensor | None:  # TransformerLens gives `hook=`
             self._silent.discard(name)
-            return self._changes[name](activation)
+            new = self._changes[name](activation)
+            if new is not None:
+                self._replaced.add(name)
+            return new
 
         return fire
 
@@ -97,6 +105,89 @@ def firing(model: Any) -> list[str]:
         warnings.simplefilter("ignore")  # TransformerLens warns of those that it leaves out
         model.run_with_hooks(_two_tokens(model), fwd_hooks=hook)
     return [name for name, point in model.hook_dict.items() if point.name in fired]
+
+
+_LANDING: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""The hook points of each model at which a change is known to reach what comes after."""
+
+
+@leaves_as_found
+def check_lands(model: Any, names: Collection[str]) -> None:
+    """Raises unless a model computes on with what its hooks return at these points; each is tried once a model.
+
+    Where an architecture leaves its attention to Hugging Face, `hook_pattern` shows what was computed elsewhere, and
+    what a hook returns is dropped: an edit there would be of nothing, and a table of such edits full of zeros.
+
+    Raises:
+        ValueError: A change at one of them changes nothing.
+    """
+    known = _LANDING.setdefault(model, set())
+    if new := [name for name in names if name not in known]:
+        landing, dropped = _landing(model, new)
+        if dropped:
+            raise ValueError(
+                f"a change at {dropped[0]!r} changes nothing in this model: "
+                f"{getattr(model.cfg, 'architecture', None) or type(model).__name__} only shows there what it computes "
+                "elsewhere. Take another hook point, such as that of 'z' in place of 'pattern'"
+            )
+        known.update(landing)
+
+
+def _landing(model: Any, names: Collection[str]) -> tuple[list[str], list[str]]:
+    """At which hook points a change reaches what comes after, and at which the model drops it.
+
+    It is dropped if it is in no graph of gradients, and noise there moves no logits. A hook point that does not fire
+    here is in neither list: the fast engine serves it otherwise, or no token came to its expert.
+    """
+    tokens = _few_tokens(model)
+    generator = torch.Generator().manual_seed(0)
+    graph: dict[str, Tensor] = {}
+    fired: set[str] = set()
+
+    def noise(activation: Tensor) -> Tensor:
+        return torch.randn(activation.shape, generator=generator).to(activation)
+
+    def watched(name: str, activation: Tensor, **_: Any) -> Tensor | None:
+        fired.add(name)
+        if not activation.is_floating_point():
+            return None
+        step = graph.setdefault(name, torch.zeros((), device=activation.device, requires_grad=True))
+        return activation + step.to(activation) * noise(activation)
+
+    def disturbed(activation: Tensor, **_: Any) -> Tensor:
+        if not activation.is_floating_point():
+            return torch.zeros_like(activation)
+        return noise(activation) * (1 + activation.abs().amax())
+
+    with evaluating(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TransformerLens warns of hook points whose changes it drops
+        with torch.enable_grad():
+            logits = model.run_with_hooks(tokens, fwd_hooks=[(name, partial(watched, name)) for name in names])
+            steps = list(graph.values())
+            try:
+                found = torch.autograd.grad(logits.float().square().sum(), steps, allow_unused=True) if steps else ()
+            except RuntimeError:  # weights in codes, or parts without gradients: noise tells
+                found = (None,) * len(steps)
+        reached = {name for name, gradient in zip(graph, found, strict=True) if gradient is not None}
+        with torch.no_grad():
+            doubtful = [name for name in names if name in fired - reached]
+            logits = model(tokens) if doubtful else logits
+            dropped = [
+                name
+                for name in doubtful
+                if torch.equal(model.run_with_hooks(tokens, fwd_hooks=[(name, disturbed)]), logits)
+            ]
+    return [name for name in names if name in fired and name not in dropped], dropped
+
+
+def _few_tokens(model: Any) -> Tensor:
+    """Eight different tokens, as far as the model has and reads so many; vectors of a model that reads vectors."""
+    first, d_in = next(model.parameters()), getattr(model.cfg, "d_in", None)
+    length = min(8, getattr(model.cfg, "n_ctx", None) or 8)
+    if d_in is not None:
+        return torch.randn(1, length, d_in, generator=torch.Generator().manual_seed(0)).to(first)
+    words = torch.linspace(0, model.cfg.d_vocab - 1, length).long()[None]
+    return words.to(compat.device_of(compat.wrapped(model)))
 
 
 def _most_alike(name: str, known: Iterable[str], count: int = 8) -> list[str]:

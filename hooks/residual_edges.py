@@ -38,6 +38,7 @@ class ResidualEdges:
             )
         self.graph = Graph.of(model.cfg)
         self._blocks = model.blocks
+        self._scales = [compat.contribution_scale(block) for block in model.blocks]
         self._weights = [
             {name: compat.head_weight(block.attn, name) for part in "QKVO" for name in (f"W_{part}", f"b_{part}")}
             for block in model.blocks
@@ -46,14 +47,14 @@ class ResidualEdges:
     def written(self, layer: int, z: Float[Tensor, "prompt pos head d_head"]) -> Float[Tensor, "prompt pos head d"]:
         """Returns what each head adds to the residual stream; the layer's bias belongs to none of them."""
         weight = self._weights[layer]["W_O"]
-        return torch.einsum("nphe,hed->nphd", z.to(weight.device), weight).to(z.device)
+        return torch.einsum("nphe,hed->nphd", z.to(weight.device), weight).to(z.device) * self._scales[layer]
 
     def with_bias(
         self, layer: int, residual: Float[Tensor, "prompt pos d_model"]
     ) -> Float[Tensor, "prompt pos d_model"]:
         """Returns a residual stream with what the attention of a layer adds beside its heads."""
         bias = self._weights[layer]["b_O"]
-        return residual if bias is None else residual + bias.to(residual.device)
+        return residual if bias is None else residual + bias.to(residual.device) * self._scales[layer]
 
     def read(
         self, site: Reading, layer: int, residual: Float[Tensor, "prompt pos column d_model"]
@@ -69,7 +70,10 @@ class ResidualEdges:
         weights, bias = (self._weights[layer].get(f"{kind}_{site.upper()}") for kind in "Wb")
         residual = residual.to(compat.device_of(block))
         if site == "mlp":
-            return compat.component(block.mlp)(_normed(block, "ln2", residual[:, :, 0]))[:, :, None].to(given)
+            # A parallel block may have one norm for both of its parts (GPT-J, Phi).
+            norm = "ln1" if self.graph.parallel and getattr(block, "ln2", None) is None else "ln2"
+            output = compat.mlp_contribution(block, _normed(block, norm, residual[:, :, 0]))
+            return (output * self._scales[layer])[:, :, None].to(given)
         out = torch.einsum("nphd,hde->nphe", _normed(block, "ln1", residual), weights)
         return (out if bias is None else out + bias).to(given)
 

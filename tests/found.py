@@ -23,6 +23,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def found(model: Any) -> dict[str, Any]:
     """Everything that a verb must leave as it is: of each module, of each parameter, of the process."""
     modules = {f"{root}{name}": module for root, part in roots(model) for name, module in part.named_modules()}
+    compat.wire_hooks(modules.values())  # a bridge attaches its own in its first run
     state: dict[str, Any] = {}
     for name, module in modules.items():
         state |= {f"{name} {kind}": list(getattr(module, kind).items()) for kind in HOOKS}

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.residual_edges import (
@@ -42,6 +43,17 @@ def residual_edges_of(model: HookedModel, prompts: Prompts) -> ResidualEdges:
         )
     residual_edges = ResidualEdges(model)
     graph = residual_edges.graph
+    for layer, block in enumerate(module.blocks):
+        if compat.norms_contributions(block):
+            raise ValueError(
+                f"layer {layer} norms what its attention or its MLP adds to the residual stream, so that the stream is "
+                "not the sum of what heads and MLPs write: edges and direct effects need a plain residual stream"
+            )
+        if compat.norms_heads_together(model, layer, "q"):
+            raise ValueError(
+                f"layer {layer} norms the queries of all its heads together, so that what one head reads changes the "
+                "others: edges into single heads are not defined"
+            )
     cached = capture(model, prompts[:1], hook_points(graph))
     device = device_of(model)
     # Without padding, where `capture` returns 0 and not what the model computes.
@@ -72,6 +84,6 @@ def check_same(what: str, computed: Tensor, captured: Tensor, size: Tensor | Non
     if not apart <= allowed:
         raise ValueError(
             f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "
-            f"{allowed:.0e} is allowed): this needs a plain residual stream. Merge adapters first (merge_and_unload); "
-            "models with norms after a block or with experts have none"
+            f"{allowed:.0e} is allowed): edges and direct effects need a plain residual stream, to which heads and MLPs "
+            "add what they compute of it"
         )

@@ -1,0 +1,216 @@
+"""Tiny random decoders of the architectures that people bring: two layers of four heads, attention far from uniform."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 6.0, 8.0, 12.0],
+    "original_max_position_embeddings": 12,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_LONG = {"max_position_embeddings": 96, "rope_parameters": _LONG_ROPE}
+_WINDOW = {"sliding_window": 4}
+_GPT_NEO = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+}
+_XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 64}
+_GRANITE = {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "llama-linear-rope": ("Llama", _GROUPED | {"rope_parameters": _LINEAR_ROPE}),
+    "llama-dynamic-rope": (
+        "Llama",
+        _GROUPED
+        | {
+            "max_position_embeddings": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "llama-yarn-rope": (
+        "Llama",
+        _GROUPED
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-llama3-rope": ("Llama", _GROUPED | {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-long-rope": ("Llama", _GROUPED | _LONG),
+    "mistral": ("Mistral", _GROUPED | _WINDOW),
+    "qwen2": ("Qwen2", _GROUPED),
+    "qwen3": ("Qwen3", _GROUPED | {"head_dim": 8}),
+    "gemma": ("Gemma", _GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2", _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "gemma3": ("Gemma3", _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt-neox": ("GPTNeoX", _SIZES),
+    "gpt-neox-sequential": ("GPTNeoX", _SIZES | {"use_parallel_residual": False}),
+    "gptj": ("GPTJ", _GPT2 | {"rotary_dim": 4}),
+    "gpt-neo": (
+        "GPTNeo",
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": 64,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "opt": ("OPT", _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "xglm": (
+        "XGLM",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "ffn_dim": 48,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "init_std": 0.3,
+        },
+    ),
+    "phi": ("Phi", _SIZES),
+    "phi3": ("Phi3", _GROUPED),
+    "phi3-long-rope": (
+        "Phi3",
+        _GROUPED
+        | {"max_position_embeddings": 96, "original_max_position_embeddings": 12, "rope_parameters": _LONG_ROPE},
+    ),
+    "olmo": ("Olmo", _GROUPED),
+    "olmo2": ("Olmo2", _GROUPED),
+    "olmo3": ("Olmo3", _GROUPED | _WINDOW),
+    "olmoe": ("Olmoe", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 8}),
+    "gpt-oss": ("GptOss", _GROUPED | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": ("Cohere", _GROUPED),
+    "cohere2": ("Cohere2", _GROUPED | _WINDOW),
+    "stablelm": ("StableLm", _GROUPED),
+    "stablelm-parallel": ("StableLm", _GROUPED | {"use_parallel_residual": True}),
+    "falcon": ("Falcon", _SIZES | {"multi_query": True, "alibi": False}),
+    "falcon-alibi": ("Falcon", _SIZES | {"multi_query": False, "alibi": True, "parallel_attn": False}),
+    "falcon-40b": ("Falcon", _SIZES | {"num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False}),
+    "bloom": (
+        "Bloom",
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "mpt": (
+        "Mpt",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "granite": (
+        "Granite",
+        _GROUPED
+        | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.4},
+    ),
+    "glm": ("Glm", _GROUPED | {"head_dim": 8}),
+    "glm4": ("Glm4", _GROUPED | {"head_dim": 8}),
+    "smollm3": ("SmolLM3", _GROUPED),
+    "starcoder2": ("Starcoder2", _GROUPED),
+    "nemotron": ("Nemotron", _GROUPED),
+    "exaone4": ("Exaone4", _GROUPED | {"sliding_window": 4, "sliding_window_pattern": 2}),
+    "hunyuan": ("HunYuanDenseV1", _GROUPED | {"head_dim": 8}),
+}
+"""The name of the class in transformers, without its ending, and the arguments of its configuration."""
+
+NOT_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", _SIZES),
+    "mamba": (
+        "Mamba",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0},
+    ),
+}
+"""What `load` must refuse."""
+
+_HEADS = {"gpt2": "LMHeadModel", "bert": "LMHeadModel"}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns a random Hugging Face model of an architecture, in evaluation mode."""
+    stem, settings = (ARCHITECTURES | NOT_DECODERS)[name]
+    of = {"Gemma3": "Gemma3TextConfig"}.get(stem, f"{stem}Config")
+    config_class: Callable[..., Any] = getattr(transformers, of)
+    model_class = getattr(transformers, f"{stem}{_HEADS.get(name, 'ForCausalLM')}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config_class(**settings)).to(dtype).eval()
+        with torch.no_grad():  # larger than at the start of training: attention differs between positions
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 0.3)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
