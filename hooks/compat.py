@@ -7,7 +7,7 @@ Tested with the versions in `TESTED`. `tests/hooks/test_compat.py` fails when a 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -503,17 +503,31 @@ def wire_hooks(modules: Iterable[nn.Module]) -> None:
     `hook_mlp_in`, `hook_q_input` and, where a model scales what its layers add, `hook_attn_out` would be dead.
     """
     for module in modules:
-        if (wire := getattr(type(module), "_maybe_wire_capture_hooks", None)) is not None:
-            wire(module)
+        if _wires_hooks(type(module)):
+            type(module)._maybe_wire_capture_hooks(module)
+
+
+@cache
+def _wires_hooks(kind: Any) -> bool:
+    """Whether the forward pass of a block attaches them: BLOOM's does not."""
+    name = "_maybe_wire_capture_hooks"
+    for owner in kind.__mro__ if hasattr(kind, name) else ():
+        if "forward" in vars(owner):
+            names = owner.forward.__code__.co_names
+            if name in names or "super" not in names:
+                return name in names
+    return False
 
 
 def rotating_by_length(modules: Iterable[nn.Module]) -> list[Any]:
-    """Returns the rotary embeddings whose angles depend on the longest prompt of a batch ("longrope", "dynamic")."""
+    """Returns the rotary embeddings whose angles depend on the longest prompt of a batch ("longrope").
+
+    "dynamic" ones do so beyond a model's context alone, which no prompt may exceed.
+    """
 
     def by_length(module: nn.Module) -> bool:
         kinds = vars(module).get("rope_type")
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+        return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
 
     return [module for module in modules if by_length(module)]
 
@@ -521,8 +535,7 @@ def rotating_by_length(modules: Iterable[nn.Module]) -> list[Any]:
 def rotate_by_prompt(rotary: Any) -> None:
     """Makes such an embedding rotate every prompt as alone, until its `forward` is put back.
 
-    Left to itself transformers rotates all prompts of a batch by the angles of the longest, and "dynamic" ones also by
-    those of a longer batch before.
+    Left to itself transformers rotates all prompts of a batch by the factors of the longest.
     """
     if "forward" not in vars(rotary):
         vars(rotary)["forward"] = partial(_rotated_by_prompt, rotary)
@@ -531,33 +544,14 @@ def rotate_by_prompt(rotary: Any) -> None:
 def _rotated_by_prompt(rotary: Any, residual: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
     """Cosines and sines `[prompt pos d]` of prompts with different lengths."""
     lengths = position_ids.amax(-1)
-    if len(lengths.unique()) == 1:
-        return _rotated_afresh(rotary, residual, position_ids, *args, **options)
     angles: list[Tensor] = []
     for length in lengths.unique():
         alike = lengths == length
-        of_length = _rotated_afresh(rotary, residual, position_ids[alike], *args, **options)
+        of_length = type(rotary).forward(rotary, residual, position_ids[alike], *args, **options)
         angles = angles or [part.new_empty(len(lengths), *part.shape[1:]) for part in of_length]
         for whole, part in zip(angles, of_length, strict=True):
             whole[alike] = part
     return tuple(angles)
-
-
-def _rotated_afresh(rotary: Any, *args: Any, **options: Any) -> Any:
-    """What a rotary embedding returns that has seen no prompt before; afterwards it is as it was."""
-    longest = {name: value for name, value in vars(rotary).items() if name.endswith("max_seq_len_cached")}
-    buffers = dict(vars(rotary)["_buffers"])
-    first = {
-        name.replace("original_inv_freq", "inv_freq"): value for name, value in buffers.items() if "original" in name
-    }
-    try:
-        vars(rotary).update(dict.fromkeys(longest, getattr(rotary, "original_max_seq_len", None)))
-        vars(rotary)["_buffers"].update({name: value.clone() for name, value in first.items()})
-        return type(rotary).forward(rotary, *args, **options)
-    finally:
-        vars(rotary).update(longest)
-        vars(rotary)["_buffers"].clear()
-        vars(rotary)["_buffers"].update(buffers)
 
 
 def norms_heads_together(bridge: Any, layer: int, site: str) -> bool:

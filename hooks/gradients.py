@@ -72,6 +72,12 @@ def gradients_at(
         logits = model.run_with_hooks(tokens, fwd_hooks=probes.fwd_hooks, **inputs)
         logits = logits if compat.is_bridge(model) else logits[:, queries.to(logits.device)]
         probes.check()
+        if logits.isnan().any():
+            padded = not bool(mask.all()) and logits.dtype == torch.float64
+            reason = (
+                "padding in float64, take prompts of one length" if padded else "its weights, or too narrow a dtype"
+            )
+            raise ValueError(f"the model's logits are NaN: {reason}")
         activations = [kept[name] for name in names]
         scalars = scalar(logits)
         passes = [

@@ -84,6 +84,6 @@ def check_same(what: str, computed: Tensor, captured: Tensor, size: Tensor | Non
     if not apart <= allowed:
         raise ValueError(
             f"{what} is not what the model's weights make of its parts (apart by {apart:.0e} of its size; "
-            f"{allowed:.0e} is allowed): edges and direct effects need a plain residual stream, to which heads and MLPs "
-            "add what they compute of it"
+            f"{allowed:.0e} is allowed): edges and direct effects need a plain residual stream, to which heads and "
+            "MLPs add what they compute of it"
         )

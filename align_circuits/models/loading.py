@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from align_circuits.checks import Tokenizer, checked
 from align_circuits.hooks import compat
 from align_circuits.hooks.attention import ARCHITECTURES
+from align_circuits.hooks.names import name_of
+from align_circuits.hooks.probes import evaluating
 from align_circuits.jobs.files import is_path
 from align_circuits.models.folder_checks import (
     check_adapter,
@@ -399,6 +402,61 @@ def _tokenizer(given: Any, *places: Path) -> PreTrainedTokenizerBase | None:
         ) from error
 
 
+def _logits_of(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Returns a few tokens and a Hugging Face model's logits for them.
+
+    Raises:
+        ValueError: It does not run, as experts in float64; or it reads tokens to come, so it is no decoder.
+    """
+    last = model.config.get_text_config().vocab_size - 1
+    tokens = torch.linspace(0, last, 8, device=compat.device_of(model)).long()
+    other = torch.cat([tokens[:-1], tokens[:1]])
+    try:
+        with torch.no_grad(), evaluating(model):
+            logits = [model(each[None]).logits[0] for each in (tokens, other)]
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f"Hugging Face cannot run this {type(model).__name__} itself: {_short(error)}") from error
+    if _apart(*(each[:-1] for each in logits)) > _allowed(logits[0]):
+        raise ValueError(
+            f"a {type(model).__name__} is no decoder: its logits depend on tokens to come (a configuration with "
+            "is_decoder=True may help)"
+        )
+    return tokens, logits[0]
+
+
+def _check_same_logits(bridge: Any, tokens: Tensor, expected: Tensor) -> None:
+    """Raises unless a bridge computes what Hugging Face does.
+
+    Raises:
+        ValueError: It does not: TransformerLens computes this architecture otherwise.
+    """
+    with torch.no_grad(), evaluating(bridge):
+        found = bridge(tokens[None])[0]
+    apart = _apart(found, expected)
+    if apart > _allowed(expected):
+        raise ValueError(
+            f"TransformerLens computes other logits of this {bridge.cfg.architecture} than Hugging Face (up to "
+            f"{apart:.2g} apart), so that no number of it could be trusted"
+        )
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """How far apart logits `[pos d_vocab]` are; in narrow types at half of the positions, as experts may change."""
+    by_position = (one.float() - other.float()).abs().amax(-1)
+    return float(by_position.median() if _is_narrow(one) else by_position.max())
+
+
+def _is_narrow(logits: Tensor) -> bool:
+    return torch.finfo(logits.dtype).eps > 1e-5
+
+
+def _allowed(logits: Tensor) -> float:
+    """How far apart the logits of two ways to compute them may be."""
+    return (0.1 if _is_narrow(logits) else 1e-3) * max(1.0, float(logits.abs().max()))
+
+
 def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Any:
     """Wraps a Hugging Face model, in place."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module, detect_tokenizer_bos_eos
@@ -418,8 +476,19 @@ def _bridge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, n
             f"an adapter on {adapted[0]} would be lost: TransformerLens splits this fused projection into copies of "
             "its base weights; merge the adapter first (merge_and_unload) and load the merged model"
         )
+    tokens, expected = _logits_of(model)
     model.set_attn_implementation("eager")  # with any other, hook_pattern would not fire
-    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
+    try:
+        bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config, model_name=name)
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"TransformerLens cannot wrap this {type(model).__name__}: {_short(error)}") from error
+    patterns = [name_of("pattern", layer) in bridge.hook_dict for layer in range(bridge.cfg.n_layers)]
+    if not all(patterns):
+        raise ValueError(
+            f"layer {patterns.index(False)} of this {type(model).__name__} has no attention pattern: only "
+            "transformers whose layers all attend can be analysed"
+        )
+    _check_same_logits(bridge, tokens, expected)
     if tokenizer is not None:
         # TransformerLens's own set-up loads the tokenizer again by name and may add tokens; ids must not change.
         if tokenizer.pad_token is None:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from align_circuits.hooks import compat
 from align_circuits.hooks.hooked_model import HookedModel
 from align_circuits.prompts.prompts import Prompts
 
@@ -65,6 +66,15 @@ def fitting_tokens(model: HookedModel, prompts: Prompts, device: torch.device) -
     kept = 4 * config.n_layers * config.d_model
     numbers = kept + 16 * config.d_model + 4 * _mlp_width(config) + 4 * config.n_heads * length + 2 * config.d_vocab
     return max(length, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
+
+
+def is_padded_float64(model: HookedModel, prompts: Prompts) -> bool:
+    """Whether prompts run one by one: a bridge's masks hold the least float64, which some layers make -inf of.
+
+    Rows of padding, which see nothing, then become NaN and spread.
+    """
+    first = next(model.parameters()) if compat.is_bridge(model) else None
+    return first is not None and first.dtype == torch.float64 and not bool(prompts.mask.all())
 
 
 def _mlp_width(config: Any) -> int:

@@ -21,7 +21,7 @@ from align_circuits.hooks.probes import Change, Probes, dry_run, evaluating
 from align_circuits.hooks.replay import Replay
 from align_circuits.models.protocol import check_fits, device_of
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.run.batching import fitting_prompts, in_batches
+from align_circuits.run.batching import fitting_prompts, in_batches, is_padded_float64
 from align_circuits.run.options import RunOptions
 
 OnPattern = Callable[[Int[Tensor, " row"], int, Float[Tensor, "row head pos"]], None]
@@ -78,7 +78,8 @@ def forward(
     device = device_of(model)
     selected, length = prompt.unique(), prompts.mask.shape[1]
     fitting = fitting_prompts(model, prompts, device, engine)
-    tokens = min(options.prompts_at_once(fitting), max(1, len(selected))) * length
+    size = 1 if is_padded_float64(model, prompts) else options.prompts_at_once(fitting)
+    tokens = min(size, max(1, len(selected))) * length
 
     def run_batch(run: Run, batch_prompts: Int[Tensor, " prompt"], _: int) -> None:
         batch = Batch.of(prompts, batch_prompts, prompt, query, device)

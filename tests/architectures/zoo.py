@@ -65,11 +65,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("Llama", _GROUPED | {"rope_parameters": _LINEAR_ROPE}),
     "llama-dynamic-rope": (
         "Llama",
-        _GROUPED
-        | {
-            "max_position_embeddings": 12,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        },
+        _GROUPED | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     ),
     "llama-yarn-rope": (
         "Llama",
