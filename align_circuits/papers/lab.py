@@ -106,9 +106,7 @@ def _nothing(_: Any, __: Inputs) -> list[Measurement]:
 
 
 def _all_rows(_: Any, rows: Rows) -> pd.DataFrame:
-    """The rows of a study with one function."""
-    (frame,) = rows.values()
-    return frame
+    return pd.concat(rows.values(), ignore_index=True)
 
 
 @lru_cache(maxsize=1)
@@ -128,7 +126,7 @@ class Study:
     jobs: Callable[[Any, Inputs], Sequence[Measurement]] = _nothing
     """What to measure."""
     summarize: Callable[[Any, Rows], pd.DataFrame] = _all_rows
-    """From config and rows to the table; the rows of the only function as they are by default."""
+    """From config and rows to the table; all rows as they are by default."""
     train: Callable[[Any, Inputs], Sequence[Measurement]] = _nothing
     """What must be finished before the jobs start; its rows are given to `summarize` too."""
     models: Literal["none", "one", "several"] = "none"

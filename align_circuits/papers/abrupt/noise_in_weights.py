@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from align_circuits.papers.abrupt.grid import BOTH, CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.grid import CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.progress_measures import BOTH
 from align_circuits.papers.lab import MIDDLE, Claim, Experiment, Statistic, late_mean, levels, lines
 
 IWL, ICL = (late_mean(measure, burst=1) for measure in ("iwl", "icl"))

@@ -9,14 +9,13 @@ import pandas as pd
 import pytest
 
 from align_circuits.beyond.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
-from align_circuits.papers.abrupt.curves import has_formed
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
 from align_circuits.papers.abrupt.figs_3_4_5_transition import (
     CHANGED,
     FIG4,
     FIG5,
     UNCHANGED,
-    check_alignment,
+    alignment_claims,
     trained_networks,
 )
 from align_circuits.papers.abrupt.figs_6_a2_a5_reduced_model import FIGA5
@@ -24,7 +23,7 @@ from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ensemble
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
-from align_circuits.papers.abrupt.progress_measures import MEASURES
+from align_circuits.papers.abrupt.progress_measures import FORMED, MEASURES
 from align_circuits.papers.abrupt.task import ExemplarTask
 from align_circuits.papers.lab import SCALES
 from align_circuits.report import plots
@@ -81,7 +80,7 @@ def test_the_order_of_the_measures_is_seen_and_its_absence_too():
     assert [check.met for check in checks] == [True] * 5
     assert all(check.control_fails for check in checks)
     changed = table(curves(born | {"tla2": 210.0, "ila1": 320.0}))
-    late = [claim.check(changed) for claim in check_alignment(changed)]
+    late = [claim.check(changed) for claim in alignment_claims()]
     assert [check.met for check in late] == [False, True, True, False]
     never = FIG4.check(table(curves({"cla": 100.0})))
     assert not any(check.met for check in never)
@@ -129,10 +128,10 @@ def test_a_hypothesis_is_excluded_only_where_its_cause_was_fixed():
 
 def test_a_head_counts_as_formed_only_with_transition_and_attention():
     whole = {"icl": 200.0, "ila1": 200.0, "tila2": 200.0, "tla2": 100.0}
-    assert has_formed(table(curves(whole))).tolist() == [True] * 3
+    assert FORMED(table(curves(whole))).tolist() == [True] * 3
     for lacks in ("icl", "ila1", "tila2"):
         without = {name: step for name, step in whole.items() if name != lacks}
-        assert not has_formed(table(curves(without))).any()
+        assert not FORMED(table(curves(without))).any()
 
 
 def test_what_is_to_be_confirmed_can_fail():
