@@ -705,6 +705,18 @@ def lines(
     return draw
 
 
+def seed_courses(
+    panels: Mapping[str, Mapping[str, Any]], *, label: str = "step", value: str
+) -> Callable[[Table], go.Figure]:
+    """Returns what draws the course of each seed by itself: the keys of each panel's rows."""
+
+    def draw(table: Table) -> go.Figure:
+        frames = {caption: rows(**keys)(table).frame.sort_values(["seed", "step"]) for caption, keys in panels.items()}
+        return plots.curves(frames, x="step", by="seed", label=label, value=value)
+
+    return draw
+
+
 def mean_courses(table: Table, curves: Mapping[str, Mapping[str, Any]], x: str = "step") -> pd.DataFrame:
     """Returns means over seeds along a key column with intervals, as `plots.curves` draws them.
 
@@ -728,18 +740,6 @@ def courses(
     def draw(table: Table) -> go.Figure:
         frames = {caption: mean_courses(table, curves, x) for caption, curves in panels.items()}
         return plots.curves(frames, x=x, by="curve", label=label, value=value)
-
-    return draw
-
-
-def seed_courses(
-    panels: Mapping[str, Mapping[str, Any]], *, label: str = "step", value: str
-) -> Callable[[Table], go.Figure]:
-    """Returns what draws the course of each seed by itself: the keys of each panel's rows."""
-
-    def draw(table: Table) -> go.Figure:
-        frames = {caption: rows(**keys)(table).frame.sort_values(["seed", "step"]) for caption, keys in panels.items()}
-        return plots.curves(frames, x="step", by="seed", label=label, value=value)
 
     return draw
 
