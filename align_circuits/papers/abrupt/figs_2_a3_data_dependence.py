@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import plotly.graph_objects as go
 
 from align_circuits.papers.abrupt.grid import CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.progress_measures import BOTH
-from align_circuits.papers.lab import Claim, Experiment, Study, late_mean, levels, lines
+from align_circuits.papers.lab import MIDDLE, Claim, Experiment, Statistic, Study, late_mean, levels, lines
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -138,4 +139,62 @@ FIGA3 = Experiment(
     figures=_draw,
     claims=_check,
     published="Every dependence of the full network is found again.",
+)
+
+
+# Noise against learning in weights
+
+_IWL, _ICL = (late_mean(measure, burst=1) for measure in _NAMES)
+
+
+def _least_fall(accuracy: Statistic) -> Statistic:
+    """The smallest fall from one level of noise to the next."""
+    return Statistic(
+        lambda table, _: min(
+            (accuracy.fall("noise", *pair)(table) for pair in pairwise(levels(table, "noise"))), key=np.mean
+        )
+    )
+
+
+def _fall_beyond_unmixed(accuracy: Statistic) -> Statistic:
+    """How much more it falls where the context holds the answer than where it does not."""
+    fall = accuracy.fall("noise", last=MIDDLE)
+    return fall - fall.at(burst=0)
+
+
+def _noise_grid(size: Size, noises: Sequence[float]) -> Grid:
+    return Grid(size, [{"noise": noise, "burst": burst} for burst in (0, 1) for noise in noises])
+
+
+NOISE = Experiment(
+    name="abrupt/noise",
+    title="Variation within classes against learning in weights",
+    source=f"{SOURCE}, Fig. 2 (b)",
+    study=grid_study(
+        "abrupt/noise",
+        _noise_grid(SMOKE, (0.1, 0.5, 1.0)),
+        _noise_grid(replace(CPU, first_seed=20).with_task(n_classes=128), (0.1, 0.4, 0.8, 1.6)),
+        _noise_grid(replace(PAPER, log_every=5000), (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)),
+    ),
+    figures={
+        "": lines(
+            {name: late_mean(measure) for measure, name in BOTH.items()},
+            "noise",
+            {f"B = {burst}": {"burst": burst} for burst in (1, 0)},
+            label="within-class variability ε",
+        )
+    },
+    claims=[
+        Claim(
+            "Noise lowers learning in weights (accuracy in weights, ε = {noise.low:g} minus {noise.high:g}, B = 1)"
+        ).at_least(0.3, _IWL.fall("noise"), _ICL.fall("noise"), "accuracy in context"),
+        Claim("It does so from each ε to the next (accuracy in weights, the smallest fall, B = 1)").at_least(
+            0.02, _least_fall(_IWL), _least_fall(_ICL), "accuracy in context"
+        ),
+        Claim(
+            "It does so more where the context holds the answer (fall from ε = {noise.low:g} to {noise.middle:g}, "
+            "B = 1 minus B = 0)"
+        ).at_least(0.1, _fall_beyond_unmixed(_IWL), _fall_beyond_unmixed(_ICL), "accuracy in context"),
+    ],
+    published="With more variation within classes accuracy in weights falls and accuracy in context rises.",
 )

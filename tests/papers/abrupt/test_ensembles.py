@@ -174,7 +174,7 @@ def test_what_ties_members_together_is_refused():
 
 
 def grid_table(shift):
-    """Four seeds whose accuracy rises at 40, 60, 80 and never, as do ILA1 and TILA2; CLA and TLA2 `shift` steps before."""
+    """Four seeds whose accuracy, ILA1 and TILA2 rise at 40, 60, 80 and never; CLA and TLA2 `shift` steps before."""
     rows = []
     steps = np.arange(0.0, 201, 10)
     for seed, middle in enumerate((40.0, 60.0, 80.0, np.inf)):
