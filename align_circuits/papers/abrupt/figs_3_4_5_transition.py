@@ -74,7 +74,7 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
     transition = size.steps if np.isnan(transition) else transition
     seed = size.first_seed
     worlds = Worlds([task], [seed], torch.get_default_device())
-    rows = []
+    found = []
     for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
         net: Any = network(size, task, "network", [seed])  # alone it is the first member of the ensemble
         if stop:
@@ -84,12 +84,12 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
         for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):
             pattern: Tensor = cache[name_of("pattern", layer)][0, 0]
             about = {"measure": f"attention_{layer + 1}", "step": stop, "seed": seed, "n": 1}
-            rows += [
+            found += [
                 {"query": query, "key": key, "value": round(pattern[query, key].item(), 6), **about}
                 for query in queries
                 for key in range(query + 1)
             ]
-    return rows
+    return found
 
 
 def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
@@ -97,9 +97,9 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
 
     Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
     """
-    rows = []
-    for place, seed in enumerate(net.seeds):
-        member, batch = net.member(place), worlds.member(place).batch(0, size.probe, "icl")
+    found = []
+    for index, seed in enumerate(net.seeds):
+        member, batch = net.member(index), worlds.member(index).batch(0, size.probe, "icl")
         changes: list[tuple[str, str, str, Any]] = [(UNCHANGED, UNCHANGED, UNCHANGED, ())]
         changes += [
             (operation, how, at, replace_activation(member, batch.inputs, site, tokens, how).fwd_hooks(member))
@@ -118,8 +118,8 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
                 logits = member.run_with_hooks(batch.inputs, fwd_hooks=list(hooks))
             accuracy = (logits.argmax(-1) == batch.label).float().mean().item()
             about = {"measure": CHANGED, "step": size.steps, "seed": seed, "n": size.probe}
-            rows.append({"operation": operation, "how": how, "at": at, "value": accuracy, **about})
-    return rows
+            found.append({"operation": operation, "how": how, "at": at, "value": accuracy, **about})
+    return found
 
 
 def _measure(grid: Grid, inputs: Inputs) -> list[Measurement]:
