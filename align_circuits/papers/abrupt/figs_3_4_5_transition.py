@@ -272,7 +272,8 @@ FIG4 = Experiment(
 
 def _draw_fig5(table: Table) -> dict[str, go.Figure]:
     numbers = {name: number for number, name in enumerate(OPERATION_SITES, 1)}
-    numbered = replace(table, frame=table.frame.assign(number=table.frame["operation"].map(numbers)))
+    frame: Any = table.frame
+    numbered = replace(table, frame=frame.assign(number=frame["operation"].map(numbers)))
     panels = {
         title: {how: {"measure": CHANGED, "at": at, "how": how} for how in ("ablated", "clamped", "patched")}
         for at, title in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere"))

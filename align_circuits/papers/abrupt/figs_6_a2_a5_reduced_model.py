@@ -90,7 +90,8 @@ FIGA2 = Experiment(
 
 
 def _conditions(table: Table) -> list[dict[Any, Any]]:
-    return table.frame[["n_labels", "n_pairs"]].drop_duplicates().to_dict("records")
+    frame: Any = table.frame
+    return frame[["n_labels", "n_pairs"]].drop_duplicates().to_dict("records")
 
 
 def _draw_a5(table: Table) -> dict[str, go.Figure]:

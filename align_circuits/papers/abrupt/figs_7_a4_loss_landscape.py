@@ -82,8 +82,9 @@ def exact(value: float) -> Measured:
 
 def _sizes(table: Table) -> tuple[int, int, int]:
     """L of the landscape, the larger L beside it, and N."""
-    drawn = table.where(measure="landscape").frame["n_labels"].iloc[0]
-    return int(drawn), int(table.frame["n_labels"].max()), int(table.frame["n_pairs"].iloc[0])
+    frame: Any = table.frame
+    drawn: Any = table.where(measure="landscape").frame["n_labels"]
+    return int(drawn.iloc[0]), int(frame["n_labels"].max()), int(frame["n_pairs"].iloc[0])
 
 
 def draw_landscape(table: Table) -> go.Figure:
