@@ -23,12 +23,13 @@
 import torch
 
 import align_circuits as ac
-from align_circuits.papers.abrupt.curves import aligned_curves, mean_curves, transitions
+from align_circuits.papers.abrupt.figs_3_4_5_transition import draw_measures
 from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.interventions import attend_to_previous
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig
+from align_circuits.papers.abrupt.progress_measures import BOTH, TRANSITION, training_courses
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.lab import over_seeds
+from align_circuits.papers.lab import measured
 from align_circuits.training.loop import TrainConfig
 
 torch.set_num_threads(1)  # waiting for each other, threads make a small model slower
@@ -55,23 +56,21 @@ def train(steps, seeds=seeds, override=None):
 
 
 _, table = train(2000)
-accuracies = mean_curves(table, {"icl": "in context", "iwl": "in weights", "swap": "labels swapped"})
-ac.plots.curves({"": accuracies}, x="step", by="measure", label="step", title="Accuracy, mean of three seeds")
+training_courses(BOTH | {"swap": "labels swapped"}, {"mean of three seeds": {}})(table)
 
 # %% [markdown]
 # For a long time the network only guesses among the four labels that it sees: it has gone from 1/16 to 1/4. Then it learns in context at once, and swapping all labels does
 # not disturb it. The step where that happens, over seeds:
 
 # %%
-print(over_seeds(transitions(table)))
+print(measured(TRANSITION(table)))
 
 # %% [markdown]
 # Aligned at that step, two measures rise with the accuracy (*ILA1*, attention to the previous token in layer 1; *TILA2*, attention of the *target*, the last item, to its label in layer 2),
 # and two before it (*TLA2*, attention of the target to labels at large; *CLA*, the probability of the labels in the context).
 
 # %%
-names = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
-ac.plots.curves({"": aligned_curves(table, names)}, x="step", by="measure", label="steps from the transition")
+draw_measures()(table)
 
 # %% [markdown]
 # ## Attention through the transition
@@ -81,7 +80,7 @@ ac.plots.curves({"": aligned_curves(table, names)}, x="step", by="measure", labe
 # %%
 import pandas as pd
 
-moment = int(transitions(table)[0])
+moment = int(TRANSITION(table)[0])
 sequence = Worlds([task], [0]).batch(0, 1, "icl").inputs
 maps = {"layer 1": [], "layer 2, the target": []}
 for steps in (moment // 2, moment, 3 * moment // 2):
@@ -104,5 +103,5 @@ ac.plots.attention_course({name: pd.DataFrame(rows) for name, rows in maps.items
 
 # %%
 _, overridden = train(1000, override=lambda net: attend_to_previous(net, "labels"))
-print("free      ", over_seeds(transitions(table)))
-print("overridden", over_seeds(transitions(overridden)))
+print("free      ", measured(TRANSITION(table)))
+print("overridden", measured(TRANSITION(overridden)))

@@ -106,9 +106,7 @@ def _nothing(_: Any, __: Inputs) -> list[Measurement]:
 
 
 def _all_rows(_: Any, rows: Rows) -> pd.DataFrame:
-    """The rows of a study with one function."""
-    (frame,) = rows.values()
-    return frame
+    return pd.concat(rows.values(), ignore_index=True)
 
 
 @lru_cache(maxsize=1)
@@ -128,7 +126,7 @@ class Study:
     jobs: Callable[[Any, Inputs], Sequence[Measurement]] = _nothing
     """What to measure."""
     summarize: Callable[[Any, Rows], pd.DataFrame] = _all_rows
-    """From config and rows to the table; the rows of the only function as they are by default."""
+    """From config and rows to the table; all rows as they are by default."""
     train: Callable[[Any, Inputs], Sequence[Measurement]] = _nothing
     """What must be finished before the jobs start; its rows are given to `summarize` too."""
     models: Literal["none", "one", "several"] = "none"
@@ -466,6 +464,44 @@ def reached(level: float, **where: Any) -> Statistic:
     return statistic(first).at(**where)
 
 
+def last_crossing(steps: Float[ndarray, " probe"], values: Float[ndarray, " probe"], level: float = 0.5) -> float:
+    """Returns the step at which a course crosses `level` for good, between probes by a straight line; NaN if never.
+
+    For good: at all later probes it stays at or above the level. A course that is above it from the first probe on has
+    no crossing.
+
+    Raises:
+        ValueError: Not one value for each of ascending steps.
+
+    >>> last_crossing(np.array([0.0, 10, 20, 30]), np.array([0.1, 0.6, 0.4, 0.8]))
+    22.5
+    """
+    if len(steps) != len(values) or not len(steps) or (np.diff(steps) <= 0).any():
+        raise ValueError(f"{len(values)} values at {len(steps)} steps: give one value for each of ascending steps")
+    below = np.flatnonzero(~(values >= level))
+    if not len(below) or below[-1] == len(values) - 1:
+        return math.nan
+    last = int(below[-1])
+    share = (level - values[last]) / (values[last + 1] - values[last])
+    return float(steps[last] + share * (steps[last + 1] - steps[last]))
+
+
+def crossing(measure: str, level: "float | Statistic" = 0.5, **where: Any) -> Statistic:
+    """Returns the step at which each seed crosses a level, which may be one a seed, by `last_crossing`."""
+
+    def step(table: Table, level: Any) -> Float[ndarray, " seed"]:
+        courses = courses_of(table)
+        of_seeds = zip(courses.to_numpy(float).T, np.broadcast_to(level, courses.shape[1]), strict=True)
+        return np.array([last_crossing(courses.index.to_numpy(float), values, at) for values, at in of_seeds])
+
+    return rows(measure).map(step, level).at(**where)
+
+
+def half_rise(measure: str, **where: Any) -> Statistic:
+    """Returns the step at which each seed crosses the middle between its first value and its `late_mean`."""
+    return crossing(measure, (at_start(measure) + late_mean(measure)) / 2, **where)
+
+
 def _difference(one: Any, other: Any) -> Any:
     return difference_of(one, other) if isinstance(one, Table) else one - other
 
@@ -669,6 +705,18 @@ def lines(
     return draw
 
 
+def seed_courses(
+    panels: Mapping[str, Mapping[str, Any]], *, label: str = "step", value: str
+) -> Callable[[Table], go.Figure]:
+    """Returns what draws the course of each seed by itself: the keys of each panel's rows."""
+
+    def draw(table: Table) -> go.Figure:
+        frames = {caption: rows(**keys)(table).frame.sort_values(["seed", "step"]) for caption, keys in panels.items()}
+        return plots.curves(frames, x="step", by="seed", label=label, value=value)
+
+    return draw
+
+
 def mean_courses(table: Table, curves: Mapping[str, Mapping[str, Any]], x: str = "step") -> pd.DataFrame:
     """Returns means over seeds along a key column with intervals, as `plots.curves` draws them.
 
@@ -680,7 +728,7 @@ def mean_courses(table: Table, curves: Mapping[str, Mapping[str, Any]], x: str =
     return pd.DataFrame(
         {x: at, "curve": name, **vars(over_seeds(of_seeds.sort_values("seed")["value"].to_numpy(float)))}
         for name, where in curves.items()
-        for at, of_seeds in table.where(**where).frame.groupby(x)
+        for at, of_seeds in rows(**where)(table).frame.groupby(x)
     )
 
 

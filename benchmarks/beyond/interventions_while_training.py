@@ -1,18 +1,16 @@
 """Beyond abrupt learning: operations of the head given, removed, or their suspected causes fixed, from the start."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
-from numpy import ndarray
 
-from align_circuits.papers.abrupt.curves import at_end, at_start, draw_means, has_formed, transitions
-from align_circuits.papers.abrupt.grid import CPU, NAMES, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.grid import CPU, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS, OPERATION_SITES
-from align_circuits.papers.lab import About, Claim, Experiment, Study, over_seeds, share_of
+from align_circuits.papers.abrupt.progress_measures import FORMED, NAMES, TRANSITION, training_courses
+from align_circuits.papers.lab import About, Claim, Experiment, Statistic, Study, at_start, late_mean, measured, rows
 from align_circuits.tables.tables import Table
 
 NOTHING = "nothing"
@@ -25,11 +23,13 @@ HYPOTHESES = (
 )
 """What the paper considers as the cause of the transition, and a measure that, fixed, cannot cause it."""
 
+_HYPOTHESES = f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention"
 
-def brought_forward(table: Table, intervention: str) -> Float[ndarray, " seed"]:
+
+def brought_forward(intervention: str) -> Statistic:
     """Returns how much earlier the transition comes, as a share of its step; without one it counts at the end."""
-    last = float(table.frame["step"].to_numpy().max())
-    free, changed = (np.nan_to_num(transitions(table, intervention=name), nan=last) for name in (NOTHING, intervention))
+    step = TRANSITION.map(lambda steps, icl: np.nan_to_num(steps, nan=icl.frame["step"].max()), rows("icl"))
+    free, changed = (step.at(intervention=name) for name in (NOTHING, intervention))
     return (free - changed) / free
 
 
@@ -37,27 +37,27 @@ def hypotheses(table: Table) -> pd.DataFrame:
     """Returns which of H1 to H3 the interventions exclude.
 
     A hypothesis is excluded if a cause that it names was fixed from the start and the head formed in every seed all the
-    same (`curves.has_formed`). The bound on TILA2 was set after the kept results of `abrupt/clamped` were seen; the
-    first, one half, cannot be reached while TLA2 is fixed. `abrupt/confirmed` repeats the test on fresh seeds.
+    same (`progress_measures.FORMED`). The bound on TILA2 was set after the kept results of `abrupt/clamped` were seen;
+    the first, one half, cannot be reached while TLA2 is fixed. `abrupt/confirmed` repeats the test on fresh seeds.
 
     Args:
         table: Of `abrupt/clamped` or `abrupt/confirmed`.
     """
-    rows = []
+    found = []
     for hypothesis, cause in HYPOTHESES:
-        formed = has_formed(table, intervention=f"{cause} fixed")
-        steps = [over_seeds(transitions(table, intervention=name)) for name in (f"{cause} fixed", NOTHING)]
-        rows.append(
+        formed = FORMED.at(intervention=f"{cause} fixed")(table)
+        steps = [measured(TRANSITION.at(intervention=name)(table)) for name in (f"{cause} fixed", NOTHING)]
+        found.append(
             {
                 "hypothesis": hypothesis,
                 "fixed": cause,
-                "seeds in which the head forms": str(share_of(formed)),
+                "seeds in which the head forms": str(measured(formed)),
                 "step": f"{steps[0]:.0f}",
                 "step, nothing fixed": f"{steps[1]:.0f}",
                 "excluded": "yes" if formed.all() else "no",
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(found)
 
 
 def _study(name: str, interventions: Iterable[str], *sizes: Size) -> Study:
@@ -65,11 +65,13 @@ def _study(name: str, interventions: Iterable[str], *sizes: Size) -> Study:
     return grid_study(name, *(Grid(size.with_task(**PLATEAU), conditions) for size in sizes))
 
 
-def _draw(table: Table, shown: Sequence[str], families: Mapping[str, Sequence[str]]) -> dict[str, go.Figure]:
+def _figures(
+    families: Mapping[str, Sequence[str]], shown: Sequence[str] = ("icl", "tila2", "tla2")
+) -> dict[str, Callable[[Table], go.Figure]]:
     """One figure for each family of interventions, a panel for each of them."""
     names = {measure: NAMES[measure] for measure in shown}
     return {
-        title: draw_means(table, names, {each: {"intervention": each} for each in (NOTHING, *family)}, "measure")
+        title: training_courses(names, {each: {"intervention": each} for each in (NOTHING, *family)}, "measure")
         for title, family in families.items()
     }
 
@@ -80,42 +82,44 @@ STUDY = _study("abrupt/interventions", INTERVENTIONS, SMOKE, replace(CPU, first_
 
 # Operations given, causes fixed
 
-
-def _draw_given(table: Table) -> dict[str, go.Figure]:
-    families = {
-        "given while training": ("previous", "previous, labels", "previous, items", "target's label"),
-        "fixed while training": ("TLA2 fixed", "CLA fixed"),
-    }
-    return _draw(table, ("icl", "tila2", "tla2"), families)
-
-
-def _check_given(table: Table) -> list[Claim]:
-    items = brought_forward(table, "previous, items"), "only items clamped"
-    tla2, cla = {"intervention": "TLA2 fixed"}, {"intervention": "CLA fixed"}
-    return [
-        Claim(
-            "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)"
-        ).at_least(0.2, brought_forward(table, "previous"), *items),
-        Claim("It is the labels' attention that matters (only labels clamped; share of its step)").at_least(
-            0.2, brought_forward(table, "previous, labels"), *items
-        ),
-        Claim(
-            "TLA2 is not needed (accuracy at the end while the target cannot prefer labels): H1 and H2 are excluded"
-        ).at_least(0.9, at_end(table, "icl", **tla2), at_end(table, "tla2", **tla2), "TLA2 there, which must stay low"),
-        Claim(
-            "CLA need not be learned (accuracy at the end while labels outside the context are ruled out): H1 and H3 "
-            "are excluded"
-        ).at_least(0.9, at_end(table, "icl", **cla), at_start(table, "icl", **cla), "there before training"),
-    ]
-
+_ITEMS = brought_forward("previous, items"), "only items clamped"
 
 CLAMPED = Experiment(
     name="abrupt/clamped",
     title="Operations given, and their suspected causes fixed, while the network trains",
-    source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
+    source=_HYPOTHESES,
     study=STUDY,
-    figures=_draw_given,
-    claims=_check_given,
+    figures=_figures(
+        {
+            "given while training": ("previous", "previous, labels", "previous, items", "target's label"),
+            "fixed while training": ("TLA2 fixed", "CLA fixed"),
+        }
+    ),
+    claims=[
+        Claim(
+            "Layer 1 clamped to the previous token from the start brings the transition forward (share of its step)"
+        ).at_least(0.2, brought_forward("previous"), *_ITEMS),
+        Claim("It is the labels' attention that matters (only labels clamped; share of its step)").at_least(
+            0.2, brought_forward("previous, labels"), *_ITEMS
+        ),
+        Claim(
+            "TLA2 is not needed (accuracy at the end while the target cannot prefer labels): H1 and H2 are excluded"
+        ).at_least(
+            0.9,
+            late_mean("icl", intervention="TLA2 fixed"),
+            late_mean("tla2", intervention="TLA2 fixed"),
+            "TLA2 there, which must stay low",
+        ),
+        Claim(
+            "CLA need not be learned (accuracy at the end while labels outside the context are ruled out): H1 and H3 "
+            "are excluded"
+        ).at_least(
+            0.9,
+            late_mean("icl", intervention="CLA fixed"),
+            at_start("icl", intervention="CLA fixed"),
+            "there before training",
+        ),
+    ],
     published="Not in the paper, which holds beta_2 = 0 in the reduced model (Fig. 6 b) and sets L = N (Fig. 6 c).",
     about=About.BEYOND,
 )
@@ -124,27 +128,8 @@ CLAMPED = Experiment(
 # Operations removed
 
 
-def _draw_removed(table: Table) -> dict[str, go.Figure]:
-    families = {
-        "removed while training": tuple(f"no {operation}" for operation in OPERATION_SITES),
-        "the same elsewhere": tuple(f"no {operation}, elsewhere" for operation in OPERATION_SITES),
-    }
-    return _draw(table, ("icl", "tila2", "tla2"), families)
-
-
-def _check_removed(table: Table) -> list[Claim]:
-    def lost(intervention: str) -> Float[ndarray, " seed"]:
-        free, changed = (at_end(table, "icl", intervention=name) for name in (NOTHING, intervention))
-        return free - changed
-
-    return [
-        Claim(
-            f"Taken away from the start, nothing takes its place: {site.description} (accuracy lost at the end)"
-        ).at_least(
-            0.4, lost(f"no {operation}"), lost(f"no {operation}, elsewhere"), "the same where the operation is not"
-        )
-        for operation, site in OPERATION_SITES.items()
-    ]
+def _lost(intervention: str) -> Statistic:
+    return late_mean("icl", intervention=NOTHING) - late_mean("icl", intervention=intervention)
 
 
 WITHOUT = Experiment(
@@ -152,8 +137,20 @@ WITHOUT = Experiment(
     title="Each operation removed while the network trains",
     source=f"beyond {SOURCE}: Fig. 5 by intervention",
     study=STUDY,
-    figures=_draw_removed,
-    claims=_check_removed,
+    figures=_figures(
+        {
+            "removed while training": [f"no {operation}" for operation in OPERATION_SITES],
+            "the same elsewhere": [f"no {operation}, elsewhere" for operation in OPERATION_SITES],
+        }
+    ),
+    claims=[
+        Claim(
+            f"Taken away from the start, nothing takes its place: {site.description} (accuracy lost at the end)"
+        ).at_least(
+            0.4, _lost(f"no {operation}"), _lost(f"no {operation}, elsewhere"), "the same where the operation is not"
+        )
+        for operation, site in OPERATION_SITES.items()
+    ],
     published="Not in the paper.",
     about=About.BEYOND,
 )
@@ -164,36 +161,27 @@ WITHOUT = Experiment(
 _CONFIRMED = ("TLA2 fixed", "CLA fixed", "no match")
 """Last, the control of the criterion: a network that cannot have the third operation."""
 
-_FRESH = (replace(CPU, first_seed=6), replace(_PAPER, first_seed=6))
-
-
-def _check_confirmed(table: Table) -> list[Claim]:
-    shares = {each: share_of(has_formed(table, intervention=each)) for each in (NOTHING, *_CONFIRMED)}
-    cannot_match = shares["no match"], "the target cannot match"
-    return [
-        Claim("With nothing held the head forms in every seed (share of seeds)").at_least(
-            1.0, shares[NOTHING], *cannot_match
-        ),
-        Claim("With TLA2 held the head forms in every seed: H1 and H2 are excluded (share of seeds)").at_least(
-            1.0, shares["TLA2 fixed"], *cannot_match
-        ),
-        Claim("With CLA held the head forms in no seed: H3 is not excluded (share of seeds)").at_most(
-            0.0, shares["CLA fixed"], shares[NOTHING], "nothing held"
-        ),
-    ]
-
-
-def _draw_confirmed(table: Table) -> dict[str, go.Figure]:
-    return _draw(table, ("icl", "ila1", "tila2", "tla2", "cla"), {"fixed from the start": _CONFIRMED})
-
+_FRESH = (replace(size, first_seed=first) for size, first in ((SMOKE, 2), (CPU, 6), (_PAPER, 6)))
+_FORMED = {name: FORMED.at(intervention=name) for name in (NOTHING, *_CONFIRMED)}
+_CANNOT_MATCH = _FORMED["no match"], "the target cannot match"
 
 CONFIRMED = Experiment(
     name="abrupt/confirmed",
     title="TLA2 and CLA fixed, on fresh seeds and by a criterion set beforehand",
-    source=f"beyond {SOURCE}: its hypotheses H1 to H3 by intervention",
-    study=_study("abrupt/confirmed", (NOTHING, *_CONFIRMED), replace(SMOKE, first_seed=2), *_FRESH),
-    figures=_draw_confirmed,
-    claims=_check_confirmed,
+    source=_HYPOTHESES,
+    study=_study("abrupt/confirmed", _FORMED, *_FRESH),
+    figures=_figures({"fixed from the start": _CONFIRMED}, ("icl", "ila1", "tila2", "tla2", "cla")),
+    claims=[
+        Claim("With nothing held the head forms in every seed (share of seeds)").at_least(
+            1.0, _FORMED[NOTHING], *_CANNOT_MATCH
+        ),
+        Claim("With TLA2 held the head forms in every seed: H1 and H2 are excluded (share of seeds)").at_least(
+            1.0, _FORMED["TLA2 fixed"], *_CANNOT_MATCH
+        ),
+        Claim("With CLA held the head forms in no seed: H3 is not excluded (share of seeds)").at_most(
+            0.0, _FORMED["CLA fixed"], _FORMED[NOTHING], "nothing held"
+        ),
+    ],
     published="Not in the paper. What abrupt/clamped found, stated as claims before these seeds were trained.",
     about=About.BEYOND,
 )

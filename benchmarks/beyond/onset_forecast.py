@@ -1,4 +1,4 @@
-"""The theory fitted to the beginning of a tuning: it predicts the step at which alignment emerges."""
+"""The theory with a fourth logit, fitted to the beginning of a tuning: it predicts when alignment emerges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 from scipy.optimize import least_squares
-from scipy.special import logit
+from scipy.special import expit, logit
 
-from align_circuits.papers.abrupt.theory import AlignedLogits
+from align_circuits.papers.abrupt.theory import NestedLogits, Numbers
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.emergence_times import SUSTAINED, best_head, emergence_step
 from align_circuits.tables.tables import Table
@@ -27,6 +27,47 @@ FLOOR = 0.096
 _LEAST, _FIRST, _MOST = (0.1, 0.0, -5.0), (30.0, 1.0, 1.0), (300.0, 40.0, 40.0)
 _LOGITS = (-4.0, 9.0)
 _MOST_EVALUATIONS = 20
+
+
+@dataclass(frozen=True)
+class AlignedLogits(NestedLogits):
+    """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.
+
+    What the target brings to the match is no longer given: it is fetched from the input by an aligner, whose attention
+    to the right one of N symbols is e^κ / (e^κ + N), in the form of Eq. 10's attention to the item before:
+
+        y = α · e^β_1 / (e^β_1 + N) · e^κ / (e^κ + N),   the loss as in `NestedLogits`.
+
+    For κ → ∞ it is Eq. 10. Beside what that leaves out, it takes a tuning for plain gradient flow with one rate for all
+    four. Where it would mislead: with another optimiser, or heads that share the work. The control is a forecast from
+    the other seeds alone (`forecast`).
+
+    Source: ours, after Reddy (2024), Eq. 10.
+    """
+
+    parameters = ("xi", "alpha", "beta_1", "kappa")
+
+    n_labels: int = 26
+    """L, the letters that a phrase may hold."""
+    n_pairs: int = 5
+    """N, the symbols of an input; each has its phrase."""
+
+    def measures(self, at: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
+        """Returns what probes of a tuning measure there, each from 0 to 1.
+
+        `align_query`, `align_key` and `lookup`: the share of the attention on N candidates that is on the right one,
+        e^s / (e^s + N - 1) with s = κ, β_1, y. `accuracy`: the probability p of the right label, from 1/L to 1,
+        stretched so that 1/L stands at `floor`, the accuracy of a uniform guess.
+        """
+        score, others = self.score(at), np.log(self.n_pairs - 1)
+        guess = 1 / self.n_labels
+        known = (np.exp(-self.of_score(at[..., 0], score)) - guess) / (1 - guess)
+        return {
+            "align_query": expit(at[..., 3] - others),
+            "align_key": expit(at[..., 2] - others),
+            "lookup": expit(score - others),
+            "accuracy": floor + (1 - floor) * known,
+        }
 
 
 def tuning_curves(table: Table, until: float = np.inf) -> pd.DataFrame:

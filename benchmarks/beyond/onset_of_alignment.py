@@ -10,11 +10,10 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.beyond.onset_forecast import MEASURES, Onset, forecast, tuning_curves
+from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset, forecast, tuning_curves
 from align_circuits.papers.abrupt.grid import SOURCE
-from align_circuits.papers.abrupt.theory import AlignedLogits
 from align_circuits.papers.icatune.tuned_models import PAPER, SMOKE, SMOKE_TASK, TASK, Arm, tuned_study
-from align_circuits.papers.lab import About, Claim, Experiment, Rows, over_seeds
+from align_circuits.papers.lab import About, Claim, Experiment, Rows, over_seeds, seed_courses
 from align_circuits.report import plots
 from align_circuits.run.evaluation import ALL_OFFSETS
 from align_circuits.tables.tables import Provenance, Table
@@ -144,9 +143,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     figure = plots.curves(panels, "observed", "by", "observed step of emergence", value="predicted step")
     figure.update_traces(mode="markers").update_traces(mode="lines", selector={"name": "exact"})
     figure.update_layout(margin={"t": 75}, height=420)  # captions of two lines
-    curves: Any = table.where(of="course", source=TUNED).frame
-    curves = curves.assign(seed=curves["seed"].astype(str))
-    course = plots.curves({"": curves}, "step", "seed", "step", value="align_query")
+    course = seed_courses({"": {"of": "course", "source": TUNED}}, value="align_query")(table)
     return {"predicted steps": figure, "the best aligner's course in each tuning": course}
 
 

@@ -107,7 +107,7 @@ def test_prompts_of_any_length_are_read_as_alone(model, hf, engine):
 def test_padded_prompts_are_read_in_float64(name):
     hf = tiny(name, torch.float64)
     if name in NO_FLOAT64:
-        with pytest.raises(ValueError, match="Hugging Face cannot run this .* itself"):
+        with pytest.raises(ValueError, match="Hugging Face cannot run this"):
             ac.load(hf)
         return
     assert log_prob(ac.load(deepcopy(hf))) == pytest.approx(by_hand(hf), abs=1e-5)

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from align_circuits.beyond.onset_forecast import MEASURES, Onset, clock, fit, forecast, tuning_curves
+from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset, clock, fit, forecast, tuning_curves
 from align_circuits.beyond.onset_of_alignment import ONSET, as_table, errors, simulated, uninformative
-from align_circuits.papers.abrupt.theory import AlignedLogits, NestedLogits
+from align_circuits.papers.abrupt.theory import NestedLogits
 from align_circuits.tables.emergence_times import emergence_step
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig

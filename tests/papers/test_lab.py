@@ -14,6 +14,9 @@ from align_circuits.papers.lab import (
     at_start,
     best,
     courses,
+    crossing,
+    half_rise,
+    last_crossing,
     late_mean,
     levels,
     lines,
@@ -22,6 +25,7 @@ from align_circuits.papers.lab import (
     per_seed,
     reached,
     rows,
+    seed_courses,
 )
 from align_circuits.tables.tables import Provenance, Table
 
@@ -54,6 +58,17 @@ def test_each_statistic_is_that_of_its_rows_seed_by_seed(table):
     np.testing.assert_allclose(per_seed("b", step=4, **keys)(table), 0.14 + SEEDS)
     np.testing.assert_allclose(reached(0.35, measure="a", **keys)(table), [5, 5, 5, 5])
     assert np.isinf(reached(2.0, measure="a", **keys)(table)).all()
+
+
+def test_crossings_lie_between_probes_and_are_for_good(table):
+    np.testing.assert_allclose(crossing("a", 0.35, noise=0.3)(table), [5, 4 + 6 / 7, 4 + 5 / 7, 4 + 4 / 7])
+    np.testing.assert_allclose(half_rise("a", noise=0.1)(table), np.full(4, 10 * 0.95 / 2))
+    assert np.isnan(crossing("a", 2.0, noise=0.1)(table)).all()
+    steps = np.array([0.0, 10, 20])
+    assert last_crossing(steps, np.array([0.0, 0.25, 0.75])) == 15
+    assert np.isnan([last_crossing(steps, np.array(values)) for values in ([0.0, 0.75, 0.25], [0.6, 0.75, 0.8])]).all()
+    with pytest.raises(ValueError, match="give one value for each of ascending steps"):
+        last_crossing(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
 
 
 def test_keys_given_later_stand_in_for_earlier_ones_in_all_terms(table):
@@ -100,3 +115,5 @@ def test_figures_draw_what_the_statistics_say(table):
     np.testing.assert_allclose(drawn["b"].y, [0.45 + 0.015, 0.35 + 0.015, 0.25 + 0.015])
     over_steps: Any = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")(table)
     np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
+    of_seeds: Any = seed_courses({"": {"measure": "a", "noise": MIDDLE}}, value="a")(table)
+    np.testing.assert_allclose(of_seeds.data[3].y, 0.07 * np.arange(11) + 0.03)

@@ -1,70 +1,26 @@
 """How many hidden layers the classifier needs, to learn in weights and for the induction head to form."""
 
 from dataclasses import replace
-from typing import Any
 
-import pandas as pd
-import plotly.graph_objects as go
-
-from align_circuits.papers.abrupt.curves import at_end, conditions_of, has_formed
 from align_circuits.papers.abrupt.grid import CPU, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.lab import Claim, Experiment, over_seeds, share_of
-from align_circuits.report import plots
-from align_circuits.tables.tables import Table
+from align_circuits.papers.abrupt.progress_measures import FORMED
+from align_circuits.papers.lab import Claim, Experiment, late_mean, lines
 
 IN_WEIGHTS = {"burst": 0, "p_context": 0.0}
 """Sequences whose label only the weights know."""
 
 IN_CONTEXT = {"burst": PLATEAU["burst"], "p_context": PLATEAU["p_context"]}
 
+DEPTHS = range(5)
+
 PERFECT = 0.95
 """The accuracy in weights that counts as perfect classification; items are noisy."""
 
-
-def _depths(table: Table) -> list[int]:
-    return sorted(int(each["hidden_layers"]) for each in conditions_of(table, ("hidden_layers",)))
-
-
-def _draw(table: Table) -> dict[str, go.Figure]:
-    rows: list[dict[str, Any]] = []
-    for depth in _depths(table):
-        weights, context = ({"hidden_layers": depth, **task} for task in (IN_WEIGHTS, IN_CONTEXT))
-        curves = {
-            "accuracy in weights, B = 0": over_seeds(at_end(table, "iwl", **weights)),
-            "accuracy in context, p_C = 0.8": over_seeds(at_end(table, "icl", **context)),
-            "share of seeds with an induction head, p_C = 0.8": share_of(has_formed(table, **context)),
-        }
-        rows += [{"depth": depth, "curve": name, **vars(measured)} for name, measured in curves.items()]
-    panel = {"": pd.DataFrame(rows)}
-    return {"": plots.curves(panel, x="depth", by="curve", label="hidden layers of the classifier", value="at the end")}
-
-
-def _check(table: Table) -> list[Claim]:
-    weights = {depth: at_end(table, "iwl", hidden_layers=depth, **IN_WEIGHTS) for depth in _depths(table)}
-    formed = {depth: share_of(has_formed(table, hidden_layers=depth, **IN_CONTEXT)) for depth in _depths(table)}
-    no_context = share_of(has_formed(table, hidden_layers=3, **IN_WEIGHTS)), "B = 0, three hidden layers"
-    return [
-        Claim("Three hidden layers learn the classes in weights (accuracy in weights at the end)", "perfect").at_least(
-            PERFECT, weights[3], weights[0], "none"
-        ),
-        *(
-            Claim(f"{name} (accuracy in weights at the end)", "at least three layers are needed").at_most(
-                PERFECT, weights[depth], weights[3], "three"
-            )
-            for depth, name in ((0, "None does not"), (1, "One does not"), (2, "Two do not"))
-        ),
-        *(
-            Claim(f"The induction head forms with {depth} hidden layers (share of seeds)").at_least(
-                0.5, formed[depth], *no_context
-            )
-            for depth in formed
-        ),
-    ]
+_WEIGHTS = [late_mean("iwl", hidden_layers=depth, **IN_WEIGHTS) for depth in DEPTHS]
 
 
 def _grid(size: Size) -> Grid:
-    tasks = (IN_WEIGHTS, IN_CONTEXT)
-    return Grid(size, [{"hidden_layers": depth, **task} for depth in range(5) for task in tasks])
+    return Grid(size, [{"hidden_layers": depth, **task} for depth in DEPTHS for task in (IN_WEIGHTS, IN_CONTEXT)])
 
 
 _AS_MANY_CLASSES = replace(CPU, steps=9000, first_seed=30, log_every=300).with_task(n_classes=1024)
@@ -75,7 +31,37 @@ DEPTH = Experiment(
     title="How many hidden layers the classifier needs",
     source=f"{SOURCE}, §2",
     study=grid_study("abrupt/depth", _grid(SMOKE), _grid(_AS_MANY_CLASSES), _grid(replace(PAPER, log_every=5000))),
-    figures=_draw,
-    claims=_check,
+    figures={
+        "": lines(
+            {
+                "accuracy in weights, B = 0": late_mean("iwl", **IN_WEIGHTS),
+                "accuracy in context, p_C = 0.8": late_mean("icl", **IN_CONTEXT),
+                "share of seeds with an induction head, p_C = 0.8": FORMED.at(**IN_CONTEXT),
+            },
+            "hidden_layers",
+            label="hidden layers of the classifier",
+            value="at the end",
+        )
+    },
+    claims=[
+        Claim("Three hidden layers learn the classes in weights (accuracy in weights at the end)", "perfect").at_least(
+            PERFECT, _WEIGHTS[3], _WEIGHTS[0], "none"
+        ),
+        *(
+            Claim(f"{name} (accuracy in weights at the end)", "at least three layers are needed").at_most(
+                PERFECT, _WEIGHTS[depth], _WEIGHTS[3], "three"
+            )
+            for depth, name in enumerate(("None does not", "One does not", "Two do not"))
+        ),
+        *(
+            Claim(f"The induction head forms with {depth} hidden layers (share of seeds)").at_least(
+                0.5,
+                FORMED.at(hidden_layers=depth, **IN_CONTEXT),
+                FORMED.at(hidden_layers=3, **IN_WEIGHTS),
+                "B = 0, three hidden layers",
+            )
+            for depth in DEPTHS
+        ),
+    ],
     published="At least three layers were necessary to achieve perfect classification accuracy, as K is far above L.",
 )

@@ -1,118 +1,89 @@
 """Abrupt learning (Reddy, 2024): which data bring which learning, Figs. 2 and A.3."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
-from numpy import ndarray
 
-from align_circuits.papers.abrupt.curves import at_end, conditions_of
-from align_circuits.papers.abrupt.grid import BOTH, CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.lab import Claim, Experiment, Study, over_seeds
+from align_circuits.papers.abrupt.grid import CPU, PAPER, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.progress_measures import BOTH
+from align_circuits.papers.lab import MIDDLE, Claim, Experiment, Statistic, Study, late_mean, levels, lines
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
-_ORDER = {"iwl": BOTH["iwl"], "icl": BOTH["icl"]}
+_NAMES = {"iwl": BOTH["iwl"], "icl": BOTH["icl"]}
 _BY_RANK = {"iwl_common": "in weights, the most frequent eighth", "iwl_rare": "in weights, the less frequent half"}
-_KEYS = ["n_classes", "burst", "noise", "zipf"]
+
+
+def _bases(table: Table) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The value of each number where it is not varied, and where the rank-frequency exponent is."""
+    frame: Any = table.frame
+    noise = frame["noise"].mode()[0]
+    n_classes, skewed = (
+        int(frame.loc[varied, "n_classes"].iloc[0]) for varied in (frame["noise"] != noise, frame["zipf"] > 0)
+    )
+    base = {"n_classes": n_classes, "burst": 1, "noise": noise, "zipf": 0.0}
+    return base, base | {"n_classes": skewed}
 
 
 def accuracy_grid(table: Table, measure: str) -> pd.DataFrame:
     """Returns panel (a): burstiness down, classes across, means over seeds at the end."""
-    rows = [{**row, "value": at_end(table, measure, **row).mean()} for row in _varied(table, "n_classes", "burst")]
-    return pd.DataFrame(rows).pivot(index="burst", columns="n_classes", values="value")
-
-
-def _base(table: Table) -> dict[str, Any]:
-    """The value of each number where it is not varied; K is that of the conditions with another noise."""
-    conditions: Any = pd.DataFrame(conditions_of(table, _KEYS))
-    noise = conditions["noise"].mode()[0]
-    n_classes = conditions.loc[conditions["noise"] != noise, "n_classes"].iloc[0]
-    return {"n_classes": n_classes, "burst": 1, "noise": noise, "zipf": 0.0}
-
-
-def _varied(table: Table, *names: str) -> list[dict[str, Any]]:
-    """The conditions in which nothing but some numbers differs from the base, sorted by these."""
-    conditions = conditions_of(table, _KEYS)
-    base = _base(table)
-    if names == ("zipf",):
-        base["n_classes"] = next(row["n_classes"] for row in conditions if row["zipf"] > 0)
-    fixed = {name: value for name, value in base.items() if name not in names}
-    chosen = [row for row in conditions if fixed.items() <= row.items()]
-    return sorted(chosen, key=lambda row: [row[name] for name in names])
-
-
-def _along(table: Table, name: str, measures: Mapping[str, str]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {name: row[name], "measure": title, **vars(over_seeds(at_end(table, measure, **row)))}
-        for row in _varied(table, name)
-        for measure, title in measures.items()
-    )
+    end = late_mean(measure, **_bases(table)[0])
+    bursts, classes = levels(table, "burst"), levels(table, "n_classes")
+    means = [[end.at(burst=burst, n_classes=count)(table).mean() for count in classes] for burst in bursts]
+    return pd.DataFrame(means, bursts, classes)
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
-    grids = {title: accuracy_grid(table, measure) for measure, title in _ORDER.items()}
-    for grid in grids.values():  # powers of two, evenly spaced
-        grid.index, grid.columns = grid.index.astype(str), grid.columns.astype(str)
-    noise, zipf = _along(table, "noise", _ORDER), _along(table, "zipf", _ORDER | _BY_RANK)
+    base, skewed = _bases(table)
+    grids = {  # powers of two, evenly spaced
+        name: accuracy_grid(table, measure).rename(index=str, columns=str) for measure, name in _NAMES.items()
+    }
+    noise = {name: late_mean(measure, **base) for measure, name in _NAMES.items()}
+    zipf = {name: late_mean(measure, **skewed) for measure, name in (_NAMES | _BY_RANK).items()}
     return {
         "a": plots.accuracy_grids(grids, x="classes K", y="burstiness B"),
-        "b": plots.curves({"": noise}, x="noise", by="measure", label="within-class variability ε"),
-        "c": plots.curves({"": zipf}, x="zipf", by="measure", label="exponent α of the rank-frequency distribution"),
+        "b": lines(noise, "noise", label="within-class variability ε")(table),
+        "c": lines(zipf, "zipf", label="exponent α of the rank-frequency distribution")(table),
     }
 
 
 def _check(table: Table) -> list[Claim]:
-    grid, zipfs = _varied(table, "n_classes", "burst"), _varied(table, "zipf")
-    noises = sorted(row["noise"] for row in _varied(table, "noise"))
-    counts, bursts = ({int(row[name]) for row in grid} for name in ("n_classes", "burst"))
-    few, many = min(counts), max(counts)
-    most = sorted(bursts)[-2] if len(bursts) > 3 else max(bursts)  # B = N leaves one label in the context: trivial
-    base = _base(table)
-    middle, skewed = int(base["n_classes"]), {"n_classes": zipfs[0]["n_classes"]}
-    low, high, steep = noises[0], noises[-1], zipfs[-1]["zipf"]
-
-    def end(measure: str, **changes: Any) -> Float[ndarray, " seed"]:
-        return at_end(table, measure, **(base | changes))
-
-    def rise(measure: str, name: str, first: Any, last: Any, **where: Any) -> Float[ndarray, " seed"]:
-        """How much higher a measure ends with one value of a number than with another."""
-        return end(measure, **where | {name: last}) - end(measure, **where | {name: first})
-
-    def lower_of_both(zipf: float) -> Float[ndarray, " seed"]:
-        return np.minimum(*(end(measure, **skewed, zipf=zipf) for measure in ("icl", "iwl_common")))
-
-    k, b = ("n_classes", few, many), ("burst", 1, most)
-    plain_b, noise = ("burst", 0, 1), ("noise", low, high)
-    common, rare = (end(measure, **skewed, zipf=1.0) for measure in _BY_RANK)
+    base, skewed = _bases(table)
+    bursts = levels(table, "burst")
+    most = bursts[-2] if len(bursts) > 3 else bursts[-1]  # B = N leaves one label in the context: trivial
+    k, few = base["n_classes"], levels(table, "n_classes")[0]
+    icl, iwl = (late_mean(measure, **base) for measure in ("icl", "iwl"))
+    skewed_icl, common, rare = (late_mean(measure, **skewed) for measure in ("icl", *_BY_RANK))
+    lower = skewed_icl.map(np.minimum, common)
     return [
-        Claim(f"K raises learning in context (K = {many} minus {few}, B = 1)").at_least(
-            0.3, rise("icl", *k, burst=1), rise("icl", *k, burst=0), "B = 0"
+        Claim("K raises learning in context (K = {n_classes.high} minus {n_classes.low}, B = 1)").at_least(
+            0.3, icl.rise("n_classes"), icl.at(burst=0).rise("n_classes"), "B = 0"
         ),
-        Claim(f"K lowers learning in weights (K = {few} minus {many}, B = 1)").at_least(
-            0.3, -rise("iwl", *k, burst=1), -rise("iwl", *k, burst=0), "B = 0: any K can be learned in weights"
+        Claim("K lowers learning in weights (K = {n_classes.low} minus {n_classes.high}, B = 1)").at_least(
+            0.3, iwl.fall("n_classes"), iwl.at(burst=0).fall("n_classes"), "B = 0: any K can be learned in weights"
         ),
-        Claim(f"B raises learning in context (B = {most} minus 1, K = {middle})").at_least(
-            0.15, rise("icl", *b), rise("icl", *plain_b, n_classes=few), f"B = 1 minus 0, K = {few}"
+        Claim(f"B raises learning in context (B = {most} minus 1, K = {k})").at_least(
+            0.15, icl.rise("burst", 1, most), icl.at(n_classes=few).rise("burst", 0, 1), f"B = 1 minus 0, K = {few}"
         ),
-        Claim(f"B lowers learning in weights (B = 1 minus {most}, K = {middle})").at_least(
-            0.15, -rise("iwl", *b), -rise("iwl", *plain_b, n_classes=few), f"B = 0 minus 1, K = {few}"
+        Claim(f"B lowers learning in weights (B = 1 minus {most}, K = {k})").at_least(
+            0.15, iwl.fall("burst", 1, most), iwl.at(n_classes=few).fall("burst", 0, 1), f"B = 0 minus 1, K = {few}"
         ),
-        Claim(f"Noise raises learning in context (ε = {high:g} minus {low:g}, K = {middle})").at_least(
-            0.15, rise("icl", *noise), rise("icl", *noise, burst=0), "B = 0"
+        Claim(f"Noise raises learning in context (ε = {{noise.high:g}} minus {{noise.low:g}}, K = {k})").at_least(
+            0.15, icl.rise("noise"), icl.at(burst=0).rise("noise"), "B = 0"
         ),
         Claim("α = 1 keeps both (the lower of accuracy in context and in weights on frequent classes)").at_least(
-            0.5, lower_of_both(1.0), lower_of_both(0.0), "α = 0"
+            0.5, lower.at(zipf=1.0), lower, "α = 0"
         ),
         Claim("α = 1 leaves rare classes unlearned in weights (accuracy on the less frequent half)").at_most(
-            0.3, rare, common, "the most frequent eighth"
+            0.3, rare.at(zipf=1.0), common.at(zipf=1.0), "the most frequent eighth"
         ),
-        Claim(f"α = {steep:g} does not bring learning in context (α = 1 minus it)").at_least(
-            0.3, rise("icl", "zipf", steep, 1.0, **skewed), rise("icl", "zipf", 0.0, 1.0, **skewed), "α = 0"
+        Claim("α = {zipf.high:g} does not bring learning in context (α = 1 minus it)").at_least(
+            0.3, skewed_icl.fall("zipf", 1.0), skewed_icl.rise("zipf", 0.0, 1.0), "α = 0"
         ),
     ]
 
@@ -168,4 +139,62 @@ FIGA3 = Experiment(
     figures=_draw,
     claims=_check,
     published="Every dependence of the full network is found again.",
+)
+
+
+# Noise against learning in weights
+
+_IWL, _ICL = (late_mean(measure, burst=1) for measure in _NAMES)
+
+
+def _least_fall(accuracy: Statistic) -> Statistic:
+    """The smallest fall from one level of noise to the next."""
+    return Statistic(
+        lambda table, _: min(
+            (accuracy.fall("noise", *pair)(table) for pair in pairwise(levels(table, "noise"))), key=np.mean
+        )
+    )
+
+
+def _fall_beyond_unmixed(accuracy: Statistic) -> Statistic:
+    """How much more it falls where the context holds the answer than where it does not."""
+    fall = accuracy.fall("noise", last=MIDDLE)
+    return fall - fall.at(burst=0)
+
+
+def _noise_grid(size: Size, noises: Sequence[float]) -> Grid:
+    return Grid(size, [{"noise": noise, "burst": burst} for burst in (0, 1) for noise in noises])
+
+
+NOISE = Experiment(
+    name="abrupt/noise",
+    title="Variation within classes against learning in weights",
+    source=f"{SOURCE}, Fig. 2 (b)",
+    study=grid_study(
+        "abrupt/noise",
+        _noise_grid(SMOKE, (0.1, 0.5, 1.0)),
+        _noise_grid(replace(CPU, first_seed=20).with_task(n_classes=128), (0.1, 0.4, 0.8, 1.6)),
+        _noise_grid(replace(PAPER, log_every=5000), (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)),
+    ),
+    figures={
+        "": lines(
+            {name: late_mean(measure) for measure, name in BOTH.items()},
+            "noise",
+            {f"B = {burst}": {"burst": burst} for burst in (1, 0)},
+            label="within-class variability ε",
+        )
+    },
+    claims=[
+        Claim(
+            "Noise lowers learning in weights (accuracy in weights, ε = {noise.low:g} minus {noise.high:g}, B = 1)"
+        ).at_least(0.3, _IWL.fall("noise"), _ICL.fall("noise"), "accuracy in context"),
+        Claim("It does so from each ε to the next (accuracy in weights, the smallest fall, B = 1)").at_least(
+            0.02, _least_fall(_IWL), _least_fall(_ICL), "accuracy in context"
+        ),
+        Claim(
+            "It does so more where the context holds the answer (fall from ε = {noise.low:g} to {noise.middle:g}, "
+            "B = 1 minus B = 0)"
+        ).at_least(0.1, _fall_beyond_unmixed(_IWL), _fall_beyond_unmixed(_ICL), "accuracy in context"),
+    ],
+    published="With more variation within classes accuracy in weights falls and accuracy in context rises.",
 )

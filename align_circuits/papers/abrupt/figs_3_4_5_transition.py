@@ -1,6 +1,6 @@
 """Abrupt learning (Reddy, 2024): the plateau, the transition and the head's operations, Figs. 3, 4 and 5."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.abrupt.curves import aligned_curves, at_start, by_seed, draw_means, half_rises, transitions
 from align_circuits.papers.abrupt.grid import (
     CPU,
-    NAMES,
     PAPER,
     PLATEAU,
     SMOKE,
@@ -34,9 +32,24 @@ from align_circuits.papers.abrupt.interventions import (
     attend_to_previous,
     replace_activation,
 )
-from align_circuits.papers.abrupt.progress_measures import PROGRESS
+from align_circuits.papers.abrupt.progress_measures import NAMES, PROGRESS, TRANSITION, training_courses
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, over_seeds
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measurement,
+    Statistic,
+    Study,
+    at_start,
+    courses,
+    courses_of,
+    crossing,
+    half_rise,
+    measured,
+    per_seed,
+    rows,
+)
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -53,7 +66,7 @@ def trained_networks(*, ensemble: Mapping[str, Any], trained: str) -> list[dict[
     """Measures attention on the way to the transition, and each member with its operations changed: the study's job."""
     net, worlds, table = trained_ensemble(ensemble, trained)
     size = Size.from_json(ensemble["size"])
-    return [*attention_on_the_way(size, worlds.shape, transitions(table)[0]), *operations(net, worlds, size)]
+    return [*attention_on_the_way(size, worlds.shape, TRANSITION(table)[0]), *operations(net, worlds, size)]
 
 
 def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> list[dict[str, Any]]:
@@ -61,7 +74,7 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
     transition = size.steps if np.isnan(transition) else transition
     seed = size.first_seed
     worlds = Worlds([task], [seed], torch.get_default_device())
-    rows = []
+    found = []
     for stop in sorted({min(size.steps, round(share * transition)) for share in SHARES}):
         net: Any = network(size, task, "network", [seed])  # alone it is the first member of the ensemble
         if stop:
@@ -71,12 +84,12 @@ def attention_on_the_way(size: Size, task: ExemplarTask, transition: float) -> l
         for layer, queries in ((0, range(task.length)), (1, [task.length - 1])):
             pattern: Tensor = cache[name_of("pattern", layer)][0, 0]
             about = {"measure": f"attention_{layer + 1}", "step": stop, "seed": seed, "n": 1}
-            rows += [
+            found += [
                 {"query": query, "key": key, "value": round(pattern[query, key].item(), 6), **about}
                 for query in queries
                 for key in range(query + 1)
             ]
-    return rows
+    return found
 
 
 def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
@@ -84,9 +97,9 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
 
     Only attention has a right answer to be overridden with, and a wrong one beside it; what a matrix writes has none.
     """
-    rows = []
-    for place, seed in enumerate(net.seeds):
-        member, batch = net.member(place), worlds.member(place).batch(0, size.probe, "icl")
+    found = []
+    for index, seed in enumerate(net.seeds):
+        member, batch = net.member(index), worlds.member(index).batch(0, size.probe, "icl")
         changes: list[tuple[str, str, str, Any]] = [(UNCHANGED, UNCHANGED, UNCHANGED, ())]
         changes += [
             (operation, how, at, replace_activation(member, batch.inputs, site, tokens, how).fwd_hooks(member))
@@ -105,18 +118,14 @@ def operations(net: Any, worlds: Worlds, size: Size) -> list[dict[str, Any]]:
                 logits = member.run_with_hooks(batch.inputs, fwd_hooks=list(hooks))
             accuracy = (logits.argmax(-1) == batch.label).float().mean().item()
             about = {"measure": CHANGED, "step": size.steps, "seed": seed, "n": size.probe}
-            rows.append({"operation": operation, "how": how, "at": at, "value": accuracy, **about})
-    return rows
+            found.append({"operation": operation, "how": how, "at": at, "value": accuracy, **about})
+    return found
 
 
 def _measure(grid: Grid, inputs: Inputs) -> list[Measurement]:
     (ensemble,) = grid.ensembles()
     job = {"ensemble": ensemble, "trained": inputs.trained}
     return [Measurement(trained_networks, job, seed=None, keys=ensemble["keys"][0])]
-
-
-def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
-    return pd.concat(rows.values(), ignore_index=True)
 
 
 def _grid(size: Size) -> Grid:
@@ -129,7 +138,6 @@ STUDY = Study(
     {"smoke": _grid(SMOKE), "cpu": _grid(CPU), "paper": _grid(PAPER.with_task(n_classes=256))},
     train=training_jobs,
     jobs=_measure,
-    summarize=_summarize,
 )
 
 
@@ -141,34 +149,40 @@ def _draw_fig3(table: Table) -> dict[str, go.Figure]:
         name: table.where(measure=measure).frame.astype({"query": int, "key": int})
         for measure, name in (("attention_1", "layer 1"), ("attention_2", "layer 2, the target"))
     }
-    return {"a": draw_means(table, {"icl": NAMES["icl"]}, {"": {}}), "b": plots.attention_course(attention)}
+    return {"a": training_courses({"icl": NAMES["icl"]})(table), "b": plots.attention_course(attention)}
+
+
+def _at_share(share: float, n_pairs: int) -> Statistic:
+    """IC accuracy at a share of the way to the transition, in units of 1/N; at the end where there was none."""
+
+    def accuracy(icl: Table, transition: Float[ndarray, " seed"]) -> Float[ndarray, " seed"]:
+        course = courses_of(icl)
+        steps = course.index.to_numpy(float)
+        stops = np.where(np.isnan(transition), steps[-1], transition) * share
+        return n_pairs * np.array([np.interp(at, steps, course[seed]) for at, seed in zip(stops, course, strict=True)])
+
+    return rows("icl").map(accuracy, TRANSITION)
+
+
+def _width(measure: str, floor: float) -> Statistic:
+    """Steps from 20% to 80% of the way from a floor to 1, over the step of the transition; 1 without one."""
+    first, last = (crossing(measure, floor + share * (1 - floor)) for share in (0.2, 0.8))
+    return ((last - first) / TRANSITION).map(lambda width: np.nan_to_num(width, nan=1.0))
 
 
 def _check_fig3(table: Table) -> list[Claim]:
-    n_labels, n_pairs = int(table.frame["n_labels"].iloc[0]), int(table.frame["n_pairs"].iloc[0])
-    icl, at = by_seed(table, "icl"), transitions(table)
-    steps = icl.index.to_numpy(float)
-
-    def reached(share: float) -> Float[ndarray, " seed"]:
-        """IC accuracy at a share of the way to the transition, in units of 1/N; the end where there was none."""
-        stops = np.where(np.isnan(at), steps[-1], at) * share
-        return n_pairs * np.array([np.interp(stop, steps, icl[seed]) for stop, seed in zip(stops, icl, strict=True)])
-
-    def width(measure: str, floor: float) -> Float[ndarray, " seed"]:
-        """Steps from 20% to 80% of the way from a floor to 1, over the step of the transition; 1 without one."""
-        first, last = (transitions(table, measure, floor + share * (1 - floor)) for share in (0.2, 0.8))
-        return np.nan_to_num((last - first) / at, nan=1.0)
-
+    n_labels, n_pairs = (int(table.frame[name].iloc[0]) for name in ("n_labels", "n_pairs"))
+    waiting = _at_share(0.75, n_pairs)
     return [
         Claim(
             f"Before the transition the accuracy has gone from 1/L to 1/N (three quarters of the way, times N; 1/L is "
             f"{n_pairs / n_labels:.2f})"
-        ).at_least(0.7, reached(0.75), reached(0.0), "before training"),
+        ).at_least(0.7, waiting, _at_share(0.0, n_pairs), "before training"),
         Claim("It waits there: three quarters of the way to the transition, times N").at_most(
-            1.5, reached(0.75), reached(1.25), "a quarter after the transition"
+            1.5, waiting, _at_share(1.25, n_pairs), "a quarter after the transition"
         ),
         Claim("The transition is abrupt (steps from 20% to 80% of it, over the step where it is)").at_most(
-            0.4, width("icl", 1 / n_pairs), width("cla", n_pairs / n_labels), "CLA, which rises from N/L all along"
+            0.4, _width("icl", 1 / n_pairs), _width("cla", n_pairs / n_labels), "CLA, which rises from N/L all along"
         ),
     ]
 
@@ -187,35 +201,54 @@ FIG3 = Experiment(
 # Figure 4
 
 
-def check_alignment(table: Table, **where: Any) -> list[Claim]:
+def alignment_claims(prefix: str = "", **where: Any) -> list[Claim]:
     """Returns the claims about the order of the progress measures."""
-    at = transitions(table, **where)
-    lead = {measure: (at - half_rises(table, measure, **where)) / at for measure in PROGRESS}
-    early = {measure: np.nan_to_num(lead[measure]) for measure in PROGRESS}
-    distance = {measure: np.nan_to_num(np.abs(lead[measure]), nan=1.0) for measure in PROGRESS}  # 1 if either lacks
+    lead = {measure: ((TRANSITION - half_rise(measure)) / TRANSITION).at(**where) for measure in PROGRESS}
+    early = {measure: steps.map(np.nan_to_num) for measure, steps in lead.items()}
+    distance = {  # 1 if either lacks
+        measure: steps.map(lambda share: np.nan_to_num(np.abs(share), nan=1.0)) for measure, steps in lead.items()
+    }
 
     def at_transition(measure: str, other: str) -> Claim:
-        claim = Claim(f"{NAMES[measure]} makes half of its rise at the transition (distance, over its step)")
+        claim = Claim(f"{prefix}{NAMES[measure]} makes half of its rise at the transition (distance, over its step)")
         return claim.at_most(0.1, distance[measure], distance[other], NAMES[other])
 
     def before_it(measure: str) -> Claim:
-        claim = Claim(f"{NAMES[measure]} rises before it (lead, over its step)")
+        claim = Claim(f"{prefix}{NAMES[measure]} rises before it (lead, over its step)")
         return claim.at_least(0.1, early[measure], early["tila2"], NAMES["tila2"])
 
     return [at_transition("ila1", "tla2"), at_transition("tila2", "cla"), before_it("cla"), before_it("tla2")]
 
 
-def _check_fig4(table: Table) -> list[Claim]:
-    learned = ~np.isnan(transitions(table))
-    untrained = at_start(table, "icl") >= 0.5
-    every = Claim("Every seed makes the transition (share of seeds)")
-    return [every.at_least(1.0, learned, untrained, "before training"), *check_alignment(table)]
+def from_transition(table: Table) -> Table:
+    """Returns the courses, each seed's steps counted from where its accuracy in context crosses one half.
+
+    Seeds that never cross it are left out; values between probes lie on straight lines, and steps that not all seeds
+    reach are left out. Where no seed crosses it, the courses stay as they are.
+    """
+    measures = {measure: courses_of(rows(measure)(table)) for measure in (*PROGRESS, "icl")}
+    transition = pd.Series(TRANSITION(table), measures["icl"].columns).dropna()
+    if transition.empty:
+        return table
+    steps = measures["icl"].index.to_numpy(float)
+    gap = steps[1] - steps[0]
+    first, last = (steps[0] - transition).max(), (steps[-1] - transition).min()
+    grid = np.arange(np.ceil(first / gap), np.floor(last / gap) + 1) * gap
+    shifted = [
+        pd.DataFrame(
+            {"measure": measure, "seed": seed, "step": grid, "value": np.interp(grid + zero, steps, courses[seed])}
+        )
+        for measure, courses in measures.items()
+        for seed, zero in transition.items()
+    ]
+    return replace(table, frame=pd.concat(shifted).assign(low=np.nan, high=np.nan, n=1))
 
 
-def draw_measures(table: Table, **where: Any) -> go.Figure:
-    """Returns the progress measures aligned at the transition."""
-    frame = aligned_curves(table, {name: NAMES[name] for name in (*PROGRESS, "icl")}, **where)
-    return plots.curves({"": frame}, x="step", by="measure", label="steps from 50% IC accuracy", value="measure")
+def draw_measures(**where: Any) -> Callable[[Table], go.Figure]:
+    """Returns what draws the progress measures, aligned at the transition."""
+    names = {NAMES[measure]: {"measure": measure} for measure in (*PROGRESS, "icl")}
+    draw = courses({"": names}, label="steps from 50% IC accuracy", value="measure")
+    return lambda table: draw(from_transition(rows(**where)(table)))
 
 
 FIG4 = Experiment(
@@ -223,8 +256,13 @@ FIG4 = Experiment(
     title="Four progress measures, aligned where accuracy in context crosses one half",
     source=f"{SOURCE}, Fig. 4",
     study=STUDY,
-    figures=lambda table: {f"measures, aligned at step {over_seeds(transitions(table)):.0f}": draw_measures(table)},
-    claims=_check_fig4,
+    figures=lambda table: {f"measures, aligned at step {measured(TRANSITION(table)):.0f}": draw_measures()(table)},
+    claims=[
+        Claim("Every seed makes the transition (share of seeds)").at_least(
+            1.0, TRANSITION.map(np.isfinite), at_start("icl") >= 0.5, "before training"
+        ),
+        *alignment_claims(),
+    ],
     published="ILA1 and TILA2 rise at the transition, CLA and TLA2 before it, alike in all six seeds.",
 )
 
@@ -233,50 +271,24 @@ FIG4 = Experiment(
 
 
 def _draw_fig5(table: Table) -> dict[str, go.Figure]:
-    panels = {}
-    for at, title in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere")):
-        changed: Any = table.where(at=at).frame
-        rows = [
-            {"operation": list(OPERATION_SITES).index(name) + 1, "how": how, **vars(over_seeds(values.to_numpy()))}
-            for (name, how), values in changed.groupby(["operation", "how"], sort=False)["value"]
-        ]
-        panels[title] = pd.DataFrame(rows).sort_values(["how", "operation"])
-    figure = plots.curves(panels, x="operation", by="how", label="operation (i) to (iv)")
+    numbers = {name: number for number, name in enumerate(OPERATION_SITES, 1)}
+    frame: Any = table.frame
+    numbered = replace(table, frame=frame.assign(number=frame["operation"].map(numbers)))
+    panels = {
+        title: {how: {"measure": CHANGED, "at": at, "how": how} for how in ("ablated", "clamped", "patched")}
+        for at, title in (("operation", "where the operation is"), ("elsewhere", "the same elsewhere"))
+    }
+    figure = courses(panels, "number", label="operation (i) to (iv)", value="accuracy")(numbered)
     return {"accuracy in context with one operation changed": figure}
 
 
-def _check_fig5(table: Table) -> list[Claim]:
-    frame = table.where(measure=CHANGED).frame
-    accuracy = frame.pivot(index="seed", columns=["operation", "how", "at"], values="value")
+def _lost(operation: str, how: str, at: str = "operation") -> Statistic:
+    """How much accuracy each seed loses."""
+    unchanged = per_seed(CHANGED, operation=UNCHANGED, how=UNCHANGED, at=UNCHANGED)
+    return unchanged - per_seed(CHANGED, operation=operation, how=how, at=at)
 
-    def lost(operation: str, how: str, at: str = "operation") -> Float[ndarray, " seed"]:
-        """How much accuracy each seed loses."""
-        return (accuracy[UNCHANGED, UNCHANGED, UNCHANGED] - accuracy[operation, how, at]).to_numpy()
 
-    even = lost("look back", "ablated")
-    return [
-        *(
-            Claim(f"Without it the answer is lost: {site.description} ({how}; accuracy lost)").at_least(
-                0.4,
-                lost(operation, how),
-                lost(operation, how, "elsewhere"),
-                f"the same activation at {site.control_tokens}",
-            )
-            for operation, site in OPERATION_SITES.items()
-            for how in ("patched", "ablated")
-            if (operation, how) != ("look back", "patched")
-        ),
-        Claim("(i) goes by position: the attention of another sequence does as well (accuracy lost)").at_most(
-            0.1, lost("look back", "patched"), even, "even attention"
-        ),
-        Claim("(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05, lost("look back", "clamped"), even, "even attention"
-        ),
-        Claim("(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)").at_most(
-            0.05, lost("match", "clamped"), lost("match", "clamped", "elsewhere"), "clamped to the other labels"
-        ),
-    ]
-
+_EVEN = _lost("look back", "ablated"), "even attention"
 
 FIG5 = Experiment(
     name="abrupt/fig5",
@@ -284,6 +296,27 @@ FIG5 = Experiment(
     source=f"{SOURCE}, Fig. 5",
     study=STUDY,
     figures=_draw_fig5,
-    claims=_check_fig5,
+    claims=[
+        *(
+            Claim(f"Without it the answer is lost: {site.description} ({how}; accuracy lost)").at_least(
+                0.4,
+                _lost(operation, how),
+                _lost(operation, how, "elsewhere"),
+                f"the same activation at {site.control_tokens}",
+            )
+            for operation, site in OPERATION_SITES.items()
+            for how in ("patched", "ablated")
+            if (operation, how) != ("look back", "patched")
+        ),
+        Claim("(i) goes by position: the attention of another sequence does as well (accuracy lost)").at_most(
+            0.1, _lost("look back", "patched"), *_EVEN
+        ),
+        Claim("(i) is to attend to the item before: clamped to it the answer stays (accuracy lost)").at_most(
+            0.05, _lost("look back", "clamped"), *_EVEN
+        ),
+        Claim("(iii) is to attend to the right label: clamped to it the answer stays (accuracy lost)").at_most(
+            0.05, _lost("match", "clamped"), _lost("match", "clamped", "elsewhere"), "clamped to the other labels"
+        ),
+    ],
     published="A drawing; here each operation is tested on trained networks.",
 )

@@ -1,22 +1,25 @@
 """Abrupt learning (Reddy, 2024): the reduced induction head, and as many labels as pairs, Figs. 6, A.2 and A.5."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from align_circuits.papers.abrupt.curves import at_end, conditions_of, draw_means, single_curves, stalled
-from align_circuits.papers.abrupt.figs_3_4_5_transition import check_alignment, draw_measures
-from align_circuits.papers.abrupt.grid import BOTH, CPU, LEARNED, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
-from align_circuits.papers.lab import Claim, Experiment
-from align_circuits.report import plots
+from align_circuits.papers.abrupt.figs_3_4_5_transition import alignment_claims, draw_measures
+from align_circuits.papers.abrupt.grid import CPU, LEARNED, PAPER, PLATEAU, SMOKE, SOURCE, Grid, Size, grid_study
+from align_circuits.papers.abrupt.progress_measures import BOTH, training_courses
+from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Statistic, late_mean, seed_courses
 from align_circuits.tables.tables import Table
 
+_ICL = late_mean("icl")
+_STALLED = _ICL < 0.5
+
+_THREE, _TWO, _NONE = ({"model": model} for model in ("three", "two", "none"))
 _UNTRAINED = "alpha, beta_1 and beta_2 all held at 0"
 
 
-def _stall_checks(equal: np.ndarray, more: np.ndarray, published: str) -> list[Claim]:
+def _stall_claims(equal: Statistic, more: Statistic, published: str) -> list[Claim]:
     """The claims about which seeds stall, at L = N and at L > N."""
     return [
         Claim("L = N stalls some seeds (share of seeds)", published).at_least(1 / 6, equal, more, "L > N"),
@@ -26,47 +29,13 @@ def _stall_checks(equal: np.ndarray, more: np.ndarray, published: str) -> list[C
 
 # Figure 6
 
-
-def _labels(table: Table) -> tuple[int, int]:
-    """The larger and the smaller number of labels: L > N and L = N."""
-    counts = table.frame["n_labels"].to_numpy(int)
-    return int(counts.max()), int(counts.min())
-
-
-def _draw_fig6(table: Table) -> dict[str, go.Figure]:
-    more, equal = _labels(table)
-    curves = single_curves(table, "loss_icl", model="two", n_labels=equal)
-    return {
-        "a, three parameters": draw_measures(table, model="three", n_labels=more),
-        "b, beta_2 = 0": draw_measures(table, model="two", n_labels=more),
-        "c, L = N": plots.curves({"": curves}, x="step", by="seed", label="step", value="loss in context (nats)"),
-    }
-
-
-def _check_fig6(table: Table) -> list[Claim]:
-    more, equal = _labels(table)
-    ends = {model: at_end(table, "icl", model=model, n_labels=more) for model in ("three", "two", "none")}
-    learned = [
-        Claim(f"{name} suffice for learning in context (accuracy at the end)").at_least(
-            LEARNED, ends[model], ends["none"], _UNTRAINED
-        )
-        for model, name in (("three", "Three parameters"), ("two", "Two parameters (beta_2 = 0)"))
-    ]
-    order = check_alignment(table, model="three", n_labels=more)
-    without = check_alignment(table, model="two", n_labels=more)[:3]  # TLA2 cannot rise by itself there
-    stalls = [stalled(table, model="two", n_labels=count) for count in (equal, more)]
-    return [
-        *learned,
-        *(replace(claim, text=f"Three parameters: {claim.text}") for claim in order),
-        *(replace(claim, text=f"beta_2 = 0: {claim.text}") for claim in without),
-        *_stall_checks(*stalls, published="four of six"),
-    ]
+_MORE, _EQUAL = {"n_labels": HIGH}, {"n_labels": LOW}
+"""L > N and L = N."""
 
 
 def _fig6(size: Size) -> Grid:
-    n_labels, n_pairs = size.task.n_labels, size.task.n_pairs
-    models = (("three", n_labels), ("two", n_labels), ("none", n_labels), ("two", n_pairs))
-    return Grid(size.with_task(**PLATEAU), [{"model": model, "n_labels": labels} for model, labels in models])
+    more, equal = ({"n_labels": count} for count in (size.task.n_labels, size.task.n_pairs))
+    return Grid(size.with_task(**PLATEAU), [_THREE | more, _TWO | more, _NONE | more, _TWO | equal])
 
 
 FIG6 = Experiment(
@@ -74,45 +43,45 @@ FIG6 = Experiment(
     title="The reduced induction head: with beta_2, without it, and with as many labels as pairs",
     source=f"{SOURCE}, Fig. 6",
     study=grid_study("abrupt/fig6", *map(_fig6, (SMOKE, CPU, PAPER.with_task(d_content=64, n_classes=256)))),
-    figures=_draw_fig6,
-    claims=_check_fig6,
+    figures={
+        "a, three parameters": draw_measures(**_THREE, **_MORE),
+        "b, beta_2 = 0": draw_measures(**_TWO, **_MORE),
+        "c, L = N": seed_courses({"": {"measure": "loss_icl"} | _TWO | _EQUAL}, value="loss in context (nats)"),
+    },
+    claims=[
+        *(
+            Claim(f"{name} suffice for learning in context (accuracy at the end)").at_least(
+                LEARNED, _ICL.at(**model, **_MORE), _ICL.at(**_NONE, **_MORE), _UNTRAINED
+            )
+            for model, name in ((_THREE, "Three parameters"), (_TWO, "Two parameters (beta_2 = 0)"))
+        ),
+        *alignment_claims("Three parameters: ", **_THREE, **_MORE),
+        *alignment_claims("beta_2 = 0: ", **_TWO, **_MORE)[:3],  # TLA2 cannot rise by itself there
+        *_stall_claims(_STALLED.at(**_TWO, **_EQUAL), _STALLED.at(**_TWO, **_MORE), published="four of six"),
+    ],
     published="(a), (b): an abrupt transition with and without beta_2. (c): two of six seeds learn at L = N = 8.",
 )
 
 
 # Figure A.2
 
-
-def _draw_a2(table: Table) -> dict[str, go.Figure]:
-    panels = {"three parameters": {"model": "three"}, "two parameters": {"model": "two"}}
-    return {
-        "accuracy": draw_means(table, BOTH, panels),
-        "loss": draw_means(table, {"loss_icl": "in context"}, panels, "loss (nats)"),
-    }
-
-
-def _check_a2(table: Table) -> list[Claim]:
-    claim = Claim("The minimal model learns in context without context sequences (accuracy at the end)")
-    three, none = (at_end(table, "icl", model=model) for model in ("three", "none"))
-    return [claim.at_least(LEARNED, three, none, _UNTRAINED)]
-
-
-def _figa2(size: Size) -> Grid:
-    return Grid(size.with_task(burst=2), [{"model": model} for model in ("three", "two", "none")])
-
+_PANELS = {"three parameters": _THREE, "two parameters": _TWO}
+_SIZES = (SMOKE, CPU.with_task(n_classes=512), PAPER.with_task(n_classes=512, d_content=64))
 
 FIGA2 = Experiment(
     name="abrupt/figA2",
     title="Loss and accuracy of the minimal model",
     source=f"{SOURCE}, Fig. A.2",
-    study=grid_study(
-        "abrupt/figA2",
-        _figa2(SMOKE),
-        _figa2(CPU.with_task(n_classes=512)),
-        _figa2(PAPER.with_task(n_classes=512, d_content=64)),
-    ),
-    figures=_draw_a2,
-    claims=_check_a2,
+    study=grid_study("abrupt/figA2", *(Grid(size.with_task(burst=2), (_THREE, _TWO, _NONE)) for size in _SIZES)),
+    figures={
+        "accuracy": training_courses(BOTH, _PANELS),
+        "loss": training_courses({"loss_icl": "in context"}, _PANELS, "loss (nats)"),
+    },
+    claims=[
+        Claim("The minimal model learns in context without context sequences (accuracy at the end)").at_least(
+            LEARNED, _ICL.at(**_THREE), _ICL.at(**_NONE), _UNTRAINED
+        )
+    ],
     published="K = 512, D = 64, B = 2: an abrupt rise of accuracy in context.",
 )
 
@@ -120,20 +89,23 @@ FIGA2 = Experiment(
 # Figure A.5
 
 
+def _conditions(table: Table) -> list[dict[Any, Any]]:
+    frame: Any = table.frame
+    return frame[["n_labels", "n_pairs"]].drop_duplicates().to_dict("records")
+
+
 def _draw_a5(table: Table) -> dict[str, go.Figure]:
-    panels = {
-        f"L {condition['n_labels']}, N {condition['n_pairs']}": single_curves(table, "icl", **condition)
-        for condition in conditions_of(table, ("n_labels", "n_pairs"))
-    }
-    return {"figA5": plots.curves(panels, x="step", by="seed", label="step", value="IC accuracy")}
+    panels = {f"L {each['n_labels']}, N {each['n_pairs']}": {"measure": "icl", **each} for each in _conditions(table)}
+    return {"figA5": seed_courses(panels, value="IC accuracy")(table)}
 
 
-def _check_a5(table: Table) -> list[Claim]:
-    shares = {True: [], False: []}
-    for condition in conditions_of(table, ("n_labels", "n_pairs")):
-        shares[condition["n_labels"] > condition["n_pairs"]].append(stalled(table, **condition))
-    more, equal = (np.concatenate(shares[key]) for key in (True, False))
-    return _stall_checks(equal, more, published="some of six")
+def _stalled(*, more: bool) -> Statistic:
+    """Which seeds stall, of all conditions with L > N or with L = N."""
+    return Statistic(
+        lambda table, _: np.concatenate(
+            [_STALLED.at(**each)(table) for each in _conditions(table) if (each["n_labels"] > each["n_pairs"]) == more]
+        )
+    )
 
 
 def _figa5(size: Size, pairs: Sequence[int], labels: Sequence[int]) -> Grid:
@@ -152,6 +124,6 @@ FIGA5 = Experiment(
         _figa5(PAPER.with_task(n_classes=256), (4, 8, 16), (4, 8, 16, 32)),
     ),
     figures=_draw_a5,
-    claims=_check_a5,
+    claims=_stall_claims(_stalled(more=False), _stalled(more=True), published="some of six"),
     published="Six seeds for each pair of L and N: robust if L > N, not if L = N.",
 )

@@ -1,7 +1,7 @@
 """Abrupt learning (Reddy, 2024): the phenomenological loss, Figs. 7 and A.4."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from scipy.special import wrightomega
 
 from align_circuits.papers.abrupt.grid import SOURCE
 from align_circuits.papers.abrupt.theory import NestedLogits
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Study
+from align_circuits.papers.lab import Claim, Experiment, Measured, Measurement, Scale, Study
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -52,8 +52,10 @@ def flows(**config: Any) -> pd.DataFrame:
     return frame.assign(n_pairs=flow.n_pairs, low=np.nan, high=np.nan, n=1)
 
 
-def _measure(flow: Flow, _: Inputs) -> list[Measurement]:
-    return [Measurement(flows, asdict(flow), seed=None)]
+def _study(name: str, full: Flow, **smoke: int) -> Study:
+    """The smallest scale has the `smoke` changes; the others are the paper's own."""
+    scales: dict[Scale, Flow] = {"smoke": replace(full, grid=9, **smoke), "cpu": full, "paper": full}
+    return Study(name, scales, lambda flow, _: [Measurement(flows, asdict(flow), seed=None)])
 
 
 def _path(table: Table, start: str, n_labels: int) -> dict[str, Float[ndarray, " time"]]:
@@ -79,8 +81,10 @@ def exact(value: float) -> Measured:
 
 
 def _sizes(table: Table) -> tuple[int, int, int]:
-    drawn = table.where(measure="landscape").frame["n_labels"].to_numpy(int)
-    return int(drawn[0]), int(table.frame["n_labels"].to_numpy().max()), int(table.frame["n_pairs"].to_numpy()[0])
+    """L of the landscape, the larger L beside it, and N."""
+    frame: Any = table.frame
+    drawn: Any = table.where(measure="landscape").frame["n_labels"]
+    return int(drawn.iloc[0]), int(frame["n_labels"].max()), int(frame["n_pairs"].iloc[0])
 
 
 def draw_landscape(table: Table) -> go.Figure:
@@ -110,15 +114,15 @@ def draw_landscape(table: Table) -> go.Figure:
     return plots.styled(figure, "", height=460)
 
 
+# Figure 7
+
+
 def _draw_fig7(table: Table) -> dict[str, go.Figure]:
-    n_labels, _, _ = _sizes(table)
-    paths: Any = table.where(start="origin", n_labels=n_labels).frame
-    paths = paths.rename(columns={"time": "t"}).assign(low=np.nan, high=np.nan)
-    learned = paths[paths["measure"].isin(NestedLogits.parameters)]
-    loss = paths[paths["measure"] == "loss"]
+    path = table.where(start="origin", n_labels=_sizes(table)[0])
+    loss, parameters = (path.where(measure=names).frame for names in (["loss"], NestedLogits.parameters))
     return {
-        "a": plots.curves({"": loss}, x="t", by="measure", label="time", value="loss (nats)"),
-        "b": plots.curves({"": learned}, x="t", by="measure", label="time", value="parameter"),
+        "a": plots.curves({"": loss}, x="time", by="measure", label="time", value="loss (nats)"),
+        "b": plots.curves({"": parameters}, x="time", by="measure", label="time", value="parameter"),
         "c": draw_landscape(table),
     }
 
@@ -133,10 +137,10 @@ def _check_fig7(table: Table) -> list[Claim]:
     # ω + log ω = t + 1/(L-1) - log(L-1): ω is the Wright omega function of the right side.
     others = n_labels - 1
     alone = np.log1p(1 / wrightomega(times + 1 / others - np.log(others)))
-    width, alone_width = (width_of_fall(times, each, np.log(n_labels)) for each in (loss, alone))
+    width, alone_width = (exact(width_of_fall(times, course, np.log(n_labels))) for course in (loss, alone))
     return [
         Claim("The loss falls off a cliff (time from 80% to 20% of log L, over the time at 20%)").at_most(
-            0.5, exact(width), exact(alone_width), "a softmax classifier alone"
+            0.5, width, alone_width, "a softmax classifier alone"
         ),
         Claim("ξ rises first: halfway to the cliff it has gone further than the others (ξ over α)").at_least(
             2.0, exact(xi[halfway] / alpha[halfway]), exact(xi[-1] / alpha[-1]), "at the end"
@@ -144,15 +148,11 @@ def _check_fig7(table: Table) -> list[Claim]:
     ]
 
 
-def _fig7(**changes: Any) -> Flow:
-    return Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0, **changes)
-
-
 FIG7 = Experiment(
     name="abrupt/fig7",
     title="Three nested logits: the cliff",
     source=f"{SOURCE}, Fig. 7",
-    study=Study("abrupt/fig7", {"smoke": _fig7(probes=300, grid=9), "cpu": _fig7(), "paper": _fig7()}, jobs=_measure),
+    study=_study("abrupt/fig7", Flow(32, 8, {"origin": (0.0, 0.0, 0.0)}, until=1000.0), probes=300),
     figures=_draw_fig7,
     claims=_check_fig7,
     published="A slow phase, then a cliff; β_1, α and ξ are learned one after the other.",
@@ -161,21 +161,21 @@ FIG7 = Experiment(
 
 # Figure A.4
 
+_STARTS = {"towards ICL": (0.1, 0.1, 0.0), "away from it": (-0.1, -0.1, 0.0)}
+
 
 def _draw_a4(table: Table) -> dict[str, go.Figure]:
-    n_labels, _, _ = _sizes(table)
-    frame: Any = table.where(measure="loss", n_labels=n_labels).frame
-    frame = frame[frame["time"] > 0].assign(low=np.nan, high=np.nan)
-    frame["log_time"] = np.log10(frame["time"])
+    loss: Any = table.where(measure="loss", n_labels=_sizes(table)[0]).frame
+    loss = loss[loss["time"] > 0].assign(log_time=lambda later: np.log10(later["time"]))
     return {
-        "a": plots.curves({"": frame}, x="log_time", by="start", label="log10 time", value="loss (nats)"),
+        "a": plots.curves({"": loss}, x="log_time", by="start", label="log10 time", value="loss (nats)"),
         "b": draw_landscape(table),
     }
 
 
 def _check_a4(table: Table) -> list[Claim]:
     n_labels, more, n_pairs = _sizes(table)
-    paths = [_path(table, start, count) for count in (n_labels, more) for start in ("towards ICL", "away from it")]
+    paths = [_path(table, start, count) for count in (n_labels, more) for start in _STARTS]
     level = np.log(n_pairs) / 20
     fast, slow, with_more, other_start = (_time_below(path["time"], path["loss"], level) for path in paths)
 
@@ -198,16 +198,11 @@ def _check_a4(table: Table) -> list[Claim]:
     ]
 
 
-def _figa4(**changes: Any) -> Flow:
-    starts = {"towards ICL": (0.1, 0.1, 0.0), "away from it": (-0.1, -0.1, 0.0)}
-    return Flow(8, 8, starts, until=1e5, xi=(-14.0, 14.0), y=(-9.0, 9.0), **changes)
-
-
 FIGA4 = Experiment(
     name="abrupt/figA4",
     title="As many labels as pairs: a saddle, and the slow valley off it",
     source=f"{SOURCE}, Fig. A.4",
-    study=Study("abrupt/figA4", {"smoke": _figa4(grid=9), "cpu": _figa4(), "paper": _figa4()}, jobs=_measure),
+    study=_study("abrupt/figA4", Flow(8, 8, _STARTS, until=1e5, xi=(-14.0, 14.0), y=(-9.0, 9.0))),
     figures=_draw_a4,
     claims=_check_a4,
     published="Two behaviours from two starts near the origin: learning in context, or slow convergence elsewhere.",

@@ -38,10 +38,6 @@ SOURCE = "Reddy (2024)"
 LEARNED = 0.9
 """The accuracy from which on something counts as learned."""
 
-BOTH = {"icl": "in context", "iwl": "in weights"}
-NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
-"""What figures call the measures."""
-
 PLATEAU = {"burst": 1, "noise": 0.0, "p_context": 0.8}
 """The task of Figs. 3 and 4: a plateau, then a transition."""
 

@@ -1,18 +1,22 @@
-"""Progress measures: how far an induction head has come, read by hooks while a network trains."""
+"""Progress measures: how far an induction head has come, read by hooks while a network trains; statistics of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from plotly.graph_objects import Figure
 from torch import Tensor
 
 from align_circuits.hooks.names import name_of
 from align_circuits.hooks.probes import Probes
 from align_circuits.papers.abrupt.interventions import Intervention
 from align_circuits.papers.abrupt.task import Exemplars, Worlds
+from align_circuits.papers.lab import courses, crossing, late_mean
+from align_circuits.tables.tables import Table
 
 ACCURACIES = ("icl", "iwl", "swap")
 """Accuracy on three kinds of evaluation sequences (`task.Kind`)."""
@@ -22,6 +26,28 @@ PROGRESS = ("ila1", "tila2", "cla", "tla2")
 
 MEASURES = (*ACCURACIES, "iwl_common", "iwl_rare", "loss_icl", *PROGRESS)
 """The keys that `measure` returns."""
+
+BOTH = {"icl": "in context", "iwl": "in weights"}
+NAMES = {"ila1": "ILA1", "tila2": "TILA2", "cla": "CLA", "tla2": "TLA2", "icl": "IC accuracy"}
+"""What figures call the measures."""
+
+TRANSITION = crossing("icl")
+"""The step at which each seed's accuracy in context crosses one half for good; NaN where it never does."""
+
+FORMED = TRANSITION.map(np.isfinite) & (late_mean("ila1") > 0.5) & (late_mean("tila2") > late_mean("tla2") / 2)
+"""In which seeds the induction head forms: they make the transition, and end with ILA1 above one half and TILA2 above
+one half of TLA2, which bounds it."""
+
+
+def training_courses(
+    names: Mapping[str, str], panels: Mapping[str, Mapping[str, Any]] | None = None, value: str = "accuracy"
+) -> Callable[[Table], Figure]:
+    """Returns what draws measures over training: what to call each, and the condition of each panel by its caption."""
+    curves = {
+        caption: {name: {"measure": measure, **condition} for measure, name in names.items()}
+        for caption, condition in (panels or {"": {}}).items()
+    }
+    return courses(curves, label="step", value=value)
 
 
 def progress(

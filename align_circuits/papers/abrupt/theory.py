@@ -1,4 +1,4 @@
-"""The theory: the loss of an induction head and its classifier in three numbers, or four, and its gradient flow."""
+"""The theory: the loss of an induction head and its classifier in three numbers, and its gradient flow."""
 
 import math
 from dataclasses import dataclass
@@ -125,44 +125,3 @@ def _attended(value: Numbers, attention: Float[ndarray, "... logit"]) -> Numbers
     for logit in range(attention.shape[-1]):
         value = value * attention[..., logit]
     return value
-
-
-@dataclass(frozen=True)
-class AlignedLogits(NestedLogits):
-    """The same loss where the query must find its key by an alignment: a fourth nested logit, κ.
-
-    What the target brings to the match is no longer given: it is fetched from the input by an aligner, whose attention
-    to the right one of N symbols is e^κ / (e^κ + N), in the form of Eq. 10's attention to the item before:
-
-        y = α · e^β_1 / (e^β_1 + N) · e^κ / (e^κ + N),   the loss as in `NestedLogits`.
-
-    For κ → ∞ it is Eq. 10. Beside what that leaves out, it takes a tuning for plain gradient flow with one rate for all
-    four. Where it would mislead: with another optimiser, or heads that share the work. The control is a forecast from
-    the other seeds alone (`onset_forecast.forecast`).
-
-    Source: ours, after Reddy (2024), Eq. 10.
-    """
-
-    parameters: ClassVar[tuple[str, ...]] = ("xi", "alpha", "beta_1", "kappa")
-
-    n_labels: int = 26
-    """L, the letters that a phrase may hold."""
-    n_pairs: int = 5
-    """N, the symbols of an input; each has its phrase."""
-
-    def measures(self, at: Float[ndarray, "... 4"], floor: float = 0.0) -> dict[str, Numbers]:
-        """Returns what probes of a tuning measure there, each from 0 to 1.
-
-        `align_query`, `align_key` and `lookup`: the share of the attention on N candidates that is on the right one,
-        e^s / (e^s + N - 1) with s = κ, β_1, y. `accuracy`: the probability p of the right label, from 1/L to 1,
-        stretched so that 1/L stands at `floor`, the accuracy of a uniform guess.
-        """
-        score, others = self.score(at), np.log(self.n_pairs - 1)
-        guess = 1 / self.n_labels
-        known = (np.exp(-self.of_score(at[..., 0], score)) - guess) / (1 - guess)
-        return {
-            "align_query": expit(at[..., 3] - others),
-            "align_key": expit(at[..., 2] - others),
-            "lookup": expit(score - others),
-            "accuracy": floor + (1 - floor) * known,
-        }

@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 
 from align_circuits.beyond.interventions_while_training import CLAMPED, CONFIRMED, WITHOUT, hypotheses
-from align_circuits.papers.abrupt.curves import has_formed
 from align_circuits.papers.abrupt.figs_2_a3_data_dependence import FIG2, accuracy_grid
 from align_circuits.papers.abrupt.figs_3_4_5_transition import (
     CHANGED,
     FIG4,
     FIG5,
     UNCHANGED,
-    check_alignment,
+    alignment_claims,
+    from_transition,
     trained_networks,
 )
 from align_circuits.papers.abrupt.figs_6_a2_a5_reduced_model import FIGA5
@@ -24,9 +24,9 @@ from align_circuits.papers.abrupt.figs_7_a4_loss_landscape import width_of_fall
 from align_circuits.papers.abrupt.figures import ABRUPT
 from align_circuits.papers.abrupt.grid import SMOKE, Grid, network, trained_ensemble
 from align_circuits.papers.abrupt.interventions import INTERVENTIONS
-from align_circuits.papers.abrupt.progress_measures import MEASURES
+from align_circuits.papers.abrupt.progress_measures import FORMED, MEASURES, TRANSITION
 from align_circuits.papers.abrupt.task import ExemplarTask
-from align_circuits.papers.lab import SCALES
+from align_circuits.papers.lab import SCALES, half_rise, late_mean, measured, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Provenance, Table
 
@@ -35,7 +35,7 @@ STEPS = np.arange(0.0, 401, 10)
 
 def curves(middles: dict[str, float], **condition: Any) -> pd.DataFrame:
     """Three seeds; each measure rises from 0 to 1 around its step; one that is not named stays at 0."""
-    rows = [
+    values = [
         {
             **condition,
             "seed": seed,
@@ -47,27 +47,46 @@ def curves(middles: dict[str, float], **condition: Any) -> pd.DataFrame:
         for name in MEASURES
         for step in STEPS
     ]
-    return pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=100)
+    return pd.DataFrame(values).assign(low=np.nan, high=np.nan, n=100)
 
 
 def table(*frames: pd.DataFrame) -> Table:
     return Table(pd.concat(frames, ignore_index=True), Provenance("test"))
 
 
+def test_transitions_and_leads_are_read_off_planted_curves():
+    """Seeds that make the transition at 200, 210 and 220, and one that never does."""
+    born = curves({"icl": 200.0, "ila1": 200.0, "tila2": 205.0, "cla": 120.0, "tla2": 100.0})
+    never = curves({})
+    planted = table(born, never[never["seed"] == 0].assign(seed=3))
+    np.testing.assert_allclose(TRANSITION(planted), [200, 210, 220, np.nan])
+    np.testing.assert_allclose(half_rise("tla2")(planted)[:3], [100, 110, 120])
+    np.testing.assert_array_equal(late_mean("icl")(planted), [1, 1, 1, 0])
+    half = 4.302653 * 10 / 3**0.5  # Student's t of three seeds
+    assert vars(measured(TRANSITION(planted))) == pytest.approx({"value": 210, "low": 210 - half, "high": 210 + half})
+    aligned = from_transition(planted)
+    for name, value in (("icl", 0.5), ("tila2", 0.45), ("cla", 1.0)):
+        assert rows(name, step=0)(aligned).frame["value"].to_numpy() == pytest.approx([value] * 3)
+    assert rows("icl")(aligned).frame["step"].agg(["min", "max"]).tolist() == [-200, 180]
+
+
 def test_networks_of_the_transition_are_named_by_their_seeds(tmp_path):
     (ensemble,) = Grid(replace(SMOKE, first_seed=7), ({},)).ensembles()
-    rows: Any = pd.DataFrame(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
-    assert set(rows.loc[rows["measure"] == CHANGED, "seed"]) == {7, 8}
-    assert set(rows.loc[rows["measure"] == "attention_1", "seed"]) == {7}
+    found: Any = pd.DataFrame(trained_networks(ensemble=ensemble, trained=str(tmp_path)))
+    changed = found[found["measure"] == CHANGED]
+    assert changed["seed"].value_counts().to_dict() == dict.fromkeys((7, 8), 1 + 4 * 2 * 2 + 2 * 2)
+    assert set(changed["how"]) == {"nothing", "patched", "ablated", "clamped"}
+    assert len(FIG5.check(table(found.assign(low=np.nan, high=np.nan)))) == 7 + 3
+    assert set(found.loc[found["measure"] == "attention_1", "seed"]) == {7}
     # with nothing changed a member answers as it did in training, on sequences of its own world
     net, worlds, _ = trained_ensemble(ensemble, str(tmp_path))
-    unchanged = rows[(rows["measure"] == CHANGED) & (rows["operation"] == UNCHANGED)].set_index("seed")["value"]
-    for place, seed in enumerate(net.seeds):
-        batch = worlds.member(place).batch(0, SMOKE.probe, "icl")
-        right = net.member(place)(batch.inputs).argmax(-1) == batch.label
+    unchanged = changed[changed["operation"] == UNCHANGED].set_index("seed")["value"]
+    for index, seed in enumerate(net.seeds):
+        batch = worlds.member(index).batch(0, SMOKE.probe, "icl")
+        right = net.member(index)(batch.inputs).argmax(-1) == batch.label
         assert unchanged[seed] == pytest.approx(float(right.float().mean()))
     # smoke networks make no transition, so that their attention is kept until the last step
-    of_first = rows[rows["measure"] == "attention_1"]
+    of_first = found[found["measure"] == "attention_1"]
     last: Any = of_first[of_first["step"] == SMOKE.steps]
     _, cache = net.member(0).run_with_cache(worlds.member(0).batch(0, 1, "icl").inputs)
     places = last[["query", "key"]].to_numpy(int)
@@ -81,7 +100,7 @@ def test_the_order_of_the_measures_is_seen_and_its_absence_too():
     assert [check.met for check in checks] == [True] * 5
     assert all(check.control_fails for check in checks)
     changed = table(curves(born | {"tla2": 210.0, "ila1": 320.0}))
-    late = [claim.check(changed) for claim in check_alignment(changed)]
+    late = [claim.check(changed) for claim in alignment_claims()]
     assert [check.met for check in late] == [False, True, True, False]
     never = FIG4.check(table(curves({"cla": 100.0})))
     assert not any(check.met for check in never)
@@ -129,10 +148,10 @@ def test_a_hypothesis_is_excluded_only_where_its_cause_was_fixed():
 
 def test_a_head_counts_as_formed_only_with_transition_and_attention():
     whole = {"icl": 200.0, "ila1": 200.0, "tila2": 200.0, "tla2": 100.0}
-    assert has_formed(table(curves(whole))).tolist() == [True] * 3
+    assert FORMED(table(curves(whole))).tolist() == [True] * 3
     for lacks in ("icl", "ila1", "tila2"):
         without = {name: step for name, step in whole.items() if name != lacks}
-        assert not has_formed(table(curves(without))).any()
+        assert not FORMED(table(curves(without))).any()
 
 
 def test_what_is_to_be_confirmed_can_fail():
@@ -157,27 +176,19 @@ def test_the_tasks_of_every_grid_fit_at_every_scale(scale):
         assert sum(len(ensemble["tasks"]) for ensemble in grid.ensembles()) == len(grid.conditions)
 
 
-def test_each_operation_is_changed_where_it_is_and_elsewhere(tmp_path):
-    measured = FIG5.run(FIG5.scales["smoke"], folder=tmp_path)
-    rows = measured.where(seed=0, measure=CHANGED).frame
-    assert set(rows["how"]) == {"nothing", "patched", "ablated", "clamped"}
-    assert len(rows) == 1 + 4 * 2 * 2 + 2 * 2
-    assert len(FIG5.check(measured)) == 7 + 3
-
-
 def dependence(in_context: Any, in_weights: Any) -> Table:
     """The conditions of the smoke scale, with accuracies that are functions of the condition."""
-    frames = []
-    for condition in FIG2.scales["smoke"].conditions:
-        values = dict.fromkeys(MEASURES, 0.0) | {"icl": in_context(condition), "iwl": in_weights(condition)}
-        values["iwl_common"], values["iwl_rare"] = values["iwl"], 0.1
-        rows = [
-            {**condition, "seed": seed, "step": step, "measure": name, "value": value}
-            for name, value in values.items()
-            for seed, step in itertools.product(range(2), (0, 10, 20))
-        ]
-        frames.append(pd.DataFrame(rows))
-    return Table(pd.concat(frames, ignore_index=True).assign(low=np.nan, high=np.nan, n=40), Provenance("test"))
+    courses = [
+        {**condition, "seed": seed, "step": step, "measure": name, "value": value}
+        for condition in FIG2.scales["smoke"].conditions
+        for name, value in (
+            ("icl", in_context(condition)),
+            *((name, in_weights(condition)) for name in ("iwl", "iwl_common")),
+            ("iwl_rare", 0.1),
+        )
+        for seed, step in itertools.product(range(2), (0, 10, 20))
+    ]
+    return table(pd.DataFrame(courses).assign(low=np.nan, high=np.nan, n=40))
 
 
 def test_dependences_on_the_data_are_read_from_the_right_conditions():

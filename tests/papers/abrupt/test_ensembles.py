@@ -4,18 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-from align_circuits.papers.abrupt.curves import aligned_curves, at_end, half_rises, last_crossing, transitions
 from align_circuits.papers.abrupt.grid import train_on_exemplars
 from align_circuits.papers.abrupt.models import ExemplarNet, ExemplarNetConfig, InductionHead, InductionHeadConfig
 from align_circuits.papers.abrupt.progress_measures import MEASURES, Evaluation, measure, progress
 from align_circuits.papers.abrupt.task import ExemplarTask, Worlds
-from align_circuits.papers.lab import over_seeds
-from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
 
 TASK = ExemplarTask(n_classes=12, n_labels=6, n_pairs=3, d_content=8, n_positions=9)
@@ -171,41 +167,3 @@ def test_what_ties_members_together_is_refused():
     net = ExemplarNet(ExemplarNetConfig(6, TASK.d_in), [0])
     with pytest.raises(ValueError, match="1 members, 2 worlds"):
         train_on_exemplars(net, Worlds([TASK, TASK], [0, 1]), CONFIG)
-
-
-def grid_table(shift):
-    """Four seeds whose accuracy rises at 40, 60, 80 and never; ILA1 with it, TLA2 `shift` steps before."""
-    rows = []
-    steps = np.arange(0.0, 201, 10)
-    for seed, middle in enumerate((40.0, 60.0, 80.0, np.inf)):
-        for name, early in (("icl", 0), ("ila1", 0), ("tla2", shift)):
-            for step in steps:
-                value = float(np.clip(0.5 + (step - middle + early) / 40, 0, 1))
-                rows.append({"seed": seed, "step": step, "measure": name, "value": value})
-    frame = pd.DataFrame(rows).assign(low=np.nan, high=np.nan, n=1)
-    return Table(frame, Provenance("test"))
-
-
-def test_transitions_and_leads_are_read_off_planted_curves():
-    table = grid_table(15)
-    np.testing.assert_allclose(transitions(table), [40, 60, 80, np.nan])
-    np.testing.assert_allclose(half_rises(table, "ila1")[1:3], [60, 80])
-    np.testing.assert_allclose(half_rises(table, "tla2")[1:3], [45, 65])
-    np.testing.assert_array_equal(at_end(table, "icl"), [1, 1, 1, 0])
-    step = over_seeds(transitions(table))
-    assert step.value == pytest.approx(60)
-    half = 4.302653 * 20 / 3**0.5  # Student's t of three seeds
-    assert (step.low, step.high) == (pytest.approx(60 - half), pytest.approx(60 + half))
-    curves = aligned_curves(table, {"icl": "IC", "tla2": "T"})
-    middle = curves[(curves["measure"] == "IC") & (curves["step"] == 0)]["value"].item()
-    assert middle == pytest.approx(0.5)
-    assert curves[(curves["measure"] == "T") & (curves["step"] == 0)]["value"].item() == pytest.approx(0.875)
-
-
-def test_crossings():
-    steps = np.array([0.0, 10, 20])
-    assert last_crossing(steps, np.array([0.0, 0.25, 0.75])) == 15
-    assert np.isnan(last_crossing(steps, np.array([0.0, 0.75, 0.25])))
-    assert np.isnan(last_crossing(steps, np.array([0.6, 0.75, 0.8])))
-    with pytest.raises(ValueError, match="give one value for each of ascending steps"):
-        last_crossing(steps[::-1].copy(), np.array([0.0, 0.5, 1.0]))
