@@ -7,8 +7,7 @@ from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD
 from align_circuits.papers.icatune.fig_7_monotonic_alignments import FIG7
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
 from align_circuits.papers.icatune.figs_1_5_8_11_attention import FIG1, FIG5, FIG8, FIG11
-from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9
-from align_circuits.papers.icatune.table_1_symbols import SYMBOLS_OF_TABLE1
+from align_circuits.papers.icatune.figs_3_9_accuracy import FIG3, FIG9, SYMBOLS_OF_TABLE1
 
 ICATUNE = (
     TABLE1,
