@@ -741,7 +741,8 @@ def rows_along(
     """
 
     def draw(table: Table) -> go.Figure:
-        frames = {caption: table.where(**keys).frame for caption, keys in panels.items()}
+        ordered = Table(table.frame.sort_values(x, kind="stable"), table.provenance)
+        frames = {caption: ordered.where(**keys).frame for caption, keys in panels.items()}
         return plots.curves(frames, x=x, by=by, label=label, value=value)
 
     return draw
@@ -777,9 +778,10 @@ def grids(
     return draw
 
 
-def seed_dots(frame: pd.DataFrame, row: str, label: str) -> go.Figure:
-    """Draws each seed's values in labelled rows: `plots.dots`."""
-    return plots.dots(frame.assign(seed="seed " + frame["seed"].astype(str)), row, "seed", label)
+def seed_dots(frame: Any, row: str, label: str, mean: pd.DataFrame | None = None) -> go.Figure:
+    """Draws each seed's values in labelled rows, and `mean` with its own intervals (`plots.dots`)."""
+    seeds = frame.assign(seed="seed " + frame["seed"].astype(str))
+    return plots.dots(seeds if mean is None else pd.concat([seeds, mean]), row, "seed", label)
 
 
 # Experiments

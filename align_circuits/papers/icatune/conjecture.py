@@ -5,27 +5,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.papers.lab import (
+    HIGH,
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
     Study,
-    both,
-    difference_of,
-    mean_of,
     mean_rows,
+    rows,
+    rows_along,
 )
-from align_circuits.report import plots
-from align_circuits.tables.tables import Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
@@ -165,39 +161,8 @@ def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _check(table: Table) -> list[Claim]:
-    by_length = table.where(varied="x_len")
-    short, long = (int(end(by_length.frame["at"])) for end in (min, max))
-
-    def above(predictor: str, m: int) -> Measured:
-        at = by_length.where(at=m)
-        return difference_of(at.where(predictor=predictor), at.where(predictor="blind"))
-
-    def falls(predictor: str) -> Measured:
-        return difference_of(*(by_length.where(at=m, predictor=predictor) for m in (short, long)))
-
-    return [
-        Claim(f"EM finds the alignment from the examples (accuracy at m = {long})").at_least(
-            0.9,
-            *both(lambda name: mean_of(by_length.where(at=long, predictor=name)), "em", "blind"),
-            "blind to the input",
-        ),
-        Claim(
-            f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})"
-        ).at_most(0.1, above("model", long), above("em", long), "EM"),
-        Claim(f"It gets worse with m (accuracy at m = {short} minus m = {long})").at_least(
-            0.2, falls("model"), falls("em"), "EM"
-        ),
-    ]
-
-
-def _draw(table: Table) -> Mapping[str, go.Figure]:
-    labels = {"x_len": "m", "depth": "layers", "width": "width"}
-    return {
-        label: plots.curves({"": table.where(varied=name).frame.sort_values("at")}, x="at", by="predictor", label=label)
-        for name, label in labels.items()
-    }
-
+_ACCURACY = rows(varied="x_len")
+_LONGEST = _ACCURACY.at(x_len=HIGH)
 
 CONJECTURE = Experiment(
     "icatune/conjecture",
@@ -221,7 +186,20 @@ CONJECTURE = Experiment(
         _jobs,
         _summarize,
     ),
-    _draw,
-    _check,
+    {
+        label: rows_along("at", "predictor", {"": {"varied": name}}, label=label)
+        for name, label in (("x_len", "m"), ("depth", "layers"), ("width", "width"))
+    },
+    [
+        Claim("EM finds the alignment from the examples (accuracy at m = {x_len.high})").at_least(
+            0.9, *_LONGEST.beside("predictor", "em", "blind"), "blind to the input"
+        ),
+        Claim(
+            "The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {x_len.high})"
+        ).at_most(0.1, *(_LONGEST.rise("predictor", "blind", name) for name in ("model", "em")), "EM"),
+        Claim("It gets worse with m (accuracy at m = {x_len.low} minus m = {x_len.high})").at_least(
+            0.2, *_ACCURACY.fall("x_len").beside("predictor", "model", "em"), "EM"
+        ),
+    ],
     "A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
 )

@@ -17,21 +17,14 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOLLM2_ICA,
     TOY,
     Arm,
-    as_rows,
     courses,
     emerged,
     ended,
     ends,
     tuned_study,
 )
-from align_circuits.papers.icatune.tuning_courses import (
-    by_condition,
-    draw_course,
-    draw_layers,
-    first_token,
-    order_checks,
-)
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Rows, difference_of, mean_of
+from align_circuits.papers.icatune.tuning_courses import FIRST, KEYS, ORDER, draw_course
+from align_circuits.papers.lab import Check, Claim, Experiment, Inputs, Rows, Statistic, as_rows, checks_of, grids
 from align_circuits.tables.tables import Provenance, Table
 
 
@@ -53,32 +46,38 @@ class Layers:
         ]
 
 
+_AFTER = FIRST.at(part="after")
+
+
+def _accuracy_by_arm(table: Table) -> Any:
+    """On average over seeds."""
+    return _AFTER(table).frame.groupby("arm", sort=False)["value"].mean()
+
+
 def best_arm(frame: pd.DataFrame) -> str:
     """Returns the arm whose first tokens are best after tuning, of the rows of `ends`, on average over seeds."""
-    after: Any = first_token(Table(ended(frame), Provenance("ended")), "after").frame
-    return str(after.groupby("arm")["value"].mean().idxmax())
+    return str(_accuracy_by_arm(Table(ended(frame), Provenance("ended"))).idxmax())
 
 
 def _summarize_layers(_: Layers, rows: Rows) -> pd.DataFrame:
     """The courses of first tokens, and of heads in the best layer; steps of emergence; what holds before and after."""
     course: Any = courses(rows["course"], 2)
     shown = ((course["of"] == "model") & (course["kind"] == "first")) | (course["arm"] == best_arm(rows["ends"]))
-    return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])])
+    return as_rows([course[shown], emerged(rows["course"]), ended(rows["ends"])], KEYS)
 
 
-def _check_layers(table: Table) -> list[Claim]:
-    after = first_token(table, "after")
-    means: Any = after.frame.groupby("arm", sort=False)["value"].mean()
-    best, names = str(means.idxmax()), [str(name) for name in means.index]
+def _check_layers(table: Table) -> list[Claim | Check]:
+    means = _accuracy_by_arm(table)
+    best, names = str(means.idxmax()), [*means.index]
     third = max(1, len(names) // 3)
 
-    def gain(arms: list[str], over: list[str]) -> Measured:
-        return difference_of(after.where(arm=arms), after.where(arm=over))
+    def gain(arms: list[str], over: list[str]) -> Statistic:
+        return _AFTER.rise("arm", over, arms)
 
     even_and_odd = gain(names[::2], names[1::2] or names), "even minus odd layers"
     return [
         Claim("Tuning queries and keys of one layer suffices (first token, the best layer)").at_least(
-            0.95, mean_of(after.where(arm=best)), mean_of(after.where(arm=names[-1])), "the highest layer"
+            0.95, *_AFTER.beside("arm", best, names[-1]), "the highest layer"
         ),
         Claim(
             "The best layer is a middle one (its gain over the mean of the first and the last)", "layer 13 of 32"
@@ -86,17 +85,18 @@ def _check_layers(table: Table) -> list[Claim]:
         Claim("Early layers help more than high ones (first third minus last third)").at_least(
             0.05, gain(names[:third], names[-third:]), *even_and_odd
         ),
-        *order_checks(table.where(arm=best)),
+        *checks_of(ORDER, table.where(arm=best)),
     ]
 
 
 def _draw_layers(table: Table) -> Mapping[str, go.Figure]:
-    course = table.where(part="course")
-    layers = course.where(of="best head")
-    best = layers.frame["arm"].iloc[0]
+    best = table.where(part="course", of="best head").frame["arm"].iloc[0]
+    layers = {"part": "course", "of": "best head"}
+    panels = {f"{best} tuned, {metric}": {**layers, "metric": metric} for metric in ("align_query", "lookup")}
+    first = table.where(part="course", metric="accuracy", kind="first", of="model").frame
     return {
-        "accuracy": draw_course(by_condition(course.where(metric="accuracy", kind="first", of="model").frame), "arm"),
-        "layers": draw_layers(layers, {f"{best} tuned, {metric}": metric for metric in ("align_query", "lookup")}),
+        "accuracy": draw_course(first, "arm"),
+        "layers": grids("step", "layer", panels, value="score of the best head")(table),
     }
 
 

@@ -16,13 +16,11 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOLLM2_ONE_LETTER,
     Arm,
     Tunings,
-    as_rows,
     courses,
-    grouped_over_seeds,
     tuned_study,
 )
-from align_circuits.papers.icatune.tuning_courses import at_the_end, by_condition, draw_course
-from align_circuits.papers.lab import Claim, Experiment, Measured, Rows, difference_of, mean_of
+from align_circuits.papers.icatune.tuning_courses import KEYS, draw_course
+from align_circuits.papers.lab import HIGH, Claim, Experiment, Rows, as_rows, grouped_over_seeds, rows
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
@@ -60,29 +58,32 @@ def _summarize_decays(config: Tunings, rows: Rows) -> pd.DataFrame:
     runs: Any = first.groupby(["arm", "seed"], sort=False)[["value", "low", "high"]]
     mean: Any = grouped_over_seeds(runs.mean().reset_index().assign(n=1), ["arm"])
     about = {"part": "mean", "condition": "in distribution", "metric": "accuracy", "kind": "first", "of": "model"}
-    return as_rows([course[course["of"] == "model"], mean.assign(**about)])
+    return as_rows([course[course["of"] == "model"], mean.assign(**about)], KEYS)
+
+
+_FIRST = rows(metric="accuracy", kind="first", condition="in distribution")
+_MEAN, _COURSE = _FIRST.at(part="mean"), _FIRST.at(part="course")
+
+
+def _decay(arm: str) -> float:
+    return float(arm.rpartition(" ")[2])
 
 
 def _check_decays(table: Table) -> list[Claim]:
     weak, *between, strong = sorted(map(str, table.frame["arm"].unique()), key=_decay)
-    rows = table.where(metric="accuracy", kind="first", condition="in distribution")
-    course, mean = rows.where(part="course"), rows.where(part="mean")
-    start, end = course.where(step=0), at_the_end(course)
-
-    def ahead(rows: Table, over: str = weak, arm: str = strong) -> Measured:
-        return difference_of(rows.where(arm=arm), rows.where(arm=over))
-
     return [
         Claim(
             f"{strong} is learned faster than {weak} (first tokens, mean over steps, difference)",
             "25 steps where 200 are needed",
-        ).at_least(0.05, ahead(mean), ahead(start), "before the first step"),
+        ).at_least(
+            0.05, _MEAN.rise("arm", weak, strong), _COURSE.at(step=0).rise("arm", weak, strong), "before the first step"
+        ),
         Claim(f"{strong} is learned (first tokens, at the end)").at_least(
-            0.95, mean_of(end.where(arm=strong)), mean_of(start.where(arm=strong)), "before"
+            0.95, *_COURSE.at(arm=strong).beside("step", HIGH, 0), "before"
         ),
         *(
             Claim(f"{arm} is ahead of {over} on average over steps (first tokens, difference)").at_least(
-                0.0, ahead(mean, over, arm), ahead(mean, arm, over), "the other way round"
+                0.0, _MEAN.rise("arm", over, arm), _MEAN.rise("arm", arm, over), "the other way round"
             )
             for middle in between
             for over, arm in ((weak, middle), (middle, strong))
@@ -90,14 +91,10 @@ def _check_decays(table: Table) -> list[Claim]:
     ]
 
 
-def _decay(arm: str) -> float:
-    return float(arm.rpartition(" ")[2])
-
-
 def _draw_decays(table: Table) -> Mapping[str, go.Figure]:
-    rows: Any = table.where(part="course", metric="accuracy", kind="first").frame
-    rows = rows.assign(decay=rows["arm"].map(_decay)).sort_values(["decay", "step"])
-    return {"fig7": draw_course(by_condition(rows), "arm")}
+    course: Any = table.where(part="course", metric="accuracy", kind="first").frame
+    course = course.assign(decay=course["arm"].map(_decay)).sort_values(["decay", "step"])
+    return {"fig7": draw_course(course, "arm")}
 
 
 FIG7 = Experiment(

@@ -20,9 +20,9 @@ from align_circuits.papers.icatune.fig_2_data import _accepted
 from align_circuits.papers.icatune.fig_4_emergence import FIG4
 from align_circuits.papers.icatune.fig_6_standard_tuning import FIG6, STANDARD, _methods
 from align_circuits.papers.icatune.fig_10_single_layers import FIG10
-from align_circuits.papers.icatune.tuned_models import KEYS, SMOKE, SMOKE_TASK, Arm, as_rows
-from align_circuits.papers.icatune.tuning_courses import before_in, layers_apart
-from align_circuits.papers.lab import Inputs
+from align_circuits.papers.icatune.tuned_models import SMOKE, SMOKE_TASK, Arm
+from align_circuits.papers.icatune.tuning_courses import KEYS, LAYERS_APART, before_in
+from align_circuits.papers.lab import Inputs, as_rows
 from align_circuits.tables.tables import VALUES, Provenance, Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.training.tuning import TuneConfig
@@ -112,9 +112,9 @@ def emergence_table(steps: dict[str, list[float]]) -> Table:
 
 def test_before_counts_only_what_emerged_and_was_earlier():
     table = emergence_table({"align": [10, 30, 20, np.nan, np.nan], "lookup": [20, 20, 20, 40, np.nan]})
-    assert before_in(table, "align", "lookup").value == 0.2
-    assert before_in(table, "lookup", "align").value == 0.4
-    assert before_in(emergence_table({"align": [10, 10]}), "align", "lookup").value == 1.0
+    assert before_in("align", "lookup")(table).tolist() == [True, False, False, False, False]
+    assert before_in("lookup", "align")(table).tolist() == [False, True, False, True, False]
+    assert before_in("align", "lookup")(emergence_table({"align": [10, 10]})).all()
 
 
 def test_layers_apart_pairs_seeds():
@@ -124,7 +124,7 @@ def test_layers_apart_pairs_seeds():
         for seed, at in enumerate(layers)
     ]
     table = Table(pd.DataFrame(rows).assign(value=1.0, low=1.0, high=1.0, n=1), Provenance("test"))
-    assert layers_apart(table, "after").value == 2.0
+    assert LAYERS_APART.at(part="after")(table).tolist() == [3, 1]
 
 
 def test_courses_are_means_over_seeds_and_keep_the_last_probe():
@@ -137,7 +137,7 @@ def test_courses_are_means_over_seeds_and_keep_the_last_probe():
             rows.append({**about, **of_heads, "value": value + seed / 2})
     course = pd.DataFrame(rows).assign(arm="a", ood=False, offset=None, low=0.0, high=1.0, n=4)
     found: Any = tuned.courses(course, every=2)
-    rows: Any = as_rows([found])
+    rows: Any = as_rows([found], KEYS)
     assert sorted(found["step"].unique()) == [0, 2, 3] and rows["seed"].isna().all()
     model = found[found["of"] == "model"].set_index("step")["value"]
     assert model.to_dict() == pytest.approx({0: 0.25, 2: 0.45, 3: 0.55})
