@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from align_circuits.papers.icatune.conjecture import by_em
 from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
 from align_circuits.papers.lab import (
     About,
@@ -34,7 +35,6 @@ from align_circuits.papers.lab import (
 )
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
-from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.toy_llama import Recipe, untrained
@@ -238,14 +238,6 @@ def references(*, x_len: int, n_examples: int, prompts: int, seed: int) -> pd.Da
     }
     values = torch.stack([each.double().mean(1) for each in accuracy.values()]).numpy()
     return mean_rows(pd.DataFrame({"predictor": list(accuracy)}), values)
-
-
-def by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
-    """Whether EM, given all examples but the last, predicts each letter of the last."""
-    em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    known = em.symbols == x[-1][:, None]  # a symbol that no example has may be any letter
-    likely = em.probability @ (known.double() @ em.dictionary)
-    return em.letters[likely.argmax(1)] == y[-1]
 
 
 def _right(scores: Float[Tensor, "prompt letter symbol"], answer: Int[Tensor, "prompt letter"]) -> Tensor:

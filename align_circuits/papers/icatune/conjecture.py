@@ -101,7 +101,7 @@ def learned(
     positions = positions[-x_len:]
     with torch.no_grad():
         right = {"model": _logits(run.model, ids, positions).argmax(2) == ids[:, positions]}
-    right["em"] = torch.stack([_by_em(x, y) for x, y in zip(tested["x"], tested["y"], strict=True)])
+    right["em"] = torch.stack([by_em(x, y) for x, y in zip(tested["x"], tested["y"], strict=True)])
     right["blind"] = (1 / torch.arange(x_len, 0, -1.0)).expand(prompts, -1)
     values = torch.stack([each.double().mean(1) for each in right.values()]).numpy()
     return mean_rows(pd.DataFrame({"predictor": list(right)}), values)
@@ -112,10 +112,11 @@ def _logits(model: Any, ids: Int[Tensor, "prompt pos"], positions: Int[Tensor, "
     return model(ids, logits_to_keep=positions - 1, use_cache=False).logits
 
 
-def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
-    """Whether EM, given all examples but the last, predicts each letter of the last."""
+def by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
+    """Returns whether EM, given all examples but the last, predicts each letter of the last."""
     em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    likely = em.probability @ em.dictionary[torch.searchsorted(em.symbols, x[-1])]
+    known = em.symbols == x[-1][:, None]  # a symbol that no example has may be any letter
+    likely = em.probability @ (known.double() @ em.dictionary)
     return em.letters[likely.argmax(1)] == y[-1]
 
 

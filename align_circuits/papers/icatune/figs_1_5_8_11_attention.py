@@ -16,7 +16,7 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.icatune.fig_10_single_layers import FIG10, Layers, best_arm
+from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10, Layers, best_arm
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
     ICA,
@@ -102,13 +102,9 @@ def _pairs(k: int, n: int, tokenizer: Any, *, known: bool) -> Prompts:
 
 
 def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
-    """Measures accuracy, the best heads, and their attention; the function of a job.
+    """Measures accuracy, the best heads, and their attention; the function of a job. Arguments as of `Pairs`.
 
-    Args:
-        model: What `load` takes.
-        k: Labelled symbols.
-        n: Prompts; the heads are chosen by the first half of them and measured on the others.
-        **_: The hash of the model's weights.
+    The heads are chosen by the first half of the prompts and measured on the others.
     """
     network, frames = loaded(model), []
     drawn = {part: _pairs(k, n, network.tokenizer, known=part == "known") for part in ("known", "unknown")}
@@ -335,11 +331,7 @@ def circuit_maps() -> pd.DataFrame:
 def circuit_scores(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -> pd.DataFrame:
     """Measures scores of a circuit's heads, and accuracy with nothing and with its aligners ablated: a job's function.
 
-    Args:
-        task: The task's arguments.
-        strength: β, how sharply the circuit attends.
-        n: Prompts.
-        seed: Of task, circuit and prompts.
+    `strength` is β, how sharply the circuit attends; `seed` that of task, circuit and prompts.
     """
     seq2seq = Seq2SeqTask(**task, task_seed=seed)
     model = planted_circuit(seq2seq, seed=seed, strength=strength)
