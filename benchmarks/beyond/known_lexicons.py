@@ -88,20 +88,22 @@ def _among(name: str, tokens: Tensor) -> Any:
 
 
 def _jobs(config: Lists, inputs: Inputs) -> list[Measurement]:
-    def measured(order: str, style: str, shared: bool, *, false: bool = False, **task: Any) -> Measurement:
+    def measured(task: Mapping[str, Any], order: str, shared: bool = False) -> Measurement:
+        style = task.get("style", STYLES[0])
         keys = {"lexicon": task["lexicon"], "order": order, "style": style, "examples": WORDS[shared]}
-        given = {"task": task | {"n_examples": config.n_examples}, "permutations": config.permutations, "n": config.n}
-        return Measurement(list_accuracy, {**inputs.model, **given, "false": false}, 0, keys)
+        given = {"task": {**task, "n_examples": config.n_examples}, "permutations": config.permutations, "n": config.n}
+        return Measurement(list_accuracy, {**inputs.model, **given, "false": order == FALSE}, 0, keys)
 
     lists = [
-        measured(order, style, shared, lexicon=lexicon, x_len=config.x_len, alignment=order, style=style, shared=shared)
+        measured(
+            {"lexicon": lexicon, "x_len": config.x_len, "alignment": order, "style": style, "shared": shared},
+            order,
+            shared,
+        )
         for lexicon, shared, style, order in product(config.lexicons, WORDS, STYLES, ORDERS)
     ]
-    single = [
-        measured(order, STYLES[0], False, false=order == FALSE, lexicon=lexicon, x_len=1)
-        for lexicon, order in product(config.lexicons, (SINGLE, FALSE))
-    ]
-    return [*lists, *single]
+    single = product(config.lexicons, (SINGLE, FALSE))
+    return [*lists, *(measured({"lexicon": lexicon, "x_len": 1}, order) for lexicon, order in single)]
 
 
 def _summarize(_: Lists, rows: Rows) -> pd.DataFrame:

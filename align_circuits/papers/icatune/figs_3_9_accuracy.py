@@ -20,6 +20,7 @@ from align_circuits.papers.lab import (
     Statistic,
     Study,
     grids,
+    levels,
     rows,
     rows_along,
     stored,
@@ -116,7 +117,7 @@ def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
 
 
 def _several_symbols(table: Table) -> Table:
-    return Table(table.frame[table.frame["x_len"] > 1], table.provenance)
+    return table.where(x_len=[m for m in levels(table, "x_len") if m > 1])
 
 
 _LONGEST = ACCURACY.at(x_len=HIGH)
