@@ -25,7 +25,7 @@ from align_circuits.papers.lab import (
     Rows,
     Study,
     on_one_thread,
-    value_of,
+    the_row,
 )
 from align_circuits.prompts.prompts import Prompts
 from align_circuits.report import plots
@@ -34,7 +34,9 @@ from align_circuits.tables.intervals import t_interval
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import exchanged
 
-NAMING = ("localize", "localize, groups")
+GROUPS = "localize, groups"
+
+NAMING = ("localize", GROUPS)
 """The methods that name heads, beside scoring them."""
 
 BY_SCORE = "attention of .5"
@@ -100,10 +102,11 @@ def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> l
         began = time.process_time()
         grids[method] = scores_of(method, model, pair, CIRCUIT_ROLES)
         add(method, "all", {"cost": (time.process_time() - began) / a_pass})
-    others = _of_kinds(model, lambda kind: ROLE_OF_KIND[kind] is None and kind not in ESSENTIAL)
+    judged = {head for head, kind in model.kinds.items() if kind not in ESSENTIAL}
+    others = [head for head in _heads_of(model, None) if head in judged]
     for role in CIRCUIT_ROLES:
-        single = _of_kinds(model, lambda kind, role=role: ROLE_OF_KIND[kind] == role and kind not in ESSENTIAL)
-        group = _of_kinds(model, lambda kind, role=role: ROLE_OF_KIND[kind] == role)
+        group = _heads_of(model, role)
+        single = [head for head in group if head in judged]
         for method in methods:
             add(method, role, agreement(grids[method][role], single, others))
             if method in NAMING:
@@ -113,7 +116,7 @@ def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> l
             chosen = {(int(layer), int(head)) for layer, head in np.argwhere(grids["attention"][role] >= 0.5)}
             add(BY_SCORE, role, _names(chosen, single, group))
     few = Pair(prompts[:FEW], pair.corrupted[:FEW])
-    best = {method: _best_of(by_role) for method, by_role in grids.items()}
+    best = {method: np.max([_ranks(grid) for grid in by_role.values()], axis=0) for method, by_role in grids.items()}
     for method, areas in head_faithfulness(model, few, best, FRACTIONS).items():
         add(method, "all", areas)
     return rows
@@ -122,31 +125,29 @@ def compared(model: PlantedModel, prompts: Prompts, methods: Sequence[str]) -> l
 def _p_value_rows(model: PlantedModel, prompts: Prompts, seed: int) -> Iterator[dict[str, Any]]:
     """The share of p-values of at most .05, among heads that follow no role and among those of each role."""
     p = p_values(model, prompts, list(CIRCUIT_ROLES), seed=seed)
-    idle = _of_kinds(model, lambda kind: kind in WITHOUT_ATTENTION)
+    idle = [head for head, kind in model.kinds.items() if kind in WITHOUT_ATTENTION]
     for role in CIRCUIT_ROLES:
-        for of, heads in (("without the role", idle), ("with the role", _of_kinds(model, lambda k, r=role: k == r))):
+        following = [head for head, kind in model.kinds.items() if kind == role]
+        for of, heads in (("without the role", idle), ("with the role", following)):
             at_most = float(np.mean([p[role][head] <= 0.05 for head in heads]))
             yield {"method": f"p-values, {of}", "role": role, "metric": "p at most .05", "value": at_most}
 
 
 def _names(named: set[Head], single: Sequence[Head], group: Sequence[Head]) -> dict[str, float]:
     """Recall among the heads that the intact model uses, and that repair; false are those without the role at all."""
-    repair = [head for head in group if head not in single]
-    found = names_agreement(named, group)
-    recalls = {"recall": names_agreement(named, single)["recall"], "recall of repair": len(named & set(repair))}
-    if not repair:
-        del recalls["recall of repair"]
-    return recalls | {"false_discoveries": found["false_discoveries"]}
+    found = {"recall": names_agreement(named, single)["recall"]}
+    if repair := set(group).difference(single):
+        found["recall of repair"] = len(named & repair)
+    return found | {"false_discoveries": names_agreement(named, group)["false_discoveries"]}
 
 
-def _of_kinds(model: PlantedModel, chosen: Any) -> list[Head]:
-    return [head for head, kind in model.kinds.items() if chosen(kind)]
+def _heads_of(model: PlantedModel, role: str | None) -> list[Head]:
+    return [head for head, kind in model.kinds.items() if ROLE_OF_KIND[kind] == role]
 
 
-def _best_of(by_role: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One score of each head: its best rank in any role, as a share."""
-    ranks = [grid.ravel().argsort().argsort().reshape(grid.shape) / grid.size for grid in by_role.values()]
-    return np.max(ranks, axis=0)
+def _ranks(grid: np.ndarray) -> np.ndarray:
+    """As shares of all heads."""
+    return grid.ravel().argsort().argsort().reshape(grid.shape) / grid.size
 
 
 def seconds_of(run: Any) -> float:
@@ -179,83 +180,74 @@ def _summarize(_: Zoo, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def means(frame: pd.DataFrame, trait: str, at: str) -> pd.DataFrame:
+def means(frame: Any, trait: str, at: str) -> pd.DataFrame:
     """Returns the mean over circuits of each metric, by role and over the roles, with its t interval."""
-    found = []
-    for role, group in _by_role(frame):
-        wide = group.groupby(["method", "metric", "seed"])["value"].mean().unstack("seed")
-        low, high = t_interval(wide.to_numpy(float))
-        keys = wide.index.to_frame(index=False).assign(trait=trait, at=at, role=role)
-        counts = wide.notna().sum(axis=1).to_numpy()
-        found.append(keys.assign(value=wide.mean(axis=1).to_numpy(), low=low, high=high, n=counts))
-    return pd.concat(found)
+    by_role = {"all": frame} | {role: frame[frame["role"] == role] for role in CIRCUIT_ROLES}
+    return pd.concat(
+        _over_circuits(
+            group.groupby(["method", "metric", "seed"])["value"].mean().unstack("seed"), trait=trait, at=at, role=role
+        )
+        for role, group in by_role.items()
+        if len(group)
+    )
 
 
-def _by_role(frame: Any) -> Iterator[tuple[str, Any]]:
-    yield "all", frame
-    for role in CIRCUIT_ROLES:
-        if len(part := frame[frame["role"] == role]):
-            yield role, part
+def _over_circuits(wide: Any, **keys: str) -> pd.DataFrame:
+    low, high = t_interval(wide.to_numpy(float))
+    mean, n = wide.mean(axis=1).to_numpy(), wide.notna().sum(axis=1).to_numpy()
+    return wide.index.to_frame(index=False).assign(**keys, value=mean, low=low, high=high, n=n)
 
 
 def _lead(frame: Any) -> pd.DataFrame:
     """By how much `localize` with groups exceeds each other method, in the same circuits."""
-    of_auroc = frame[frame["metric"] == "auroc"]
-    wide = of_auroc.groupby(["method", "seed"])["value"].mean().unstack("seed")
-    if "localize, groups" not in wide.index:
+    wide = frame[frame["metric"] == "auroc"].groupby(["method", "seed"])["value"].mean().unstack("seed")
+    if GROUPS not in wide.index:
         return pd.DataFrame()
-    lead = wide.loc["localize, groups"] - wide.drop(index="localize, groups")
-    low, high = t_interval(lead.to_numpy(float))
-    keys = lead.index.to_frame(index=False).assign(metric="auroc of groups above", trait="circuits", at="all")
-    return keys.assign(role="all", value=lead.mean(axis=1).to_numpy(), low=low, high=high, n=lead.shape[1])
+    lead = wide.loc[GROUPS] - wide.drop(index=GROUPS)
+    return _over_circuits(lead, metric="auroc of groups above", trait="circuits", at="all", role="all")
 
 
 def _check(table: Table) -> list[Claim]:
-    def value(method: str, metric: str, **where: Any) -> Measured:
-        return value_of(
-            table, **({"trait": "circuits", "at": "all", "role": "all"} | where), method=method, metric=metric
-        )
-
-    groups = "localize, groups"
-    if groups not in set(table.frame["method"]) or "localize" not in set(table.frame["method"]):
-        return []  # other methods
+    methods = table.frame["method"].unique()
     of_three: Any = (table.frame["trait"] == "copies") & (table.frame["at"] == "3")
+    if not {GROUPS, "localize"} <= {*methods}:
+        return []  # other methods
     if not of_three.any() or "recall of repair" not in set(table.frame["metric"]):
         return []  # too few circuits
-    three = {"trait": "copies", "at": "3"}
-    others = [method for method in table.frame["method"].unique() if method in METHODS and method != groups]
-    checks = [
+    mean = the_row(trait="circuits", at="all", role="all")
+    recall, false, repaired = (mean.at(metric=of) for of in ("recall", "false_discoveries", "recall of repair"))
+    small_p, lead = mean.at(metric="p at most .05"), mean.at(metric="auroc of groups above")
+    ours = ("method", GROUPS, "localize")
+    return [
         Claim("Groups: heads of a role that is split over three are named (recall)").at_least(
-            0.9, value(groups, "recall", **three), value("localize", "recall", **three), "localize without groups"
+            0.9, *recall.at(trait="copies", at="3").beside(*ours), "localize without groups"
         ),
         Claim("Groups: heads named for a role without having it (share)").at_most(
-            0.05,
-            value(groups, "false_discoveries"),
-            value(BY_SCORE, "false_discoveries"),
-            "heads named by their attention alone",
+            0.05, *false.beside("method", GROUPS, BY_SCORE), "heads named by their attention alone"
         ),
         Claim("Groups: the head that repairs is named (recall)").at_least(
-            0.9, value(groups, "recall of repair"), value("localize", "recall of repair"), "localize without groups"
+            0.9, *repaired.beside(*ours), "localize without groups"
+        ),
+        *(
+            Claim(f"The p-values of heads that follow no role, for {role}: at most .05 (share)").at_most(
+                0.05,
+                *small_p.at(role=role).beside("method", "p-values, without the role", "p-values, with the role"),
+                "heads of the role",
+            )
+            for role in BY_CONTENT
+        ),
+        *(
+            Claim(f"Groups lead {method} (AUROC, mean over roles, difference)").at_least(
+                0.0, lead.at(method=method), lead.at(method=method).map(_reverse), "the difference turned round"
+            )
+            for method in methods
+            if method in METHODS and method != GROUPS
         ),
     ]
-    checks += [
-        Claim(f"The p-values of heads that follow no role, for {role}: at most .05 (share)").at_most(
-            0.05,
-            value("p-values, without the role", "p at most .05", role=role),
-            value("p-values, with the role", "p at most .05", role=role),
-            "heads of the role",
-        )
-        for role in BY_CONTENT
-    ]
-    for method in others:
-        lead = value(method, "auroc of groups above")
-        reverse = Measured(-lead.value, -lead.high, -lead.low)
-        checks.append(
-            Claim(f"Groups lead {method} (AUROC, mean over roles, difference)").at_least(
-                0.0, lead, reverse, "the difference turned round"
-            )
-        )
-    return checks
+
+
+def _reverse(lead: Measured) -> Measured:
+    return Measured(-lead.value, -lead.high, -lead.low)
 
 
 def overview(table: Table, at: str = "all") -> pd.DataFrame:
@@ -337,10 +329,7 @@ def _experiment(name: str, title: str, seeds: range, tried: tuple[str, ...]) -> 
 
 
 PUBLIC_ZOO = _experiment(
-    "localizers/zoo",
-    "Which methods find the heads that matter? The public zoo",
-    PUBLIC,
-    ("attention", "EAP", "localize, groups"),
+    "localizers/zoo", "Which methods find the heads that matter? The public zoo", PUBLIC, ("attention", "EAP", GROUPS)
 )
 
 HELD_OUT_ZOO = _experiment(

@@ -13,29 +13,21 @@ from align_circuits.checks import Tokenizer
 from align_circuits.hooks.edits import Clamp, edits_provenance
 from align_circuits.hooks.heads import Head, describe, heads_of
 from align_circuits.jobs.jobs import code_version
-from align_circuits.papers.icatune.tuned_models import (
-    PAPER_ICA,
-    SMOKE,
-    SMOKE_TASK,
-    TASK,
-    TOY,
-    Arm,
-    as_rows,
-    loaded,
-    of_tuned,
-)
+from align_circuits.papers.icatune.tuned_models import PAPER_ICA, SMOKE, SMOKE_TASK, TASK, TOY, Arm, loaded, of_tuned
+from align_circuits.papers.icatune.tuning_courses import mean_or_undecided
 from align_circuits.papers.lab import (
     About,
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
+    Statistic,
     Study,
-    both,
-    over_seeds,
-    seed_rows,
+    as_rows,
+    grouped_over_seeds,
+    per_seed,
+    seed_dots,
     training_folder,
 )
 from align_circuits.prompts.prompts import Prompts
@@ -255,76 +247,57 @@ SAME = 2.0
 GIVEN = "aligners on gold"
 
 
-def _advance(table: Table, arm: str, metric: str) -> Measured:
+def _advance(metric: str, arm: str) -> Statistic:
     """By how many steps an arm is ahead of the plain run of its seed; 0 without an interval where none can be compared.
 
     A run that never comes there counts with the last step, so it is further behind than this says.
     """
-    steps = table.where(part="step", metric=metric).frame.pivot(index="seed", columns="arm", values="value")
-    ahead = (steps[PLAIN] - steps[arm]).to_numpy(float)
-    return over_seeds(ahead) if np.isfinite(ahead).any() else Measured(0.0, np.nan, np.nan)
+    return per_seed(part="step", metric=metric).fall("arm", PLAIN, arm).map(mean_or_undecided)
 
 
-def _check(table: Table) -> list[Claim]:
-    def lookup(arm: str) -> Measured:
-        return _advance(table, arm, "lookup")
+_ELSEWHERE, _ON_GOLD = "others on gold alignment", "lookup heads on gold"
 
-    def first(arm: str) -> Measured:
-        return _advance(table, arm, "accuracy")
-
-    def untrained(arm: str) -> Measured:
-        return over_seeds(table.where(part="course", step=0, metric="lookup", arm=arm).frame["value"].to_numpy(float))
-
-    elsewhere = "others on gold alignment"
-    as_lookup = lookup(GIVEN), "lookup, with aligners on gold"
-    return [
-        Claim("With aligners on gold, lookup emerges earlier (steps before the plain run)").at_least(
-            EARLIER, *both(lookup, GIVEN, elsewhere), elsewhere
-        ),
-        Claim("With aligners on gold, first letters are learned earlier (steps before the plain run)").at_least(
-            EARLIER, *both(first, GIVEN, elsewhere), elsewhere
-        ),
-        Claim("With aligners on gold, a head looks up before any update (best lookup at step 0)").at_least(
-            0.6, *both(untrained, GIVEN, elsewhere), elsewhere
-        ),
-        *(
-            Claim(f"With {arm}, lookup emerges no earlier (steps before the plain run)").at_most(
-                SAME, *both(lookup, arm, GIVEN), GIVEN
-            )
-            for arm in ("aligners blind", elsewhere)
-        ),
-        *(
-            Claim(f"With {arm}, {role} emerges no earlier (steps before the plain run)").at_most(
-                SAME, _advance(table, arm, role), *as_lookup
-            )
-            for arm in ("lookup heads on gold", "others on gold lookup")
-            for role in ALIGNMENT
-        ),
-        *(
-            Claim(f"With lookup heads on gold, {role} emerges later, if at all (steps before the plain run)").at_most(
-                -EARLIER, *both(lambda arm, role=role: _advance(table, arm, role), "lookup heads on gold", blind), blind
-            )
-            for role in ALIGNMENT
-            for blind in ("lookup heads blind",)
-        ),
-    ]
+_CLAIMS = [
+    *(
+        Claim(f"With aligners on gold, {learned} earlier (steps before the plain run)").at_least(
+            EARLIER, *(_advance(metric, arm) for arm in (GIVEN, _ELSEWHERE)), _ELSEWHERE
+        )
+        for metric, learned in (("lookup", "lookup emerges"), ("accuracy", "first letters are learned"))
+    ),
+    Claim("With aligners on gold, a head looks up before any update (best lookup at step 0)").at_least(
+        0.6, *per_seed(part="course", step=0, metric="lookup").beside("arm", GIVEN, _ELSEWHERE), _ELSEWHERE
+    ),
+    *(
+        Claim(f"With {arm}, lookup emerges no earlier (steps before the plain run)").at_most(
+            SAME, *(_advance("lookup", of) for of in (arm, GIVEN)), GIVEN
+        )
+        for arm in ("aligners blind", _ELSEWHERE)
+    ),
+    *(
+        Claim(f"With {arm}, {role} emerges no earlier (steps before the plain run)").at_most(
+            SAME, _advance(role, arm), _advance("lookup", GIVEN), "lookup, with aligners on gold"
+        )
+        for arm in (_ON_GOLD, "others on gold lookup")
+        for role in ALIGNMENT
+    ),
+    *(
+        Claim(f"With lookup heads on gold, {role} emerges later, if at all (steps before the plain run)").at_most(
+            -EARLIER, _advance(role, _ON_GOLD), _advance(role, "lookup heads blind"), "lookup heads blind"
+        )
+        for role in ALIGNMENT
+    ),
+]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     captions = {metric: metric for metric in METRICS} | {"accuracy": "first letters"}
-    course, steps = table.where(part="course").frame, table.where(part="step").frame
-    wide = course.pivot(index=["metric", "arm", "step"], columns="seed", values="value")
-    mean: Any = seed_rows(wide.index.to_frame(index=False), wide.to_numpy(float))
+    mean: Any = grouped_over_seeds(table.where(part="course").frame, ["metric", "arm", "step"])
     panels = {caption: mean[mean["metric"] == metric] for metric, caption in captions.items()}
-    drawn: dict[str, go.Figure] = {
-        "courses": plots.curves(panels, "step", "arm", "step", value="accuracy or score").update_xaxes(dtick=None)
-    }
+    drawn = {"courses": plots.curves(panels, "step", "arm", "step", value="accuracy or score")}
     for metric, caption in captions.items():
-        own: Any = steps[(steps["metric"] == metric) & steps["value"].notna()]
-        if len(own):
-            drawn[f"step, {caption}"] = plots.dots(
-                own.assign(seed="seed " + own["seed"].astype(str)), "arm", "seed", "step"
-            )
+        steps: Any = table.where(part="step", metric=metric).frame.dropna(subset=["value"])
+        if len(steps):
+            drawn[f"step, {caption}"] = seed_dots(steps, "arm", "step")
     return drawn
 
 
@@ -346,6 +319,6 @@ ORDER = Experiment(
         load=loaded,
     ),
     _draw,
-    _check,
+    _CLAIMS,
     about=About.BEYOND,
 )

@@ -31,6 +31,7 @@ from align_circuits.beyond.needs import (
     learned,
     network,
     posterior,
+    seed_ranges,
     tokens,
     trained,
 )
@@ -38,7 +39,7 @@ from align_circuits.heads.interchange_interventions import interchange
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, mean_rows
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, mean_rows, per_seed
 from align_circuits.prompts.prompts import Prompts, next_token_targets
 from align_circuits.report import plots
 from align_circuits.run.forward_pass import capture
@@ -246,44 +247,33 @@ def _summarize(config: States, rows: Rows) -> pd.DataFrame:
 
 
 def _check(table: Table) -> list[Claim]:
-    layers = table.provenance.settings["config"]["architecture"]["blocks"]
-    layer = max(0, layers // 2 - 1)
-
-    def of(metric: str, network: str = "trained", patched: str | None = None) -> ndarray:
-        rows = table.where(metric=metric, network=network, patched=patched, layer=layer).frame
-        return rows.sort_values("seed")["value"].to_numpy(float)
-
-    def selectivity(network: str) -> ndarray:
-        return of("alignment", network) - of("control task", network)
-
-    def swapped(patched: str) -> ndarray:
-        return of("interchange", patched=patched)
-
-    at = f"after layer {layer}"
+    layer = max(0, table.provenance.settings["config"]["architecture"]["blocks"] // 2 - 1)
+    after = f"after layer {layer}"
+    probes = per_seed(layer=layer, patched=None)
+    swapped = per_seed(layer=layer, network="trained", metric="interchange")
     return [
-        Claim(f"A linear probe decodes the alignment {at} (accuracy minus that of a control task)").at_least(
-            0.05, selectivity("trained"), selectivity("untrained"), "the untrained network"
+        Claim(f"A linear probe decodes the alignment {after} (accuracy minus that of a control task)").at_least(
+            0.05,
+            *probes.rise("metric", "control task", "alignment").beside("network", *NETWORKS),
+            "the untrained network",
         ),
-        Claim(f"It is uncertain where the posterior is (rank correlation of entropies {at})").at_least(
-            0.1, of("rank correlation"), of("rank correlation", "untrained"), "the untrained network"
+        Claim(f"It is uncertain where the posterior is (rank correlation of entropies {after})").at_least(
+            0.1, *probes.at(metric="rank correlation").beside("network", *NETWORKS), "the untrained network"
         ),
-        Claim(f"The stream {at} carries the alignment (answers by the source prompt's alignment)").at_least(
-            0.3, swapped("stream"), swapped("stream, equal alignment"), "a source prompt of equal alignment"
+        Claim(f"The stream {after} carries the alignment (answers by the source prompt's alignment)").at_least(
+            0.3, *swapped.beside("patched", "stream", "stream, equal alignment"), "a source prompt of equal alignment"
         ),
-        Claim(f"What the probe reads does not carry it {at} (answers by the source prompt's alignment)").at_most(
-            0.1, swapped("probe"), swapped("stream"), "the whole stream"
+        Claim(f"What the probe reads does not carry it {after} (answers by the source prompt's alignment)").at_most(
+            0.1, *swapped.beside("patched", "probe", "stream"), "the whole stream"
         ),
     ]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
-    frame: Any = table.frame[table.frame["layer"].notna()]
-    keys = ["network", "layer", "metric", "patched"]
-    mean = frame.groupby(keys, sort=False, dropna=False)["value"].agg(["mean", "min", "max"])
-    mean = mean.reset_index().rename(columns={"mean": "value", "min": "low", "max": "high"})
-    probes = mean[mean["patched"].isna()]
-    panels = {f"{name} network": part.astype({"layer": int}) for name, part in probes.groupby("network")}
-    patches = mean[(mean["metric"] == "interchange") & (mean["patched"] != "nothing")].astype({"layer": int})
+    frame: Any = table.frame[table.frame["layer"].notna()].astype({"layer": int})
+    mean = seed_ranges(frame, ["network", "layer", "metric", "patched"])
+    panels = {f"{name} network": probes for name, probes in mean[mean["patched"].isna()].groupby("network")}
+    patches = mean[(mean["metric"] == "interchange") & (mean["patched"] != "nothing")]
     return {
         "probes": plots.curves(panels, x="layer", by="metric", label="layer"),
         "interchange": plots.curves({"": patches}, x="layer", by="patched", label="layer"),

@@ -1,12 +1,14 @@
 """Beyond The Missing Alignment Link (Agarwal and Sarawagi, 2025): does tuning build its heads, or unmask them?"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from jaxtyping import Bool
+from numpy import ndarray
 
 from align_circuits.heads.effects import effects_table
 from align_circuits.heads.localization import Localization
@@ -20,7 +22,6 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOKE_ICA,
     SMOLLM2_ICA,
     Tunings,
-    as_rows,
     course,
     loaded,
     of_tuned,
@@ -28,18 +29,20 @@ from align_circuits.papers.icatune.tuned_models import (
 )
 from align_circuits.papers.lab import (
     About,
+    Check,
     Claim,
     Experiment,
     Inputs,
     Measured,
     Measurement,
     Rows,
+    Statistic,
     Study,
-    both,
-    difference_of,
-    extreme_of,
-    mean_of,
-    share_of,
+    as_rows,
+    checks_of,
+    rows,
+    seed_dots,
+    statistic,
 )
 from align_circuits.report import plots
 from align_circuits.run.target_metrics import TargetMetrics, by_kind
@@ -159,88 +162,88 @@ def _summarize(_: Unmasking, rows: Rows) -> pd.DataFrame:
     return as_rows([rows[name] for name in ("clamped", "before", "after")], COLUMNS)
 
 
-def _ranks(table: Table) -> Any:
-    """Where each head stands by what clamping it gains, from 1, by role, layer and head."""
-    gains: Any = table.where(what="clamped").frame.set_index(["role", "layer", "head"])["value"]
-    return gains.groupby("role").rank(ascending=False, method="first")
+_GAINS = rows(what="clamped")
 
 
-def _among_the_top(table: Table, of: str) -> Measured:
-    """The share of named heads, or of random ones of their layers, that were among the `TOP` before tuning.
+def _among_the_top(of: str) -> Statistic:
+    """The share of heads named after tuning, or of random ones of their layers, that were among the `TOP` before.
 
     0 without an interval, so undecided, where there is none.
     """
-    heads: Any = table.frame[
-        (table.frame["what"] == "named") & (table.frame["part"] == "after") & (table.frame["of"] == of)
-    ]
-    if not len(heads):
-        return Measured(0.0, float("nan"), float("nan"))
-    ranks = _ranks(table).loc[list(zip(heads["role"], heads["layer"], heads["head"], strict=True))]
-    return share_of(ranks.to_numpy() <= TOP)
+
+    def among(table: Table) -> Measured | Bool[ndarray, " head"]:
+        frame: Any = table.frame
+        heads = frame[(frame["what"] == "named") & (frame["part"] == "after") & (frame["of"] == of)]
+        if not len(heads):
+            return Measured(0.0, float("nan"), float("nan"))
+        gains = frame[frame["what"] == "clamped"].set_index(["role", "layer", "head"])["value"]
+        ranks = gains.groupby("role").rank(ascending=False, method="first")
+        return ranks.loc[list(zip(heads["role"], heads["layer"], heads["head"], strict=True))].to_numpy() <= TOP
+
+    return statistic(among)
 
 
-def _check(table: Table) -> list[Claim]:
-    gains: Any = table.where(what="clamped").frame
-    middle = gains.loc[gains.sort_values("value").groupby("role")["value"].apply(lambda of: of.index[len(of) // 2])]
-    checks = [
+def _middle(table: Table) -> Table:
+    """Of each role the head in the middle of the ranking."""
+    gains: Any = table.frame
+    middle = gains.sort_values("value").groupby("role")["value"].apply(lambda of: of.index[len(of) // 2])
+    return Table(gains.loc[middle], table.provenance)
+
+
+def _names(role: str) -> Statistic:
+    """In which seeds any head is named for a role."""
+
+    def named(table: Table) -> Bool[ndarray, " seed"]:
+        frame: Any = table.frame
+        seeds = frame.loc[frame["what"] == "ablated", "seed"].unique()
+        return np.isin(seeds, frame.loc[(frame["what"] == "named") & (frame["role"] == role), "seed"])
+
+    return statistic(named)
+
+
+def _check(table: Table) -> list[Claim | Check]:
+    checks: list[Claim | Check] = [
         Claim("Clamping a single head onto gold lifts the untuned model's first tokens (nats, the best head)").at_least(
-            0.1,
-            extreme_of(table.where(what="clamped"), highest=True),
-            mean_of(Table(middle, table.provenance)),
-            "heads in the middle of the ranking",
+            0.1, _GAINS.highest(), _GAINS.map(_middle), "heads in the middle of the ranking"
         )
     ]
     frame: Any = table.frame
     for arm in frame["arm"].dropna().unique():
         # What was measured before tuning has no arm: it is the same for all.
         own = Table(frame[frame["arm"].isna() | (frame["arm"] == arm)], table.provenance)
-        checks += [_unmasked(own, arm), *_localized_checks(own, arm)]
+        checks += checks_of(_claims_of(own, arm), own)
     return checks
 
 
-def _unmasked(table: Table, arm: str) -> Claim:
-    return Claim(
-        f"{arm}: tuning unmasks heads: of those named after it, these were among the {TOP} whose clamping gains most "
-        "before it (share)"
-    ).at_least(0.5, *both(lambda of: _among_the_top(table, of), "named", "random"), "random heads of their layers")
-
-
-def _localized_checks(table: Table, arm: str) -> list[Claim]:
+def _claims_of(table: Table, arm: str) -> list[Claim]:
+    ablated, interchanged = (rows(part="after", what=what) for what in ("ablated", "interchanged"))
     frame: Any = table.frame
-
-    def names(role: str) -> Callable[[str], Measured]:
-        def share(part: str) -> Measured:
-            own = frame[frame["part"] == part]
-            seeds = own.loc[own["what"] == "ablated", "seed"].unique()
-            return share_of(np.isin(seeds, own.loc[(own["what"] == "named") & (own["role"] == role), "seed"]))
-
-        return share
-
-    def rows(what: str, of: str) -> Table:
-        return table.where(part="after", what=what, of=of)
-
-    checks = [
-        Claim(f"{arm}: localize names {role} heads (share of seeds)").at_least(
-            0.8, *both(names(role), "after", "before"), "before tuning"
-        )
-        for role in ROLES
-    ]
     measured = frame[frame["part"] == "after"].groupby("what")["of"].agg(set).to_dict()
+    claims = [
+        Claim(
+            f"{arm}: tuning unmasks heads: of those named after it, these were among the {TOP} whose clamping gains "
+            "most before it (share)"
+        ).at_least(0.5, _among_the_top("named"), _among_the_top("random"), "random heads of their layers"),
+        *(
+            Claim(f"{arm}: localize names {role} heads (share of seeds)").at_least(
+                0.8, *_names(role).beside("part", "after", "before"), "before tuning"
+            )
+            for role in ROLES
+        ),
+    ]
     if {"named", "random"} <= measured.get("ablated", set()):
-        checks.append(
+        claims.append(
             Claim(f"{arm}: without the named heads the first token is lost (difference of accuracy)").at_most(
-                -0.2,
-                *both(lambda of: difference_of(rows("ablated", of), rows("ablated", "nothing")), "named", "random"),
-                "random heads of their layers",
+                -0.2, *(ablated.rise("of", "nothing", of) for of in ("named", "random")), "random heads of their layers"
             )
         )
     if {"named", "random 0"} <= measured.get("interchanged", set()):
-        checks.append(
+        claims.append(
             Claim(f"{arm}: the named heads carry the answer (interchange accuracy)").at_least(
-                0.5, *both(lambda of: mean_of(rows("interchanged", of)), "named", "random 0"), "random heads"
+                0.5, *interchanged.beside("of", "named", "random 0"), "random heads"
             )
         )
-    return checks
+    return claims
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
@@ -252,8 +255,7 @@ def _draw(table: Table) -> Mapping[str, go.Figure]:
     groups = groups.assign(when=groups["part"] + (", " + groups["arm"]).fillna(""))
     groups = groups.groupby(["what", "when", "seed", "of"], as_index=False)[[*VALUES]].mean()
     figures = {
-        f"{what} {when}": plots.dots(rows.assign(seed="seed " + rows["seed"].astype(str)), "of", "seed", what)
-        for (what, when), rows in groups.groupby(["what", "when"])
+        f"{what} {when}": seed_dots(of_group, "of", what) for (what, when), of_group in groups.groupby(["what", "when"])
     }
     return {"clamped": plots.dots(best, "head", "role", "gain by clamping (nats)"), **figures}
 

@@ -5,9 +5,8 @@ dictionary is the same in all prompts and the tokens tell their place in the exa
 context is the alignment alone, and small Llamas learn it in minutes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -19,23 +18,23 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from align_circuits.papers.icatune.conjecture import by_em
 from align_circuits.papers.icatune.tuned_models import FRESH_SEEDS
 from align_circuits.papers.lab import (
     About,
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
+    Statistic,
     Study,
     mean_rows,
-    over_seeds,
+    per_seed,
     training_folder,
 )
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
-from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
 from align_circuits.training.toy_llama import Recipe, untrained
@@ -241,14 +240,6 @@ def references(*, x_len: int, n_examples: int, prompts: int, seed: int) -> pd.Da
     return mean_rows(pd.DataFrame({"predictor": list(accuracy)}), values)
 
 
-def by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
-    """Whether EM, given all examples but the last, predicts each letter of the last."""
-    em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    known = em.symbols == x[-1][:, None]  # a symbol that no example has may be any letter
-    likely = em.probability @ (known.double() @ em.dictionary)
-    return em.letters[likely.argmax(1)] == y[-1]
-
-
 def _right(scores: Float[Tensor, "prompt letter symbol"], answer: Int[Tensor, "prompt letter"]) -> Tensor:
     """The probability that one of the highest scores, at random, is that of the answer."""
     best = (scores >= scores.amax(2, keepdim=True) - 1e-9).double()
@@ -324,76 +315,74 @@ def _summarize(config: Needs, rows: Rows) -> pd.DataFrame:
     return pd.concat([frame, *reached], ignore_index=True)
 
 
-def _over(table: Table, model: str, m: int | None = None) -> np.ndarray:
-    """By seed the accuracy at m, or the largest m."""
-    about: dict[str, Any] = {"metric": "largest m"} if m is None else {"metric": "accuracy", "x_len": m}
-    return table.where(model=model, **about).frame.sort_values("seed")["value"].to_numpy(float)
+LARGEST, ACCURACY = per_seed(metric="largest m"), per_seed(metric="accuracy")
 
 
 def _check(table: Table) -> list[Claim]:
     config = table.provenance.settings["config"]
-    base, *others = [Architecture(**each) for each in config["architectures"]]
+    base, *others = architectures = [Architecture(**each) for each in config["architectures"]]
     x_lens = config["learning"]["x_lens"]
     middle, longest = x_lens[len(x_lens) // 2], x_lens[-1]
-    of = partial(_over, table)
     plain = sorted(
-        (each for each in (base, *others) if each.loops == 1 and each.width == base.width), key=lambda each: each.blocks
+        (each for each in architectures if each.loops == 1 and each.width == base.width), key=lambda each: each.blocks
     )
     several = [each for each in plain if each.blocks > 1]
     shallow, deep = several[0].name, several[-1].name
     widths = sorted(
-        (each for each in (base, *others) if each.loops == 1 and each.blocks == base.blocks),
-        key=lambda each: each.width,
+        (each for each in architectures if each.loops == 1 and each.blocks == base.blocks), key=lambda each: each.width
     )
     narrow, wide = widths[0].name, widths[-1].name
-    looped = [each for each in others if each.loops > 1]
 
-    def gain(larger: str, smaller: str) -> np.ndarray:
+    def gain(larger: str, smaller: str) -> Statistic:
         """By seed, of the accuracy, the mean over lengths."""
-        return np.mean([of(larger, m) - of(smaller, m) for m in x_lens], axis=0)
+        first, *rest = (ACCURACY.at(x_len=m).rise("model", smaller, larger) for m in x_lens)
+        return first.map(lambda *gains: np.mean(gains, axis=0), *rest)
 
-    nothing = over_seeds(gain("blind", "blind"))
-    checks = [
+    below_em = [ACCURACY.at(x_len=longest).rise("model", "em", each.name) for each in architectures]
+    claims = [
         Claim(
             f"A small transformer aligns in context ({base.name}: accuracy at m = {middle} above the blind ceiling)"
         ).at_least(
             0.1,
-            of(base.name, middle) - of("blind", middle),
-            of(base.name + SHUFFLED, middle) - of("blind", middle),
+            *(ACCURACY.at(x_len=middle).rise("model", "blind", base.name + of) for of in ("", SHUFFLED)),
             "trained on shuffled alignments",
         ),
         Claim(f"Deeper models reach longer inputs (largest m within {NEAR} of EM: {deep} minus {shallow})").at_least(
-            1.0, of(deep) - of(shallow), of("blind") - of("blind"), "blind to the examples"
+            1.0, LARGEST.rise("model", shallow, deep), LARGEST.rise("model", "blind", "blind"), "blind to the examples"
         ),
         Claim(
             f"Depth matters more than width (gain in accuracy from {shallow} to {deep} minus that from {narrow} to "
             f"{wide})"
-        ).at_least(0.05, gain(deep, shallow) - gain(wide, narrow), nothing, "blind to the examples"),
+        ).at_least(0.05, gain(deep, shallow) - gain(wide, narrow), gain("blind", "blind"), "blind to the examples"),
         Claim(f"None reaches EM at long inputs (highest mean accuracy at m = {longest} minus EM's)").at_most(
-            -NEAR, _best(of, [base, *others], longest), of("bayes", longest) - of("em", longest), "the exact posterior"
+            -NEAR,
+            max((below(table) for below in below_em), key=lambda below: np.nanmean(below)),
+            ACCURACY.at(x_len=longest).rise("model", "em", "bayes"),
+            "the exact posterior",
         ),
     ]
-    for each in looped:
-        same = next(other for other in plain if other.blocks == each.blocks * each.loops)
-        alone = next((other for other in plain if other.blocks == each.blocks), plain[0])
-        checks.append(
+    for looped in (each for each in others if each.loops > 1):
+        same = next(other for other in plain if other.blocks == looped.blocks * looped.loops)
+        alone = next((other for other in plain if other.blocks == looped.blocks), plain[0])
+        claims.append(
             Claim(
-                f"Looped layers do what as many layers do (accuracy of {each.name} minus that of {same.name})"
-            ).at_least(-0.05, gain(each.name, same.name), gain(alone.name, same.name), f"as many weights, {alone.name}")
+                f"Looped layers do what as many layers do (accuracy of {looped.name} minus that of {same.name})"
+            ).at_least(
+                -0.05, gain(looped.name, same.name), gain(alone.name, same.name), f"as many weights, {alone.name}"
+            )
         )
-    return checks
+    return claims
 
 
-def _best(of: Any, architectures: list[Architecture], m: int) -> Measured:
-    """Of the architecture with the highest mean accuracy at m: accuracy minus EM's."""
-    return max((over_seeds(of(each.name, m) - of("em", m)) for each in architectures), key=lambda each: each.value)
+def seed_ranges(frame: Any, keys: Sequence[str]) -> pd.DataFrame:
+    """Returns the mean over seeds of rows that are alike in `keys`, from the lowest to the highest seed."""
+    ranges = frame.groupby([*keys], sort=False, dropna=False)["value"].agg(["mean", "min", "max"]).reset_index()
+    return ranges.rename(columns={"mean": "value", "min": "low", "max": "high"})
 
 
-def _draw(table: Table) -> Mapping[str, go.Figure]:
-    frame: Any = table.where(metric="accuracy").frame
-    mean = frame.groupby(["model", "x_len"], sort=False)["value"].agg(["mean", "min", "max"]).reset_index()
-    mean = mean.set_axis(["model", "x_len", "value", "low", "high"], axis=1)
-    return {"accuracy": plots.curves({"bars: all seeds": mean}, x="x_len", by="model", label="input length m")}
+def _draw(table: Table) -> go.Figure:
+    mean = seed_ranges(table.where(metric="accuracy").frame, ["model", "x_len"])
+    return plots.curves({"bars: all seeds": mean}, x="x_len", by="model", label="input length m")
 
 
 NEEDS = Experiment(
@@ -425,7 +414,7 @@ NEEDS = Experiment(
         _summarize,
         _train,
     ),
-    _draw,
+    {"accuracy": _draw},
     _check,
     about=About.BEYOND,
 )

@@ -6,25 +6,13 @@ wrong one.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, on_tasks
-from align_circuits.papers.lab import (
-    About,
-    Claim,
-    Experiment,
-    Inputs,
-    Measured,
-    Measurement,
-    Rows,
-    Study,
-    both,
-    difference_of,
-)
+from align_circuits.papers.icatune.figs_3_9_accuracy import accuracy, all_offsets, on_tasks
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Rows, Study, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -48,40 +36,34 @@ def _jobs(config: Lengths, inputs: Inputs) -> list[Measurement]:
 
 def _summarize(config: Lengths, rows: Rows) -> pd.DataFrame:
     """First tokens; `length` tells the length that the model was tuned on from others."""
-    frame = rows["accuracy"]
-    frame = frame[
-        frame["offset"].isna()
-        & (frame["kind"] == "first")
-        & frame["predictor"].isin(["model", "history", "memoryless"])
-    ]
-    tuned_on = frame["x_len"] == config.tuned_on
-    return frame.drop(columns="seed").assign(length=tuned_on.map({True: "as tuned", False: "other"}))
+    frame: Any = all_offsets(config, rows)
+    frame = frame[(frame["kind"] == "first") & frame["predictor"].isin(["model", "history", "memoryless"])]
+    return frame.assign(length=(frame["x_len"] == config.tuned_on).map({True: "as tuned", False: "other"}))
+
+
+_FIRST = rows(metric="accuracy", predictor="model")
 
 
 def _check(table: Table) -> list[Claim]:
     first, *others = table.frame["model"].unique()
-
-    def above_history(length: str, model: str, predictor: str = "model") -> Measured:
-        rows = table.where(length=length, model=model, metric="accuracy")
-        return difference_of(rows.where(predictor=predictor), rows.where(predictor="history"))
-
-    def measured(length: str) -> tuple[Measured, Measured, str]:
-        if others:
-            return *both(partial(above_history, length), others[-1], first), "the model before tuning"
-        return above_history(length, first), above_history(length, first, "memoryless"), "a memoryless predictor"
-
+    above, memoryless = (_FIRST.rise("predictor", "history", of) for of in ("model", "memoryless"))
+    tuned, control, control_is = (
+        (*above.beside("model", others[-1], first), "the model before tuning")
+        if others
+        else (above, memoryless, "a memoryless predictor")
+    )
     return [
         Claim(f"{where}: the tuned model's first token is above the history ceiling (difference)").at_least(
-            0.0, *measured(length)
+            0.0, tuned.at(length=length), control.at(length=length), control_is
         )
         for length, where in (("as tuned", "At the length of its tuning"), ("other", "At other lengths"))
     ]
 
 
 def _draw(table: Table) -> dict[str, go.Figure]:
-    rows: Any = table.where(metric="accuracy", predictor=["model", "history"]).frame
-    who = rows["model"].where(rows["predictor"] == "model", "history ceiling")
-    panels = {"first token of a phrase": rows.assign(who=who).drop_duplicates(["who", "x_len"])}
+    first: Any = table.where(metric="accuracy", predictor=["model", "history"]).frame
+    who = first["model"].where(first["predictor"] == "model", "history ceiling")
+    panels = {"first token of a phrase": first.assign(who=who).drop_duplicates(["who", "x_len"])}
     return {"lengths": plots.curves(panels, x="x_len", by="who", label="input length m")}
 
 

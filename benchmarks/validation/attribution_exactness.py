@@ -24,13 +24,12 @@ from align_circuits.papers.lab import (
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
     Study,
     on_one_thread,
     seed_rows,
-    value_of,
+    the_row,
 )
 from align_circuits.report import plots
 from align_circuits.run.pairs import Pair
@@ -176,23 +175,19 @@ def _check(table: Table) -> list[Claim]:
     )
     checks = []
     for models in dict.fromkeys(table.frame["models"]):
-
-        def beside(method: str, metric: str, runs: str, models: str = models) -> tuple[Measured, Measured]:
-            at = {"models": models, "metric": metric, "runs": runs}
-            return value_of(table, method=method, **at), value_of(table, method=SHUFFLED, **at)
-
         for (metric, runs, words), between in itertools.product(measures, ("inputs", "activations", "all_activations")):
-            name = f"EAP-IG ({between.replace('_', ' ')})"
+            above = the_row(models=models, metric=f"{metric} above eap", runs=runs)
             checks.append(
-                Claim(f"{models}: {name} is at least as good as EAP ({words}, difference)").at_least(
-                    0.0,
-                    *beside(f"eap_ig_{between}", f"{metric} above eap", runs),
-                    "scores of EAP-IG (inputs), shuffled",
+                Claim(
+                    f"{models}: EAP-IG ({between.replace('_', ' ')}) is at least as good as EAP ({words}, difference)"
+                ).at_least(
+                    0.0, *above.beside("method", f"eap_ig_{between}", SHUFFLED), "scores of EAP-IG (inputs), shuffled"
                 )
             )
+        sign = the_row(models=models, metric="sign", runs=RUNS[0])
         checks.append(
             Claim(f"{models}: EAP-IG (inputs) has the sign of the exact effect on most edges that matter").at_least(
-                0.8, *beside("eap_ig_inputs", "sign", RUNS[0]), "its scores shuffled"
+                0.8, *sign.beside("method", "eap_ig_inputs", SHUFFLED), "its scores shuffled"
             )
         )
     return checks

@@ -8,9 +8,8 @@ import pandas as pd
 from align_circuits.heads.localize_heads import localize
 from align_circuits.models.planted.zoo import zoo_circuit
 from align_circuits.models.protocol import HookedModel
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, value_of
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, the_row
 from align_circuits.tables.intervals import binomial_interval
-from align_circuits.tables.tables import Table
 from align_circuits.tasks.task import Task
 from align_circuits.validation.localize_ground_truth import FAMILIES, random_model, random_task
 
@@ -85,17 +84,6 @@ def _summarize(_: RandomGroups, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _check(table: Table) -> list[Claim]:
-    return [
-        Claim("Random weights: the share of models in which any head joins a group").at_most(
-            0.05,
-            value_of(table, models=ALL, metric="members"),
-            value_of(table, models=PLANTED, metric="members"),
-            "circuits of the zoo",
-        )
-    ]
-
-
 RANDOM_GROUPS = Experiment(
     "localize/groups",
     "Does localize find groups where there are none?",
@@ -110,5 +98,9 @@ RANDOM_GROUPS = Experiment(
         _jobs,
         _summarize,
     ),
-    claims=_check,
+    claims=[
+        Claim("Random weights: the share of models in which any head joins a group").at_most(
+            0.05, *the_row(metric="members").beside("models", ALL, PLANTED), "circuits of the zoo"
+        )
+    ],
 )

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.heads.candidates import ALIGNERS
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, value_of
+from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Inputs, Measurement, Rows, Study, the_row
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval
 from align_circuits.tables.tables import Table
@@ -55,13 +55,6 @@ def _summarize(_: Power, rows: Rows) -> pd.DataFrame:
     return pd.DataFrame(shares)
 
 
-def _check(table: Table) -> list[Claim]:
-    most = {"prompts": table.frame["prompts"].max(), "x_len": table.frame["x_len"].max(), "metric": "named"}
-    strengths = table.frame["strength"]
-    strong, weak = (value_of(table, strength=at, **most) for at in (strengths.max(), strengths.min()))
-    return [Claim("All aligners of full strength are named").at_least(1.0, strong, weak, "the weakest circuits")]
-
-
 def _draw(table: Table) -> Mapping[str, go.Figure]:
     figures = {}
     for metric in table.frame["metric"].unique():
@@ -85,5 +78,11 @@ POWER = Experiment(
         _summarize,
     ),
     _draw,
-    _check,
+    [
+        Claim("All aligners of full strength are named").at_least(
+            1.0,
+            *the_row(prompts=HIGH, x_len=HIGH, metric="named").beside("strength", HIGH, LOW),
+            "the weakest circuits",
+        )
+    ],
 )

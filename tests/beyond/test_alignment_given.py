@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from measured import table_of
 
 import align_circuits as ac
 from align_circuits.beyond.alignment_given import (
@@ -17,7 +18,7 @@ from align_circuits.beyond.alignment_given import (
     named_heads,
     reached,
 )
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 from align_circuits.training.tuning import TuneConfig, TuneRun
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 3, "alignment": "permutation"}
@@ -96,8 +97,8 @@ def run_of(scores: dict[str, dict[tuple[int, int], float]]) -> TuneRun:
         for (layer, head), value in of_heads.items()
         for step in range(4)
     ]
-    frame = pd.DataFrame(rows).assign(ood=False, level="head", kind="all", low=0.0, high=1.0, n=1)
-    return TuneRun(None, Table(frame, Provenance("test")), pd.DataFrame(), TuneConfig(), None)
+    table = table_of(rows, ood=False, level="head", kind="all")
+    return TuneRun(None, table, pd.DataFrame(), TuneConfig(), None)
 
 
 def test_heads_are_named_by_their_last_scores_and_have_one_kind_of_role():
@@ -114,35 +115,20 @@ def test_heads_are_named_by_their_last_scores_and_have_one_kind_of_role():
     assert not {*instead.values()} & {(0, 0), (0, 1), (1, 0)}
 
 
-def table_of(steps: dict[str, dict[str, float]], untrained: float) -> Table:
-    rows = [
-        {
-            "part": "step",
-            "arm": arm,
-            "seed": seed,
-            "metric": metric,
-            "value": steps.get(arm, {}).get(metric, 20.0) + seed / 9,
-        }
-        for arm in (PLAIN, *ARMS)
+def steps_table(steps: dict[str, dict[str, float]], untrained: float) -> Table:
+    """The step of each arm and metric, 20 by default, and the best lookup before training, on five unlike seeds."""
+    emerged = [
+        {"arm": arm, "seed": seed, "metric": metric, "value": steps.get(arm, {}).get(metric, 20.0) + away * seed / 9}
+        for arm, away in ((PLAIN, 1), *((arm, -1) for arm in ARMS))
         for metric in METRICS
         for seed in range(5)
     ]
-    for row in rows:
-        row["value"] -= 2 * row["seed"] / 9 if row["arm"] != PLAIN else 0
     lookup = [
-        {
-            "part": "course",
-            "arm": arm,
-            "seed": seed,
-            "step": 0,
-            "metric": "lookup",
-            "of": "L0H0",
-            "value": value + seed / 99,
-        }
+        {"part": "course", "arm": arm, "seed": seed, "step": 0, "metric": "lookup", "value": value + seed / 99}
         for arm, value in (("aligners on gold", untrained), ("others on gold alignment", 0.2))
         for seed in range(5)
     ]
-    return Table(pd.DataFrame([*rows, *lookup]).assign(low=np.nan, high=np.nan, n=1), Provenance("test"))
+    return table_of([*({"part": "step", **row} for row in emerged), *lookup])
 
 
 ASKED = {
@@ -152,14 +138,14 @@ ASKED = {
 
 
 def test_claims_hold_where_lookup_waits_for_alignment_and_not_where_nothing_moves():
-    assert {check.verdict for check in ORDER.check(table_of(ASKED, 0.9))} == {"holds"}
-    assert {check.verdict for check in ORDER.check(table_of({}, 0.2))} == {"fails", "no evidence"}
+    assert {check.verdict for check in ORDER.check(steps_table(ASKED, 0.9))} == {"holds"}
+    assert {check.verdict for check in ORDER.check(steps_table({}, 0.2))} == {"fails", "no evidence"}
 
 
 @pytest.mark.parametrize(("arm", "metric"), [(arm, metric) for arm in ARMS for metric in ("lookup", "align_query")])
 def test_an_arm_that_is_early_breaks_the_claim_that_it_is_not(arm, metric):
     changed = {**ASKED, arm: {**ASKED.get(arm, {}), metric: 0.0}}
-    broken = {check.claim for check in ORDER.check(table_of(changed, 0.9)) if check.verdict != "holds"}
+    broken = {check.claim for check in ORDER.check(steps_table(changed, 0.9)) if check.verdict != "holds"}
     moves = {
         ("aligners blind", "lookup"),
         ("others on gold alignment", "lookup"),

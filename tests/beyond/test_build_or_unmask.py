@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import pandas as pd
 import pytest
+from measured import table_of
 
 import align_circuits as ac
 from align_circuits.beyond import build_or_unmask
 from align_circuits.beyond.build_or_unmask import TOP, UNMASK, clamped
 from align_circuits.hooks.edits import Clamp
 from align_circuits.run.evaluation import evaluate
-from align_circuits.tables.tables import Provenance, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 TASK: dict[str, Any] = {"x_len": 3, "phrase_len": 2, "n_examples": 2}
@@ -49,7 +48,7 @@ def test_named_heads_are_looked_up_in_the_ranking_of_their_role():
     ]
     intact = {"what": "ablated", "role": None, "of": "nothing", "seed": 0, "value": 1.0}
     seen = [intact | {"part": "before"}, intact | {"part": "after", "arm": "a"}]  # the seeds that were measured
-    frame = pd.DataFrame([*gains, *named, *seen]).assign(metric="log_prob", low=0.0, high=1.0, n=1)
-    (check,) = (each for each in UNMASK.check(Table(frame, Provenance("test"))) if "unmasks" in each.claim)
+    table = table_of([*gains, *named, *seen], metric="log_prob", low=0.0, high=1.0)
+    (check,) = (each for each in UNMASK.check(table) if "unmasks" in each.claim)
     assert TOP == 3
     assert (check.measured.value, check.control.value) == (3 / 4, 0.0)

@@ -2,23 +2,22 @@
 
 from typing import Any
 
-import pandas as pd
 import pytest
+from measured import table_of
 
 from align_circuits.beyond.other_lengths import LENGTHS
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import Table
 
 
 def rows(accuracies: dict[str, dict[str, float]]) -> Table:
     """Accuracies by model and predictor, in both lengths, without spread."""
-    keys: Any = {"metric": "accuracy", "kind": "first", "x_len": 5, "n": 8}
     made = [
-        {**keys, "model": model, "predictor": predictor, "length": length, "value": value, "low": value, "high": value}
+        {"model": model, "predictor": predictor, "length": length, "value": value, "low": value, "high": value}
         for length in ("as tuned", "other")
         for model, of_model in accuracies.items()
         for predictor, value in of_model.items()
     ]
-    return Table(pd.DataFrame(made), Provenance("reproduce"))
+    return table_of(made, metric="accuracy", kind="first", x_len=5)
 
 
 ALONE = {"tuned": {"model": 0.9, "history": 0.7, "memoryless": 0.4}}

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from legs import slow_but
+from measured import table_of
 
 from align_circuits.cli import main
 from align_circuits.cli.experiments_list import VALIDATION, durations, listing, part_of
@@ -36,15 +37,6 @@ from align_circuits.papers.lab import (
     verdicts,
 )
 from align_circuits.tables.tables import Provenance, Table
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, char_tokenizer, random_hf_model):
-    """A random Llama that reads the bundled vocabulary, as a folder."""
-    folder = tmp_path_factory.mktemp("random-llama")
-    random_hf_model("llama", max_position_embeddings=1500).save_pretrained(folder)
-    char_tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +101,23 @@ def test_a_random_model_meets_no_criterion_that_needs_learning_and_an_oracle_doe
     assert not any(check.met for check in checks if "no better than" in check.claim or "no head aligns" in check.claim)
 
 
-def table_of(values: list[float], reach: float = 0.1) -> Table:
-    frame = pd.DataFrame({"x": range(len(values)), "value": values, "n": 1})
-    return Table(frame.assign(low=frame["value"] - reach, high=frame["value"] + reach), Provenance("test"))
+def with_reach(values: list[float], reach: float = 0.1, **columns: Any) -> Table:
+    rows = [{"x": x, "value": value, "low": value - reach, "high": value + reach} for x, value in enumerate(values)]
+    return table_of(rows, **columns)
 
 
 def test_means_and_differences_carry_intervals_of_independent_rows():
-    assert str(mean_of(table_of([0.2, 0.4]))) == "0.30 [0.23, 0.37]"  # 0.1 * sqrt(2) / 2
-    assert str(difference_of(table_of([0.9]), table_of([0.2]))) == "0.70 [0.56, 0.84]"
-    assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=False).value == 0.1
-    assert extreme_of(table_of([0.5, 0.1, 0.3]), highest=True).value == 0.5
+    assert str(mean_of(with_reach([0.2, 0.4]))) == "0.30 [0.23, 0.37]"  # 0.1 * sqrt(2) / 2
+    assert str(difference_of(with_reach([0.9]), with_reach([0.2]))) == "0.70 [0.56, 0.84]"
+    assert extreme_of(with_reach([0.5, 0.1, 0.3]), highest=False).value == 0.1
+    assert extreme_of(with_reach([0.5, 0.1, 0.3]), highest=True).value == 0.5
 
 
 def test_rows_of_several_seeds_have_the_interval_over_seeds():
     """Their own intervals, of prompts, do not tell how far another seed would fall; a seed may have several rows."""
 
     def of_seeds(values: list[float], seeds: list[int]) -> Table:
-        table = table_of(values, reach=0.001)
-        return Table(table.frame.assign(seed=seeds), table.provenance)
+        return with_reach(values, 0.001, seed=seeds)
 
     high, low = of_seeds([0.9, 0.8, 1.0, 0.5], [0, 0, 1, 2]), of_seeds([0.3, 0.6, 0.2], [1, 0, 2])
     assert mean_of(high) == over_seeds(np.array([0.85, 1.0, 0.5]))
@@ -140,9 +131,12 @@ def test_rows_of_several_seeds_have_the_interval_over_seeds():
     assert str(mean_of(of_seeds([1.0, 1.0], [0, 1]))) == "1.00 [no interval]"
 
 
-def test_a_share_of_seeds_has_the_exact_interval_and_a_value_its_own():
+def test_a_number_says_where_it_has_no_interval_or_is_none():
+    assert str(Measured(0.5, 0.4, 0.6)) == "0.50 [0.40, 0.60]" and f"{Measured(5.0, 4.0, 6.0):.0f}" == "5 [4, 6]"
+    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
+    # Of a share of seeds the interval is exact, of a row its own.
     assert str(share_of(np.array([True, True, False, True, True]))) == "0.80 [0.28, 0.99]"
-    assert str(value_of(table_of([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
+    assert str(value_of(with_reach([0.9, 0.2]), x=1)) == "0.20 [0.10, 0.30]"
 
 
 def test_the_interval_of_a_difference_covers_as_often_as_it_says():
@@ -150,7 +144,7 @@ def test_the_interval_of_a_difference_covers_as_often_as_it_says():
     covered = []
     for _ in range(500):
         left, right = rng.normal(0.6, 0.05, 1), rng.normal(0.4, 0.05, 1)
-        found = difference_of(table_of(list(left), 1.96 * 0.05), table_of(list(right), 1.96 * 0.05))
+        found = difference_of(with_reach(list(left), 1.96 * 0.05), with_reach(list(right), 1.96 * 0.05))
         covered.append(found.low <= 0.2 <= found.high)
     assert 0.93 < np.mean(covered) < 0.97
 
@@ -195,26 +189,21 @@ NO_ROWS = Table(pd.DataFrame(columns=["value", "low", "high", "n"], dtype=float)
 """The table of claims about numbers."""
 
 
-def test_over_seeds_two_perfect_accuracies_are_no_proof_and_a_yes_of_each_is_binomial():
-    claim, control = Claim("c"), Measured(0.1, 0.0, 1.0)
-    agreeing = claim.at_least(0.5, np.array([1.0, 1.0]), control, "nothing").check(NO_ROWS)
-    assert agreeing.measured.value == 1 and np.isnan(agreeing.measured.low) and agreeing.verdict == "undecided"
-    assert (
-        str(claim.at_least(0.5, np.array([True, True]), control, "nothing").check(NO_ROWS).measured)
-        == "1.00 [0.16, 1.00]"
+def test_a_claim_takes_numbers_or_the_mean_over_seeds_or_their_share():
+    """Two perfect accuracies are no proof; a yes of each seed is binomial."""
+    claim, control = Claim("c", "about 1"), Measured(0.1, 0.0, 1.0)
+    check = claim.at_least(0.5, np.array([0.4, 0.8]), control, "nothing").check(NO_ROWS)
+    assert check == Check("c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, control, "nothing", "about 1")
+    assert check.met and check.control_fails
+    assert not claim.at_most(0.5, check.measured, control, "nothing").check(NO_ROWS).met
+    agreeing, share = (
+        claim.at_least(0.5, np.array(values), control, "nothing").check(NO_ROWS).measured
+        for values in ([1.0, 1.0], [True, True])
     )
+    assert str(agreeing) == "1.00 [no interval]" and str(share) == "1.00 [0.16, 1.00]"
     assert str(over_seeds(np.array([0.4, 0.8, np.nan]))) == "0.60 [-1.94, 3.14]"  # 12.7 * 0.4 / 2
     rows = seed_rows(pd.DataFrame({"x": [0, 1]}), np.array([[1.0, 1.0], [0.4, 0.8]]))
     assert rows["n"].tolist() == [2, 2] and rows["low"].isna().tolist() == [True, False]
-
-
-def test_a_claim_gives_a_check_of_its_numbers_or_of_the_mean_over_seeds():
-    check = Claim("c", "about 1").at_least(0.5, np.array([0.4, 0.8]), Measured(0.1, 0.0, 1.0), "nothing").check(NO_ROWS)
-    assert check == Check(
-        "c", over_seeds(np.array([0.4, 0.8])), ">=", 0.5, Measured(0.1, 0.0, 1.0), "nothing", "about 1"
-    )
-    assert check.met and check.control_fails
-    assert not Claim("c").at_most(0.5, check.measured, check.control, "nothing").check(NO_ROWS).met
 
 
 OF_ANOTHER_PACKAGE = Experiment("mine/fig1", "A title", "somebody", Study("mine/fig1", {}))
@@ -341,11 +330,6 @@ def test_reproduce_writes_table_report_and_provenance(folder, tmp_path, capsys):
 def test_every_config_can_be_written_into_a_provenance(name):
     for config in EXPERIMENTS[name].scales.values():
         assert json.dumps(asdict(config), default=lambda value: pytest.fail(f"{value!r} is no JSON"))
-
-
-def test_a_number_says_where_it_has_no_interval_or_is_none():
-    assert str(Measured(0.5, 0.4, 0.6)) == "0.50 [0.40, 0.60]" and f"{Measured(5.0, 4.0, 6.0):.0f}" == "5 [4, 6]"
-    assert str(Measured(1.0, np.nan, np.nan)) == "1.00 [no interval]" and f"{Measured(*[np.nan] * 3):.0f}" == "none"
 
 
 def test_the_list_groups_by_paper_and_tells_durations_and_what_was_done(tmp_path, monkeypatch):

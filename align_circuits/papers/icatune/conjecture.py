@@ -5,27 +5,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from align_circuits.papers.lab import (
+    HIGH,
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
     Study,
-    both,
-    difference_of,
-    mean_of,
     mean_rows,
+    rows,
+    rows_along,
 )
-from align_circuits.report import plots
-from align_circuits.tables.tables import Table
 from align_circuits.tasks.em import align_by_em
 from align_circuits.tasks.rng import Rng
 from align_circuits.training.loop import TrainConfig, train
@@ -105,7 +101,7 @@ def learned(
     positions = positions[-x_len:]
     with torch.no_grad():
         right = {"model": _logits(run.model, ids, positions).argmax(2) == ids[:, positions]}
-    right["em"] = torch.stack([_by_em(x, y) for x, y in zip(tested["x"], tested["y"], strict=True)])
+    right["em"] = torch.stack([by_em(x, y) for x, y in zip(tested["x"], tested["y"], strict=True)])
     right["blind"] = (1 / torch.arange(x_len, 0, -1.0)).expand(prompts, -1)
     values = torch.stack([each.double().mean(1) for each in right.values()]).numpy()
     return mean_rows(pd.DataFrame({"predictor": list(right)}), values)
@@ -116,10 +112,11 @@ def _logits(model: Any, ids: Int[Tensor, "prompt pos"], positions: Int[Tensor, "
     return model(ids, logits_to_keep=positions - 1, use_cache=False).logits
 
 
-def _by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
-    """Whether EM, given all examples but the last, predicts each letter of the last."""
+def by_em(x: Int[Tensor, "example pos"], y: Int[Tensor, "example pos"]) -> Tensor:
+    """Returns whether EM, given all examples but the last, predicts each letter of the last."""
     em = align_by_em(x[:-1], y[:-1], restarts=16, iterations=30)
-    likely = em.probability @ em.dictionary[torch.searchsorted(em.symbols, x[-1])]
+    known = em.symbols == x[-1][:, None]  # a symbol that no example has may be any letter
+    likely = em.probability @ (known.double() @ em.dictionary)
     return em.letters[likely.argmax(1)] == y[-1]
 
 
@@ -165,39 +162,9 @@ def _summarize(config: Conjecture, rows: Rows) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _check(table: Table) -> list[Claim]:
-    by_length = table.where(varied="x_len")
-    short, long = (int(end(by_length.frame["at"])) for end in (min, max))
-
-    def above(predictor: str, m: int) -> Measured:
-        at = by_length.where(at=m)
-        return difference_of(at.where(predictor=predictor), at.where(predictor="blind"))
-
-    def falls(predictor: str) -> Measured:
-        return difference_of(*(by_length.where(at=m, predictor=predictor) for m in (short, long)))
-
-    return [
-        Claim(f"EM finds the alignment from the examples (accuracy at m = {long})").at_least(
-            0.9,
-            *both(lambda name: mean_of(by_length.where(at=long, predictor=name)), "em", "blind"),
-            "blind to the input",
-        ),
-        Claim(
-            f"The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {long})"
-        ).at_most(0.1, above("model", long), above("em", long), "EM"),
-        Claim(f"It gets worse with m (accuracy at m = {short} minus m = {long})").at_least(
-            0.2, falls("model"), falls("em"), "EM"
-        ),
-    ]
-
-
-def _draw(table: Table) -> Mapping[str, go.Figure]:
-    labels = {"x_len": "m", "depth": "layers", "width": "width"}
-    return {
-        label: plots.curves({"": table.where(varied=name).frame.sort_values("at")}, x="at", by="predictor", label=label)
-        for name, label in labels.items()
-    }
-
+_ACCURACY = rows(varied="x_len")
+_LONGEST = _ACCURACY.at(x_len=HIGH)
+_ABOVE_BLIND, _EM_ABOVE_BLIND = (_LONGEST.rise("predictor", "blind", name) for name in ("model", "em"))
 
 CONJECTURE = Experiment(
     "icatune/conjecture",
@@ -221,7 +188,20 @@ CONJECTURE = Experiment(
         _jobs,
         _summarize,
     ),
-    _draw,
-    _check,
+    {
+        label: rows_along("at", "predictor", {"": {"varied": name}}, label=label)
+        for name, label in (("x_len", "m"), ("depth", "layers"), ("width", "width"))
+    },
+    [
+        Claim("EM finds the alignment from the examples (accuracy at m = {x_len.high})").at_least(
+            0.9, *_LONGEST.beside("predictor", "em", "blind"), "blind to the input"
+        ),
+        Claim(
+            "The transformer does not, trained this long, at long inputs (above the blind ceiling, m = {x_len.high})"
+        ).at_most(0.1, _ABOVE_BLIND, _EM_ABOVE_BLIND, "EM"),
+        Claim("It gets worse with m (accuracy at m = {x_len.low} minus m = {x_len.high})").at_least(
+            0.2, *_ACCURACY.fall("x_len").beside("predictor", "model", "em"), "EM"
+        ),
+    ],
     "A conjecture: no in-context learning of arbitrary alignments in a causal transformer of fixed size.",
 )

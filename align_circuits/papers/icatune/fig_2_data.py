@@ -1,7 +1,7 @@
 """The Missing Alignment Link (Agarwal and Sarawagi, 2025): its data, its alignment prior, and its EM. No model."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import Any, Literal, get_args
@@ -14,19 +14,22 @@ from torch import Tensor
 
 from align_circuits.models.tokenizer import char_tokenizer
 from align_circuits.papers.lab import (
+    HIGH,
     Claim,
     Experiment,
     Inputs,
     Measured,
     Measurement,
+    Statistic,
     Study,
-    difference_of,
-    extreme_of,
-    mean_of,
+    grids,
+    levels,
     mean_rows,
+    rows,
+    rows_along,
+    statistic,
 )
 from align_circuits.prompts.prompts import Prompts
-from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 from align_circuits.tasks.alignment import PriorForm, alignment_prior
 from align_circuits.tasks.automaton import NONE, Automata
@@ -53,21 +56,12 @@ def examples(*, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _behind_its_symbol(prompt: str) -> Measured:
+def _behind_its_symbol(table: Table) -> Measured:
     """In what share of a prompt's phrases the letters stand behind the symbol that they translate; exact."""
-    pairs = [line.split(":") for line in prompt.splitlines()]
+    pairs = [line.split(":") for line in table.frame["prompt"].iloc[0].splitlines()]
     phrases = [(x[place], y[place * len(y) // len(x) :]) for x, y in pairs for place in range(len(x))]
     share = sum(y.startswith(symbol) for symbol, y in phrases) / len(phrases)
     return Measured(share, share, share)
-
-
-def _check_examples(table: Table) -> list[Claim]:
-    standard, aligned = (
-        _behind_its_symbol(table.where(style=style).frame["prompt"].iloc[0]) for style in ("standard", "pre-aligned")
-    )
-    return [
-        Claim("Pre-aligned: each phrase stands behind its symbol (share)").at_least(1.0, aligned, standard, "standard")
-    ]
 
 
 TABLE1 = Experiment(
@@ -80,7 +74,11 @@ TABLE1 = Experiment(
         lambda config, _: [Measurement(examples, seed=config.seed)],
         lambda _, rows: rows["examples"].drop(columns="seed").assign(low=float("nan"), high=float("nan")),
     ),
-    claims=_check_examples,
+    claims=[
+        Claim("Pre-aligned: each phrase stands behind its symbol (share)").at_least(
+            1.0, *statistic(_behind_its_symbol).beside("style", "pre-aligned", "standard"), "standard"
+        )
+    ],
 )
 
 
@@ -116,17 +114,6 @@ def process(*, n: int, x_len: int, phrase_len: int) -> pd.DataFrame:
     return mean_rows(pd.DataFrame(keys, columns=["phrase", "pos", "aligned"]), accepted)
 
 
-def _check_process(table: Table) -> list[Claim]:
-    worst, best = (extreme_of(table.where(aligned=aligned), highest=not aligned) for aligned in (True, False))
-    claim = Claim("Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)")
-    return [claim.at_least(1.0, worst, best, "symbols it is not aligned with, the best")]
-
-
-def _draw_process(table: Table) -> Mapping[str, go.Figure]:
-    grid = table.frame.pivot(index="phrase", columns="pos", values="value")
-    return {"fig2": plots.accuracy_grids({"": grid}, x="input position", y="phrase", value="accepted")}
-
-
 FIG2 = Experiment(
     "icatune/fig2",
     "How the data are generated: each phrase is written by the automaton of the symbol it is aligned with",
@@ -136,8 +123,12 @@ FIG2 = Experiment(
         {"smoke": Process(n=8), "cpu": Process(), "paper": Process()},
         lambda config, _: [Measurement(process, asdict(config), None)],
     ),
-    _draw_process,
-    _check_process,
+    {"fig2": grids("pos", "phrase", {"": {}}, x="input position", value="accepted")},
+    [
+        Claim("Each phrase is written by the automaton of its aligned symbol (accepted, the worst phrase)").at_least(
+            1.0, rows(aligned=True).lowest(), rows(aligned=False).highest(), "symbols it is not aligned with, the best"
+        )
+    ],
 )
 
 
@@ -166,28 +157,12 @@ def prior(*, x_len: int, decays: Sequence[float]) -> list[dict[str, Any]]:
     return rows
 
 
-def _check_prior(table: Table) -> list[Claim]:
-    def at(form: PriorForm, decay: float, metric: str) -> Table:
-        return table.where(form=form, decay=decay, metric=metric)
-
-    def apart(form: PriorForm) -> Measured:
-        return difference_of(*(at(form, decay, "phrase in place") for decay in (16.0, 4.0)))
-
-    return [
-        Claim("λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form").at_least(
-            0.2, apart("code"), apart("text"), "Eq. 2 as printed"
-        ),
-        Claim("At λ = 1 the released form is almost a random permutation (share of draws that permute)").at_least(
-            0.5, mean_of(at("code", 1.0, "shuffled")), mean_of(at("code", 1000.0, "shuffled")), "λ = 1000"
-        ),
-    ]
-
-
-def _draw_prior(table: Table) -> Mapping[str, go.Figure]:
-    rows: Any = table.frame[table.frame["decay"] <= 32]
-    titles = {"text": "Eq. 2 as printed", "code": "as released: positions divided by m"}
-    panels = {title: rows[rows["form"] == form] for form, title in titles.items()}
-    return {"prior": plots.curves(panels, x="decay", by="metric", label="λ", value="probability")}
+def _draw_prior(table: Table) -> go.Figure:
+    shown = {"decay": [decay for decay in levels(table, "decay") if decay <= 32]}
+    panels = {"Eq. 2 as printed": {"form": "text"}, "as released: positions divided by m": {"form": "code"}}
+    return rows_along(
+        "decay", "metric", {title: keys | shown for title, keys in panels.items()}, label="λ", value="probability"
+    )(table)
 
 
 PRIOR = Experiment(
@@ -200,8 +175,17 @@ PRIOR = Experiment(
         lambda config, _: [Measurement(prior, asdict(config), None)],
         lambda _, rows: rows["prior"].assign(n=1, low=rows["prior"]["value"], high=rows["prior"]["value"]),
     ),
-    _draw_prior,
-    _check_prior,
+    {"prior": _draw_prior},
+    [
+        Claim("λ = 4 and λ = 16 differ (phrases in their own place, difference), in the released form").at_least(
+            0.2,
+            *rows(metric="phrase in place").rise("decay", 4.0, 16.0).beside("form", "code", "text"),
+            "Eq. 2 as printed",
+        ),
+        Claim("At λ = 1 the released form is almost a random permutation (share of draws that permute)").at_least(
+            0.5, *rows(form="code", metric="shuffled").beside("decay", 1.0, 1000.0), "λ = 1000"
+        ),
+    ],
     "λ = 1, 4 and 16 are told apart; small λ is 'almost a random permutation'.",
 )
 
@@ -270,31 +254,18 @@ def _em_jobs(config: EM, _: Inputs) -> list[Measurement]:
     ]
 
 
-def _check_em(table: Table) -> list[Claim]:
-    k = int(table.frame["n_examples"].to_numpy().max())
-
-    def recovered(method: str) -> Measured:
-        return mean_of(table.where(method=method, metric="recovered", n_examples=k))
-
-    true, printed = (mean_of(table.where(method=update, metric="falls")) for update in UPDATES)
-    control = recovered("shuffled"), "examples without a common alignment"
-    return [
-        Claim("True EM never lowers the likelihood (share of updates that do)").at_most(
-            0.0, true, printed, "the update as printed"
-        ),
-        Claim(f"True EM recovers the whole alignment from k = {k} examples (mean over m)").at_least(
-            0.9, recovered("true"), *control
-        ),
-        Claim(f"So does the update as printed (k = {k})").at_least(0.9, recovered("printed"), *control),
-    ]
+_RECOVERED = rows(metric="recovered", n_examples=HIGH)
 
 
-def _draw_em(table: Table) -> Mapping[str, go.Figure]:
-    rows: Any = table.where(metric="recovered").frame
+def _recovered(method: str) -> tuple[Statistic, Statistic, str]:
+    return *_RECOVERED.beside("method", method, "shuffled"), "examples without a common alignment"
+
+
+def _draw_em(table: Table) -> go.Figure:
     names = {"true": "EM", "printed": "EM as printed", "shuffled": "EM, no common alignment"}
-    rows = rows.assign(method=rows["method"].replace(names))
-    panels = {f"m = {m}": group for m, group in rows.groupby("x_len")}
-    return {"appF": plots.curves(panels, x="n_examples", by="method", label="examples k", value="alignment recovered")}
+    named = Table(table.frame.replace({"method": names}), table.provenance)
+    panels = {f"m = {m}": {"metric": "recovered", "x_len": m} for m in levels(table, "x_len")}
+    return rows_along("n_examples", "method", panels, label="examples k", value="alignment recovered")(named)
 
 
 APPF = Experiment(
@@ -307,6 +278,14 @@ APPF = Experiment(
         _em_jobs,
         lambda _, rows: rows["em"].drop(columns="seed"),
     ),
-    _draw_em,
-    _check_em,
+    {"appF": _draw_em},
+    [
+        Claim("True EM never lowers the likelihood (share of updates that do)").at_most(
+            0.0, *rows(metric="falls").beside("method", *UPDATES), "the update as printed"
+        ),
+        Claim("True EM recovers the whole alignment from k = {n_examples.high} examples (mean over m)").at_least(
+            0.9, *_recovered("true")
+        ),
+        Claim("So does the update as printed (k = {n_examples.high})").at_least(0.9, *_recovered("printed")),
+    ],
 )

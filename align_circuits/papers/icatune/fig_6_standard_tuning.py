@@ -20,7 +20,7 @@ from align_circuits.papers.icatune.tuned_models import (
     tuned_study,
 )
 from align_circuits.papers.icatune.tuning_courses import at_the_end, by_condition, draw_course, summarize_courses
-from align_circuits.papers.lab import About, Claim, Experiment, Measured, both, difference_of, extreme_of, mean_of
+from align_circuits.papers.lab import About, Check, Claim, Experiment, checks_of, levels, rows
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
@@ -50,40 +50,34 @@ def _by_method(table: Table) -> Table:
     return Table(course, table.provenance)
 
 
-def _check_methods(table: Table) -> list[Claim]:
+_RIGHT = rows(metric="accuracy", kind="all", condition="in distribution")
+_ICA_BESIDE, _STANDARD_BESIDE = ("method", "ICA-Tune", "standard"), ("method", "standard", "ICA-Tune")
+
+
+def _check_methods(table: Table) -> list[Check]:
     end = at_the_end(_by_method(table))
-    sizes = end.frame["N"].unique().tolist()
-    few, many = sizes[min(1, len(sizes) - 1)], max(sizes)
-
-    def right(method: str, n: int, condition: str = "in distribution") -> Table:
-        return end.where(method=method, N=n, condition=condition, metric="accuracy", kind="all")
-
-    def final(n: int, method: str, control: str) -> tuple[Measured, Measured]:
-        return both(lambda name: mean_of(right(name, n)), method, control)
-
-    def loss_ood(method: str, n: int) -> Measured:
-        return difference_of(right(method, n), right(method, n, "OOD"))
-
-    def best_aligner(method: str) -> Measured:
-        return extreme_of(end.where(method=method, metric="align_query", of="best head"), highest=True)
-
-    return [
+    sizes = levels(end, "N")
+    few, many = sizes[min(1, len(sizes) - 1)], sizes[-1]
+    best_aligner = rows(metric="align_query", of="best head").highest()
+    loss_ood = _RIGHT.fall("condition", "in distribution", "OOD")
+    claims = [
         Claim(f"ICA-Tune learns from N = {few} examples (accuracy, all tokens)", "almost 1.0").at_least(
-            0.95, *final(few, "ICA-Tune", "standard"), "standard fine-tuning"
+            0.95, *_RIGHT.at(N=few).beside(*_ICA_BESIDE), "standard fine-tuning"
         ),
         Claim(f"Standard fine-tuning does not get there from N = {many}", "below 1.0").at_most(
-            0.9, *final(many, "standard", "ICA-Tune"), "ICA-Tune"
+            0.9, *_RIGHT.at(N=many).beside(*_STANDARD_BESIDE), "ICA-Tune"
         ),
         Claim("No head aligns after standard fine-tuning (best align_query, any N)").at_most(
-            0.5, best_aligner("standard"), best_aligner("ICA-Tune"), "ICA-Tune"
+            0.5, *best_aligner.beside(*_STANDARD_BESIDE), "ICA-Tune"
         ),
         *(
             Claim(f"ICA-Tune is as good OOD (in distribution minus OOD, N = {n})").at_most(
-                0.05, loss_ood("ICA-Tune", n), loss_ood("standard", n), "standard fine-tuning"
+                0.05, *loss_ood.at(N=n).beside(*_ICA_BESIDE), "standard fine-tuning"
             )
             for n in sizes
         ),
     ]
+    return checks_of(claims, end)
 
 
 def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
@@ -96,8 +90,10 @@ def _draw_methods(table: Table) -> Mapping[str, go.Figure]:
     sizes = totals["N"].unique()
     return {
         "size": plots.curves(final, "N", "method", "examples N").update_xaxes(type="log", tickvals=sizes.tolist()),
-        "alignment": draw_course(dict(iter(best.groupby("method"))), "size", "best align_query"),
-        "OOD": draw_course(by_condition(totals[totals["N"] == sizes.max()]), "arm"),
+        "alignment": plots.curves(
+            dict(iter(best.groupby("method"))), x="step", by="size", label="step", value="best align_query"
+        ),
+        "OOD": draw_course(totals[totals["N"] == sizes.max()], "arm"),
     }
 
 
@@ -139,26 +135,18 @@ def _of_lengths(
     )
 
 
-def _check_lengths(table: Table) -> list[Claim]:
-    end = at_the_end(_by_method(table)).where(metric="accuracy", kind="all", condition="in distribution")
-    shorter, longest = sorted(end.frame["m"].unique().tolist())[-2:]
-
-    def right(method: str, m: int) -> Measured:
-        return mean_of(end.where(method=method, m=m))
-
-    return [
+def _check_lengths(table: Table) -> list[Check]:
+    end = at_the_end(_by_method(table))
+    shorter, longest = levels(end, "m")[-2:]
+    claims = [
         Claim(f"m = {longest}: standard fine-tuning does not get there (all tokens)", "below 1.0").at_most(
-            0.95, *both(lambda m: right("standard", m), longest, shorter), f"m = {shorter}"
+            0.95, *_RIGHT.at(method="standard").beside("m", longest, shorter), f"m = {shorter}"
         ),
         Claim(f"m = {longest}: ICA-Tune does, from as many examples (all tokens)", "almost 1.0").at_least(
-            0.95, *both(lambda method: right(method, longest), "ICA-Tune", "standard"), "standard fine-tuning"
+            0.95, *_RIGHT.at(m=longest).beside(*_ICA_BESIDE), "standard fine-tuning"
         ),
     ]
-
-
-def _draw_lengths(table: Table) -> Mapping[str, go.Figure]:
-    rows = table.where(part="course", metric="accuracy", kind="all").frame
-    return {"accuracy": draw_course(by_condition(rows), "arm")}
+    return checks_of(claims, end)
 
 
 STANDARD = Experiment(
@@ -172,7 +160,7 @@ STANDARD = Experiment(
         cpu=Tunings(_of_lengths(TASK, _TOY, FRESH_SEEDS, (5, 8)), every=1),
         paper=Tunings(_of_lengths(PAPER_ICA.task, _PAPER, (0, 1, 2), (5, 8)), every=5),
     ),
-    _draw_lengths,
+    {"accuracy": lambda table: draw_course(table.where(part="course", metric="accuracy", kind="all").frame, "arm")},
     _check_lengths,
     "Fig. 6, whose input length is not given: standard fine-tuning does not reach almost 100% with 800 examples.",
     about=About.BEYOND,

@@ -16,7 +16,7 @@ from align_circuits.hooks.edits import Ablate
 from align_circuits.hooks.heads import Head, describe
 from align_circuits.hooks.names import name_of
 from align_circuits.models.planted.model import planted_circuit
-from align_circuits.papers.icatune.fig_10_single_layers import FIG10, Layers, best_arm
+from align_circuits.papers.icatune.figs_7_10_alignments_and_layers import FIG10, Layers, best_arm
 from align_circuits.papers.icatune.tuned_models import (
     FRESH_SEEDS,
     ICA,
@@ -25,7 +25,6 @@ from align_circuits.papers.icatune.tuned_models import (
     SMOLLM2_ICA,
     Arm,
     Tunings,
-    as_rows,
     before_and_after,
     best_head,
     ends,
@@ -36,13 +35,13 @@ from align_circuits.papers.lab import (
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
+    Statistic,
     Study,
-    difference_of,
-    mean_of,
+    as_rows,
     mean_rows,
+    rows,
 )
 from align_circuits.prompts.prompts import Prompts, Role
 from align_circuits.prompts.token_html import readable
@@ -103,13 +102,9 @@ def _pairs(k: int, n: int, tokenizer: Any, *, known: bool) -> Prompts:
 
 
 def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
-    """Measures accuracy, the best heads, and their attention; the function of a job.
+    """Measures accuracy, the best heads, and their attention; the function of a job. Arguments as of `Pairs`.
 
-    Args:
-        model: What `load` takes.
-        k: Labelled symbols.
-        n: Prompts; the heads are chosen by the first half of them and measured on the others.
-        **_: The hash of the model's weights.
+    The heads are chosen by the first half of the prompts and measured on the others.
     """
     network, frames = loaded(model), []
     drawn = {part: _pairs(k, n, network.tokenizer, known=part == "known") for part in ("known", "unknown")}
@@ -133,26 +128,6 @@ def pairs(*, model: str, k: int, n: int, **_: str) -> pd.DataFrame:
     return as_rows(frames, ["part", "metric", "of", "query", "key"])
 
 
-def _check_pairs(table: Table) -> list[Claim]:
-    def mean(part: str, metric: str) -> Measured:
-        return mean_of(table.where(part=part, metric=metric))
-
-    return [
-        Claim("A labelled symbol gets its label").at_least(
-            0.9, mean("known", "accuracy"), mean("unknown", "accuracy"), "a symbol without a label"
-        ),
-        Claim("An induction head looks at the label of the symbol (share of its attention)").at_least(
-            0.5,
-            mean("known", "induction"),
-            mean("first layer", "induction"),
-            "best head of the first layer, which cannot know what stood before a label",
-        ),
-        Claim("A head looks at the token before (share of its attention)").at_least(
-            0.5, mean("known", "previous"), mean("induction head", "previous"), "the induction head"
-        ),
-    ]
-
-
 def _draw_pairs(table: Table) -> Mapping[str, go.Figure]:
     maps: Any = table.frame[table.frame["part"].str.startswith("x = ")]
     k = (int(maps["key"].max()) - 1) // 2
@@ -173,7 +148,19 @@ FIG1 = Experiment(
         load=loaded,
     ),
     _draw_pairs,
-    _check_pairs,
+    [
+        Claim("A labelled symbol gets its label").at_least(
+            0.9, *rows(metric="accuracy").beside("part", "known", "unknown"), "a symbol without a label"
+        ),
+        Claim("An induction head looks at the label of the symbol (share of its attention)").at_least(
+            0.5,
+            *rows(metric="induction").beside("part", "known", "first layer"),
+            "best head of the first layer, which cannot know what stood before a label",
+        ),
+        Claim("A head looks at the token before (share of its attention)").at_least(
+            0.5, *rows(metric="previous").beside("part", "known", "induction head"), "the induction head"
+        ),
+    ],
 )
 
 
@@ -235,20 +222,15 @@ def _maps(arm: Arm, frame: pd.DataFrame) -> pd.DataFrame:
     return shown.loc[:, ["arm", "part", "seed", "what", "of", "metric", "query", "key", *VALUES]]
 
 
-def _check_maps(table: Table) -> list[Claim]:
-    def score(part: str, what: str) -> Measured:
-        return mean_of(table.where(part=part, what=what, metric="score"))
-
-    claims = {
-        "align": "The aligner attends from first letters to their symbols",
-        "lookup": "The lookup head attends to translations of the same symbol",
-    }
-    return [
-        Claim(f"{claim} (share of its attention, mean over seeds)").at_least(
-            0.5, score("after", what), score("before", what), "the same head before"
-        )
-        for what, claim in claims.items()
-    ]
+_MAP_CLAIMS = [
+    Claim(f"{claim} (share of its attention, mean over seeds)").at_least(
+        0.5, *rows(what=what, metric="score").beside("part", "after", "before"), "the same head before"
+    )
+    for what, claim in (
+        ("align", "The aligner attends from first letters to their symbols"),
+        ("lookup", "The lookup head attends to translations of the same symbol"),
+    )
+]
 
 
 def _draw_maps(table: Table) -> Mapping[str, go.Figure]:
@@ -284,7 +266,7 @@ FIG5 = Experiment(
         measured=[attention],
     ),
     _draw_maps,
-    _check_maps,
+    _MAP_CLAIMS,
 )
 
 
@@ -299,7 +281,7 @@ FIG11 = Experiment(
     "Agarwal and Sarawagi (2025), Fig. 11",
     tuned_study("icatune/fig11", _best_layer, [ends, attention], Layers.arms, **FIG10.scales),
     _draw_maps,
-    _check_maps,
+    _MAP_CLAIMS,
 )
 
 
@@ -349,11 +331,7 @@ def circuit_maps() -> pd.DataFrame:
 def circuit_scores(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -> pd.DataFrame:
     """Measures scores of a circuit's heads, and accuracy with nothing and with its aligners ablated: a job's function.
 
-    Args:
-        task: The task's arguments.
-        strength: β, how sharply the circuit attends.
-        n: Prompts.
-        seed: Of task, circuit and prompts.
+    `strength` is β, how sharply the circuit attends; `seed` that of task, circuit and prompts.
     """
     seq2seq = Seq2SeqTask(**task, task_seed=seed)
     model = planted_circuit(seq2seq, seed=seed, strength=strength)
@@ -394,33 +372,16 @@ def _summarize_circuit(_: Circuit, rows: Rows) -> pd.DataFrame:
     return as_rows(rows.values(), ["part", "seed", "metric", "kind", "query", "key", "token"])
 
 
-def _check_circuit(table: Table) -> list[Claim]:
-    def of(metric: str, alignment: str, strength: int, kind: str = "all") -> Table:
-        return table.where(part=f"{alignment}, strength {strength}", metric=metric, kind=kind)
+def _of(metric: str, alignment: str = "monotonic", strength: int = 1, kind: str = "all") -> Statistic:
+    return rows(part=f"{alignment}, strength {strength}", metric=metric, kind=kind)
 
-    def short(alignment: str, strength: int) -> Measured:
-        return difference_of(of("oracle", alignment, strength), of("accuracy", alignment, strength))
 
-    def above_history(metric: str) -> Measured:
-        return difference_of(*(of(name, "monotonic", 1, "first") for name in (metric, "history")))
+def _short(alignment: str, strength: int = 1) -> Statistic:
+    return _of("oracle", alignment, strength) - _of("accuracy", alignment, strength)
 
-    return [
-        *(
-            Claim(f"{STAGES[role]} heads look where the figure says (score)").at_least(
-                0.95, mean_of(of(role, "monotonic", 1)), mean_of(of(role, "monotonic", 0)), "strength 0"
-            )
-            for role in SCORED
-        ),
-        *(
-            Claim(
-                f"The circuit reaches exact lookup on {alignment} alignments (oracle minus circuit, all tokens)"
-            ).at_most(0.01, short(alignment, 1), short(alignment, 0), "strength 0")
-            for alignment in ALIGNMENTS
-        ),
-        Claim("Without its aligners the first token falls to the history ceiling (difference)").at_most(
-            0.0, above_history("aligners ablated"), above_history("accuracy"), "nothing ablated"
-        ),
-    ]
+
+def _above_history(metric: str) -> Statistic:
+    return _of(metric, kind="first") - _of("history", kind="first")
 
 
 def _draw_circuit(table: Table) -> Mapping[str, go.Figure]:
@@ -449,5 +410,21 @@ FIG8 = Experiment(
         _summarize_circuit,
     ),
     _draw_circuit,
-    _check_circuit,
+    [
+        *(
+            Claim(f"{STAGES[role]} heads look where the figure says (score)").at_least(
+                0.95, _of(role), _of(role, strength=0), "strength 0"
+            )
+            for role in SCORED
+        ),
+        *(
+            Claim(
+                f"The circuit reaches exact lookup on {alignment} alignments (oracle minus circuit, all tokens)"
+            ).at_most(0.01, _short(alignment), _short(alignment, strength=0), "strength 0")
+            for alignment in ALIGNMENTS
+        ),
+        Claim("Without its aligners the first token falls to the history ceiling (difference)").at_most(
+            0.0, _above_history("aligners ablated"), _above_history("accuracy"), "nothing ablated"
+        ),
+    ],
 )

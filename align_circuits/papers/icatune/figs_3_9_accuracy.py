@@ -3,8 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,17 +11,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from align_circuits.papers.lab import (
+    HIGH,
     Claim,
     Experiment,
     Inputs,
-    Measured,
     Measurement,
     Rows,
+    Statistic,
     Study,
-    both,
-    difference_of,
-    extreme_of,
-    mean_of,
+    grids,
+    levels,
+    rows,
+    rows_along,
     stored,
 )
 from align_circuits.report import plots
@@ -31,17 +31,6 @@ from align_circuits.tables.tables import Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
 
 STYLES = ("standard", "pre-aligned")
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Prompts of every input length and phrase length, monotonic."""
-
-    x_lens: tuple[int, ...] = tuple(range(1, 9))
-    phrase_lens: tuple[int, ...] = tuple(range(1, 9))
-    n_examples: int = 15
-    n: int = 100
-    """Prompts a cell, each with its own automata."""
 
 
 def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str) -> pd.DataFrame:
@@ -56,6 +45,12 @@ def accuracy(*, model: str, task: Mapping[str, Any], n: int, seed: int, **_: str
     """
     loaded = stored(model)
     return evaluate(loaded, Seq2SeqTask(**task).sample(n, loaded.tokenizer, seed)).frame
+
+
+def all_offsets(_: Any, rows: Rows) -> pd.DataFrame:
+    """Returns the rows of `accuracy` that are not about single places in a phrase."""
+    frame = rows["accuracy"]
+    return frame[frame["offset"].isna()].drop(columns="seed")
 
 
 def on_tasks(
@@ -83,6 +78,34 @@ def _seed_of(task: Mapping[str, Any]) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
+ACCURACY = rows(metric="accuracy", kind="all", predictor="model")
+FIRST = ACCURACY.at(kind="first")
+
+
+def above_history(first: Statistic = FIRST) -> Statistic:
+    """Returns by how much first tokens are more accurate than the ceiling without alignment on the same prompts."""
+    return first - first.at(predictor="history")
+
+
+def _both(statistic: Statistic) -> tuple[Statistic, Statistic, str]:
+    """Of standard prompts, and as the control of pre-aligned ones."""
+    return *statistic.beside("style", *STYLES), "pre-aligned prompts"
+
+
+# Figures 3 and 9
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Prompts of every input length and phrase length, monotonic."""
+
+    x_lens: tuple[int, ...] = tuple(range(1, 9))
+    phrase_lens: tuple[int, ...] = tuple(range(1, 9))
+    n_examples: int = 15
+    n: int = 100
+    """Prompts a cell, each with its own automata."""
+
+
 def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
     tasks = [
         {"style": style, "x_len": m, "phrase_len": c, "n_examples": config.n_examples}
@@ -93,64 +116,12 @@ def _jobs(config: Grid, inputs: Inputs) -> list[Measurement]:
     return on_tasks(accuracy, inputs, tasks, n=config.n)
 
 
-def _summarize(_: Grid, rows: Rows) -> pd.DataFrame:
-    frame = rows["accuracy"]
-    return frame[frame["offset"].isna()].drop(columns="seed")
+def _several_symbols(table: Table) -> Table:
+    return table.where(x_len=[m for m in levels(table, "x_len") if m > 1])
 
 
-def _accuracy(table: Table, style: str, kind: str = "all", **where: int | str) -> Table:
-    return table.where(style=style, kind=kind, predictor="model", metric="accuracy", **where)
-
-
-# Figure 3
-
-
-def _draw_grids(table: Table) -> dict[str, go.Figure]:
-    panels = {
-        "(a) standard, all tokens": _accuracy(table, "standard"),
-        "(b) standard, first token of a phrase": _accuracy(table, "standard", "first"),
-        "(c) pre-aligned, all tokens": _accuracy(table, "pre-aligned"),
-    }
-    grids = {
-        title: rows.frame.pivot(index="x_len", columns="phrase_len", values="value") for title, rows in panels.items()
-    }
-    return {"fig3": plots.accuracy_grids(grids, x="phrase length c", y="input length m")}
-
-
-def _check_grids(table: Table) -> list[Claim]:
-    m, c = (int(table.frame[column].to_numpy().max()) for column in ("x_len", "phrase_len"))
-
-    at = partial(_accuracy, table)
-
-    def above_history(style: str) -> Measured:
-        """First tokens of inputs of more than one symbol; the ceiling is that of the same prompts."""
-        longer = {"x_len": [length for length in table.frame["x_len"].unique() if length > 1]}
-        first = table.where(style=style, kind="first", metric="accuracy", **longer)
-        return difference_of(first.where(predictor="model"), first.where(predictor="history"))
-
-    def beside(statistic: Callable[[str], Measured]) -> tuple[Measured, Measured, str]:
-        return *both(statistic, *STYLES), "pre-aligned prompts"
-
-    return [
-        Claim(f"Accuracy drops with input length (m = 1 minus m = {m}, mean over c)").at_least(
-            0.2, *beside(lambda style: difference_of(at(style, x_len=1), at(style, x_len=m)))
-        ),
-        Claim(f"Accuracy rises with phrase length (c = {c} minus c = 1 at m = {m})", ".71 - .33 = .38").at_least(
-            0.2, *beside(lambda style: difference_of(*(at(style, x_len=m, phrase_len=length) for length in (c, 1))))
-        ),
-        Claim(
-            f"The loss is at the first token of a phrase (all minus first at m = {m}, c = {c})", ".71 - .14 = .57"
-        ).at_least(
-            0.2, *beside(lambda style: difference_of(*(at(style, k, x_len=m, phrase_len=c) for k in ("all", "first"))))
-        ),
-        Claim(
-            f"Writing the aligned symbol before its phrase brings accuracy back (m = {m}, mean over c)", ".90 to .99"
-        ).at_least(0.9, mean_of(at("pre-aligned", x_len=m)), mean_of(at("standard", x_len=m)), "standard prompts"),
-        Claim("Standard prompts: the first token is no better than the history ceiling (difference, m > 1)").at_most(
-            0.0, above_history("standard"), above_history("pre-aligned"), "pre-aligned prompts"
-        ),
-    ]
-
+_LONGEST = ACCURACY.at(x_len=HIGH)
+_CELL = {"metric": "accuracy", "predictor": "model"}
 
 FIG3 = Experiment(
     "icatune/fig3",
@@ -165,54 +136,66 @@ FIG3 = Experiment(
             "smollm2": Grid(x_lens=(1, 3, 5, 8), phrase_lens=(1, 2, 4, 8), n=50),
         },
         _jobs,
-        _summarize,
+        all_offsets,
         models="one",
     ),
-    _draw_grids,
-    _check_grids,
+    {
+        "fig3": grids(
+            "phrase_len",
+            "x_len",
+            {
+                "(a) standard, all tokens": {"style": "standard", "kind": "all", **_CELL},
+                "(b) standard, first token of a phrase": {"style": "standard", "kind": "first", **_CELL},
+                "(c) pre-aligned, all tokens": {"style": "pre-aligned", "kind": "all", **_CELL},
+            },
+            x="phrase length c",
+            y="input length m",
+        )
+    },
+    [
+        Claim("Accuracy drops with input length (m = 1 minus m = {x_len.high}, mean over c)").at_least(
+            0.2, *_both(ACCURACY.fall("x_len", 1))
+        ),
+        Claim(
+            "Accuracy rises with phrase length (c = {phrase_len.high} minus c = 1 at m = {x_len.high})",
+            ".71 - .33 = .38",
+        ).at_least(0.2, *_both(_LONGEST.rise("phrase_len", 1))),
+        Claim(
+            "The loss is at the first token of a phrase (all minus first at m = {x_len.high}, c = {phrase_len.high})",
+            ".71 - .14 = .57",
+        ).at_least(0.2, *_both(_LONGEST.at(phrase_len=HIGH).fall("kind", "all", "first"))),
+        Claim(
+            "Writing the aligned symbol before its phrase brings accuracy back (m = {x_len.high}, mean over c)",
+            ".90 to .99",
+        ).at_least(0.9, *_LONGEST.beside("style", *STYLES[::-1]), "standard prompts"),
+        Claim("Standard prompts: the first token is no better than the history ceiling (difference, m > 1)").at_most(
+            0.0, *_both(above_history(FIRST.map(_several_symbols)))
+        ),
+    ],
     "Llama 3 8B at m = 8, all tokens: 33% (c = 1), 48% (c = 2), 60% (c = 4), 71% (c = 8); "
     "first token at c = 8: 14%; pre-aligned at m = 8: 90 to 99%.",
 )
 
 
-# Figure 9
-
-
-def _draw_models(table: Table) -> dict[str, go.Figure]:
-    panels = {style: _accuracy(table, style).frame for style in STYLES}
-    return {"fig9": plots.curves(panels, x="phrase_len", by="model", label="phrase length c")}
-
-
-def _check_models(table: Table) -> list[Claim]:
-    names = [str(name) for name in table.frame["model"].unique()]
-    c = sorted(int(length) for length in table.frame["phrase_len"].unique())
-
-    def rise(model: str, style: str) -> Measured:
-        return difference_of(*(_accuracy(table, style, model=model, phrase_len=length) for length in (c[-1], c[0])))
-
-    def worst(model: str, style: str) -> Measured:
-        return extreme_of(_accuracy(table, style, model=model), highest=False)
-
-    checks = []
+def _claims_of_models(table: Table) -> list[Claim]:
+    names, claims = table.frame["model"].unique(), []
     for name in names:
-        checks += [
+        of_model = ACCURACY.at(model=name)
+        claims += [
             Claim(
-                f"{name}: accuracy rises with phrase length (c = {c[-1]} minus c = {c[0]})", "in all models"
-            ).at_least(0.2, *both(partial(rise, name), *STYLES), "pre-aligned prompts"),
+                f"{name}: accuracy rises with phrase length (c = {{phrase_len.high}} minus c = {{phrase_len.low}})",
+                "in all models",
+            ).at_least(0.2, *_both(of_model.rise("phrase_len"))),
             Claim(f"{name}: accuracy is high at every c on pre-aligned prompts (the worst c)", "also 1B").at_least(
-                0.9, *both(partial(worst, name), *STYLES[::-1]), "standard prompts"
+                0.9, *of_model.lowest().beside("style", *STYLES[::-1]), "standard prompts"
             ),
         ]
-    for smaller, larger in pairwise(names):
-        gap, control = (
-            difference_of(*(_accuracy(table, style, model=model) for model in (larger, smaller))) for style in STYLES
+    return claims + [
+        Claim(f"{larger} is more accurate than {smaller} (mean over c, difference)", "larger models are").at_least(
+            0.05, *_both(ACCURACY.rise("model", smaller, larger))
         )
-        checks.append(
-            Claim(f"{larger} is more accurate than {smaller} (mean over c, difference)", "larger models are").at_least(
-                0.05, gap, control, "pre-aligned prompts"
-            )
-        )
-    return checks
+        for smaller, larger in pairwise(names)
+    ]
 
 
 FIG9 = Experiment(
@@ -228,10 +211,96 @@ FIG9 = Experiment(
             "smollm2": Grid(x_lens=(8,), phrase_lens=(1, 2, 4, 8), n=50),
         },
         _jobs,
-        _summarize,
+        all_offsets,
         models="several",
     ),
-    _draw_models,
-    _check_models,
+    {
+        "fig9": rows_along(
+            "phrase_len",
+            "model",
+            {style: {"style": style, "kind": "all", **_CELL} for style in STYLES},
+            label="phrase length c",
+        )
+    },
+    _claims_of_models,
     published="Llama 3.2 1B and 3B and Llama 3 8B: larger models are better, and all are good on pre-aligned prompts.",
+)
+
+
+# The prompts of Table 1, in symbols of several kinds
+
+INPUTS = (
+    "apple bread chair cloud dance dream earth field flower garden glass green heart horse house island king lake "
+    "light moon mountain night ocean paper river road"
+)
+OUTPUTS = "act age aim air arm art ask bad bag bar bed big bit box boy bus buy can cap car cat cold come cook cool cut"
+
+SYMBOLS: Mapping[str, Mapping[str, Any]] = {
+    "letters": {},
+    "words": {"alphabet": INPUTS.split(), "letters": OUTPUTS.split()},
+    "numbers": {"alphabet": "0123456789", "spaced": False},
+}
+"""What prompts are written in: as many words as there are letters; digits as symbols, and letters in the output."""
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The prompts of Table 1, written in letters and otherwise."""
+
+    symbols: tuple[str, ...] = ("letters", "words", "numbers")
+    """Of `SYMBOLS`, those that the model's tokenizer has."""
+    task: Mapping[str, Any] = field(default_factory=lambda: {"x_len": 5, "phrase_len": 2, "n_examples": 15})
+    n: int = 50
+
+
+def _symbol_jobs(config: Symbols, inputs: Inputs) -> list[Measurement]:
+    return [
+        replace(job, keys={"symbols": name, "style": style})
+        for name in config.symbols
+        for style in STYLES
+        for job in on_tasks(accuracy, inputs, [{**config.task, "style": style, **SYMBOLS[name]}], n=config.n)
+    ]
+
+
+def _claims_of_symbols(table: Table) -> list[Claim]:
+    claims = []
+    for name in table.frame["symbols"].unique():
+        standard, aligned = above_history().at(symbols=name).beside("style", *STYLES)
+        claims += [
+            Claim(f"In {name}: the first token of standard prompts is no better than the history ceiling").at_most(
+                0.0, standard, aligned, "pre-aligned prompts"
+            ),
+            Claim(f"In {name}: that of pre-aligned prompts is (difference)").at_least(
+                0.1, aligned, standard, "standard prompts"
+            ),
+        ]
+    return claims
+
+
+def _draw_symbols(table: Table) -> dict[str, go.Figure]:
+    first: Any = table.where(kind="first", metric="accuracy").frame
+    return {
+        str(symbols): plots.dots(of, "predictor", "style", f"first token, in {symbols}")
+        for symbols, of in first.groupby("symbols", sort=False)
+    }
+
+
+SYMBOLS_OF_TABLE1 = Experiment(
+    "icatune/symbols",
+    "The prompts of Table 1 in letters, in words and in numbers",
+    "Agarwal and Sarawagi (2025), Table 1",
+    Study(
+        "icatune/symbols",
+        {
+            "smoke": Symbols(("letters",), {"x_len": 3, "phrase_len": 2, "n_examples": 3}, n=4),
+            "cpu": Symbols(("letters",), n=100),
+            "paper": Symbols(n=500),
+            "smollm2": Symbols(),
+        },
+        _symbol_jobs,
+        all_offsets,
+        models="one",
+    ),
+    _draw_symbols,
+    _claims_of_symbols,
 )

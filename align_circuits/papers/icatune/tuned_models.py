@@ -1,6 +1,6 @@
 """Models tuned once, and what several experiments measure of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -13,7 +13,7 @@ from align_circuits.heads.score import score_heads
 from align_circuits.hooks.heads import Head
 from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, seed_rows, training_folder
+from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, grouped_over_seeds, training_folder
 from align_circuits.run.evaluation import evaluate
 from align_circuits.tables.emergence_times import SUSTAINED, emergence_step, steepest_share
 from align_circuits.tables.emergence_times import best_head as best_of_last
@@ -228,26 +228,6 @@ def ends(*, prompts: int, **run: Any) -> pd.DataFrame:
             frames += [frame.assign(part=part, condition=condition) for frame in (right, heads)]
     columns = ["part", "condition", "predictor", "metric", "kind", "layer", "head", *VALUES]
     return pd.concat(frames, ignore_index=True).loc[:, columns]
-
-
-KEYS = ("arm", "part", "seed", "condition", "step", "metric", "kind", "layer", "of")
-"""The key columns of tables about courses; missing where one does not apply, such as the seed of a mean over seeds."""
-
-
-def as_rows(parts: Iterable[pd.DataFrame], keys: Sequence[str] = KEYS) -> pd.DataFrame:
-    """Returns parts of a table as one frame with the columns `keys` and `VALUES`."""
-    return pd.concat([part.reindex(columns=[*keys, *VALUES]) for part in parts])
-
-
-def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
-    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% t intervals over seeds.
-
-    A single seed keeps its interval over prompts; seeds that all gave the same value have none.
-    """
-    if frame["seed"].nunique() == 1:
-        return frame[[*by, *VALUES]].reset_index(drop=True)
-    wide = frame.pivot(index=list(by), columns="seed", values="value")
-    return seed_rows(wide.index.to_frame(index=False), wide.to_numpy(dtype=float))
 
 
 def courses(frame: Any, every: int = 1) -> pd.DataFrame:
