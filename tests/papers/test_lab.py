@@ -14,6 +14,7 @@ from align_circuits.papers.lab import (
     at_start,
     best,
     courses,
+    drawn_by,
     late_mean,
     levels,
     lines,
@@ -100,3 +101,11 @@ def test_figures_draw_what_the_statistics_say(table):
     np.testing.assert_allclose(drawn["b"].y, [0.45 + 0.015, 0.35 + 0.015, 0.25 + 0.015])
     over_steps: Any = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")(table)
     np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
+
+
+def test_figures_are_drawn_by_panel_or_by_one_function(table):
+    draw = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")
+    (by_panel, by_function) = (
+        drawn_by(figures, table)["left"] for figures in ({"left": draw}, lambda t: {"left": draw(t)})
+    )
+    assert by_panel == by_function
