@@ -12,14 +12,13 @@ import align_circuits as ac
 from align_circuits.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.papers.lab import Claim, checks_of
-from align_circuits.papers.recall.figures.common import (
+from align_circuits.papers.lab import Claim, checks_of, drawn_by, per_seed
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
+from align_circuits.papers.recall.figures.studies import (
     drawn_if_facts_are_learned,
     of_common_seeds,
     only_if_facts_are_learned,
-    per_seed,
 )
-from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
@@ -61,24 +60,23 @@ def test_claims_are_judged_in_models_that_know_their_facts():
     unknown = {"facts": 0.94, "facts_before": 0.0}
     rows = [{**known, "div": 0.5, "seed": 0, "value": 1.0}, {**unknown, "div": 0.5, "seed": 1, "value": 0.0}]
     rows.append({**unknown, "div": 0.2, "seed": 0, "value": 0.0})
-
-    def check(found: Table) -> list[Claim]:
-        return [Claim("value").at_least(0.5, per_seed(found), np.zeros(1), "nothing")]
-
-    share, value = checks_of(only_if_facts_are_learned(check), table(rows))
+    claims = [Claim("value").at_least(0.5, per_seed(), np.zeros(1), "nothing")]
+    share, value = checks_of(only_if_facts_are_learned(claims), table(rows))
     assert share.measured.value == pytest.approx(1 / 3)
     assert (share.control.value, value.measured.value) == (0.0, 1.0)
-    assert [each.claim for each in checks_of(only_if_facts_are_learned(check, said=False), table(rows))] == ["value"]
-    assert len(only_if_facts_are_learned(check)(table(rows[1:]))) == 1  # no model knows its facts: nothing is judged
+    assert [each.claim for each in checks_of(only_if_facts_are_learned(claims, said=False), table(rows))] == ["value"]
+    assert (
+        len(checks_of(only_if_facts_are_learned(claims), table(rows[1:]))) == 1
+    )  # no model knows its facts: nothing is judged
     draw = drawn_if_facts_are_learned(lambda found: {str(len(found)): go.Figure()})
-    assert list(draw(table(rows))) == ["1"]
-    assert list(draw(table(rows[1:]))) == ["2, no model knows its facts"]
+    assert list(drawn_by(draw, table(rows))) == ["1"]
+    assert list(drawn_by(draw, table(rows[1:]))) == ["2, no model knows its facts"]
 
 
 def test_differences_are_of_common_seeds():
     one, other = (table([{"seed": seed, "value": seed} for seed in seeds]) for seeds in ((1, 2, 3), (2, 3, 4)))
     for part in of_common_seeds(one, other):
-        assert per_seed(part).tolist() == [2, 3]
+        assert per_seed()(part).tolist() == [2, 3]
 
 
 def test_forced_attention_is_that_of_a_hook_by_hand():

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 
-from align_circuits.papers.recall.figures.common import best, reached
 from align_circuits.papers.recall.figures.figs_2_to_7_15_training import FIG2, FIG3, FIG4, FIG5, FIG6, FIG15
 from align_circuits.papers.recall.figures.figs_8_16_17_18_task_vectors import FIG8, FIG16, FIG17, FIG18, by_type
 from align_circuits.papers.recall.figures.figs_13_14_19_24_held_out import FIG13, FIG14
@@ -101,10 +100,10 @@ def test_what_depends_on_subjects_is_told_from_what_does_not(matters):
             stage=stage,
             n_seen=n,
         )
-        for stage in ("icl", "icl+grm")
+        for stage in ("icl", *READ)
         for n in (8, 32)
     ]
-    assert holds(FIG5.check(table(*frames))) == [matters] * 2
+    assert holds(FIG5.check(table(*frames))) == [matters] * 3
 
 
 def test_length_and_diversity_are_credited_apart():
@@ -121,13 +120,6 @@ def test_length_and_diversity_are_credited_apart():
         for div in (0.2, 0.5)
     ]
     assert holds(FIG6.check(table(*frames))) == [True, False, True, False]
-
-
-def test_steps_that_are_never_reached_are_infinite():
-    found = table(curves(lambda _probe, match: 20 if match == "type" else 1e9, ("pt",)))
-    assert reached(found, 0.5, probe="pt", match="type").tolist() == [20, 30, 30]
-    assert reached(found, 0.5, probe="pt", match="exact").tolist() == [np.inf] * 3
-    assert best(found, probe="pt", match="type").tolist() == [1] * 3
 
 
 def clusters(strength: Callable[[float, float], float], steers: bool = True) -> Table:

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, over_seeds, share_of
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Inputs,
+    Measured,
+    Measurement,
+    Rows,
+    over_seeds,
+    per_seed,
+    share_of,
+)
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -24,7 +34,7 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     AttentionOnlySetup,
     Positions,
 )
-from align_circuits.papers.recall.figures.common import FACTS_LEARNED, SOURCE, know_their_facts, per_seed, study
+from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, know_their_facts, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
@@ -293,7 +303,7 @@ _STAGES = {
 
 def _checks(table: Table, name: str) -> Iterator[Claim]:
     exact: dict[str, Any] = {"sequences": "pretraining", "metric": "exact"}
-    facts = (per_seed(table, stage=stage, **exact) for stage in ("pretrained", "untrained"))
+    facts = (per_seed(stage=stage, **exact)(table) for stage in ("pretrained", "untrained"))
     learned, before = (share_of(of_stage >= FACTS_LEARNED) for of_stage in facts)
     claim = f"{name}: facts are learned, as all that follows presupposes"
     yield Claim(f"{claim} (share of seeds with an exact match of {FACTS_LEARNED:g} or more)").at_least(
@@ -316,10 +326,10 @@ def _checks(table: Table, name: str) -> Iterator[Claim]:
         yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
     for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
         where = {"metric": "heads named", "sequences": _STAGES[stage][0], "what": role}
-        after, before = (per_seed(table, stage=at, **where) > 0 for at in (stage, "untrained"))
+        after, before = (per_seed(stage=at, **where)(table) > 0 for at in (stage, "untrained"))
         claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
         yield Claim(claim).at_least(1.0, after, before, "before training")
-    recalled = {stage: per_seed(table, stage=stage, sequences="in context", metric="exact") for stage in _STAGES}
+    recalled = {stage: per_seed(stage=stage, sequences="in context", metric="exact")(table) for stage in _STAGES}
     yield Claim(f"{name}: held-out subjects are recalled (exact match)").at_least(
         0.8, recalled["finetuned"], recalled["pretrained"], "before finetuning"
     )

@@ -10,7 +10,7 @@ import pandas as pd
 
 from align_circuits.models.loading import load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
-from align_circuits.papers.recall.figures.common import study
+from align_circuits.papers.recall.figures.studies import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask, Predicted

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, extreme_of
-from align_circuits.papers.recall.figures.common import SOURCE, study
+from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask

@@ -13,8 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, value_of
-from align_circuits.papers.recall.figures.common import SOURCE, study
 from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
+from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
