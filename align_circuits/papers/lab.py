@@ -27,7 +27,7 @@ Rows go through JSON: numbers come back to the bit. Files, all below the folder 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -48,7 +48,7 @@ from align_circuits.models.loading import load
 from align_circuits.models.protocol import model_provenance
 from align_circuits.report import plots
 from align_circuits.tables.intervals import binomial_interval, t_interval, weighted_mean
-from align_circuits.tables.tables import Provenance, Table
+from align_circuits.tables.tables import VALUES, Provenance, Table
 
 Scale = Literal["smoke", "cpu", "paper", "smollm2"]
 """`smoke` takes seconds, `cpu` at most 30 minutes on two cores, `paper` is the paper's own setting; `smollm2` is made
@@ -291,6 +291,22 @@ def seed_rows(keys: pd.DataFrame, values: Float[ndarray, "row seed"]) -> pd.Data
     return keys.reset_index(drop=True).assign(value=mean, low=low, high=high, n=known.sum(1))
 
 
+def grouped_over_seeds(frame: Any, by: Sequence[str]) -> pd.DataFrame:
+    """Returns the mean over seeds of rows that are alike in the columns `by`, with 95% t intervals over seeds.
+
+    A single seed keeps its interval over prompts; seeds that all gave the same value have none.
+    """
+    if frame["seed"].nunique() == 1:
+        return frame[[*by, *VALUES]].reset_index(drop=True)
+    wide = frame.pivot(index=list(by), columns="seed", values="value")
+    return seed_rows(wide.index.to_frame(index=False), wide.to_numpy(dtype=float))
+
+
+def as_rows(frames: Iterable[pd.DataFrame], keys: Sequence[str]) -> pd.DataFrame:
+    """Returns frames as one with the columns `keys` and `VALUES`; missing where a frame has no such column."""
+    return pd.concat([frame.reindex(columns=[*keys, *VALUES]) for frame in frames])
+
+
 def mean_rows(
     keys: pd.DataFrame, values: Float[ndarray, "row seed"], *, bounded: Bool[ndarray, " row"] | bool = True
 ) -> pd.DataFrame:
@@ -372,6 +388,18 @@ class Statistic:
         """Returns how much lower it is at one level of a column than at another."""
         return self.at(**{column: first}) - self.at(**{column: last})
 
+    def beside(self, column: str, key: Any, control: Any) -> tuple["Statistic", "Statistic"]:
+        """Returns the same at one key of a column and, as a control, at another."""
+        return self.at(**{column: key}), self.at(**{column: control})
+
+    def highest(self) -> "Statistic":
+        """Returns the row with the highest value, with its own interval."""
+        return self.map(lambda table: extreme_of(table, highest=True))
+
+    def lowest(self) -> "Statistic":
+        """Returns the row with the lowest value, with its own interval."""
+        return self.map(lambda table: extreme_of(table, highest=False))
+
     def map(self, function: Callable[..., Any], *others: Any) -> "Statistic":
         """Returns a function of its values and of those of other statistics."""
 
@@ -434,6 +462,9 @@ def courses_of(table: Table) -> pd.DataFrame:
 
 rows = _by_measure(lambda table: table)
 """The rows with some keys, each with its own interval: `rows(style="standard", x_len=1)`."""
+
+the_row = _by_measure(lambda table: _row(table, 0))
+"""The only row with some keys, or the first, as it stands in the table."""
 
 per_seed = _by_measure(lambda table: table.frame.sort_values("seed")["value"].to_numpy(float))
 """Each seed's value of a measure that has one row a seed."""
@@ -699,6 +730,61 @@ def courses(
         return plots.curves(frames, x=x, by="curve", label=label, value=value)
 
     return draw
+
+
+def rows_along(
+    x: str, by: str, panels: Mapping[str, Mapping[str, Any]], *, label: str, value: str = "accuracy"
+) -> Callable[[Table], go.Figure]:
+    """Returns what draws rows with their own intervals along a key column.
+
+    Args:
+        x: The key column.
+        by: The key column that tells curves apart.
+        panels: The keys of each panel's rows by its caption.
+        label: The title of the x axis.
+        value: The title of the y axis.
+    """
+
+    def draw(table: Table) -> go.Figure:
+        frames = {caption: table.where(**keys).frame for caption, keys in panels.items()}
+        return plots.curves(frames, x=x, by=by, label=label, value=value)
+
+    return draw
+
+
+def grids(
+    columns: str,
+    index: str,
+    panels: Mapping[str, Mapping[str, Any]],
+    *,
+    x: str | None = None,
+    y: str | None = None,
+    value: str = "accuracy",
+) -> Callable[[Table], go.Figure]:
+    """Returns what draws rows as grids of shares.
+
+    Args:
+        columns: The key column along x.
+        index: The key column along y.
+        panels: The keys of each panel's rows by its caption.
+        x: The title of the columns, if not their name.
+        y: The title of the rows, if not their name.
+        value: The title of the scale.
+    """
+
+    def draw(table: Table) -> go.Figure:
+        frames = {
+            caption: table.where(**keys).frame.pivot(index=index, columns=columns, values="value").astype(float)
+            for caption, keys in panels.items()
+        }
+        return plots.accuracy_grids(frames, x=x or columns, y=y or index, value=value)
+
+    return draw
+
+
+def seed_dots(frame: pd.DataFrame, row: str, label: str) -> go.Figure:
+    """Draws each seed's values in labelled rows: `plots.dots`."""
+    return plots.dots(frame.assign(seed="seed " + frame["seed"].astype(str)), row, "seed", label)
 
 
 # Experiments

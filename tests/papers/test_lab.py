@@ -15,6 +15,7 @@ from align_circuits.papers.lab import (
     best,
     courses,
     drawn_by,
+    grids,
     late_mean,
     levels,
     lines,
@@ -23,6 +24,9 @@ from align_circuits.papers.lab import (
     per_seed,
     reached,
     rows,
+    rows_along,
+    seed_dots,
+    the_row,
 )
 from align_circuits.tables.tables import Provenance, Table
 
@@ -105,7 +109,30 @@ def test_figures_draw_what_the_statistics_say(table):
 
 def test_figures_are_drawn_by_panel_or_by_one_function(table):
     draw = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")
-    (by_panel, by_function) = (
-        drawn_by(figures, table)["left"] for figures in ({"left": draw}, lambda t: {"left": draw(t)})
+    by_panel = drawn_by({"left": draw}, table)
+    assert by_panel == drawn_by(lambda found: {"left": draw(found)}, table)
+
+
+def test_the_ends_and_a_row_keep_their_own_intervals_and_a_control_is_taken_beside():
+    frame = pd.DataFrame(
+        {"style": ["x", "y", "z"], "value": [0.9, 0.4, 0.6], "low": 0.3, "high": [0.95, 0.5, 0.7], "n": 9}
     )
-    assert by_panel == by_function
+    table = Table(frame, Provenance("test"))
+    found = [each(table) for each in (rows().highest(), rows().lowest(), *the_row().beside("style", "z", "x"))]
+    assert [(one.value, one.high) for one in found] == [(0.9, 0.95), (0.4, 0.5), (0.6, 0.7), (0.9, 0.95)]
+
+
+def test_rows_are_drawn_along_a_column_as_grids_and_by_seed(table):
+    ends = Table(table.where(step=10).frame, table.provenance)
+    along: Any = rows_along("noise", "measure", {"seed 0": {"seed": 0}, "seed 1": {"seed": 1}}, label="noise")(ends)
+    for line in along.data:
+        for noise, drawn in zip(line.x, line.y, strict=True):
+            assert drawn == value(line.name, noise, 0 if line.xaxis == "x" else 1, 10)
+    (heat,) = grids("noise", "seed", {"": {"measure": "a"}})(ends).data
+    np.testing.assert_allclose(
+        heat.z, [[value("a", noise, seed, 10) for noise in (0.1, 0.3, 0.5)] for seed in range(4)]
+    )
+    dots: Any = seed_dots(ends.where(measure="a", noise=0.1).frame, "measure", "a")
+    assert {line.name: line.x[0] for line in dots.data} == {
+        f"seed {seed}": value("a", 0.1, seed, 10) for seed in range(4)
+    }
