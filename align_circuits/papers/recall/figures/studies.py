@@ -22,6 +22,7 @@ from align_circuits.papers.lab import (
     drawn_by,
     share_of,
 )
+from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 SOURCE = "Vasudeva et al. (2026)"
@@ -79,6 +80,27 @@ def learned(claim: str, level: float, before: str, published: str = "", **where:
         **where: The keys of the measure's rows.
     """
     return Claim(claim, published).at_least(level, at_end(**where), at_start(**where), before)
+
+
+def bars(
+    groups: Mapping[str, pd.DataFrame], axes: Sequence[str], label: str, limits: tuple[float, float], height: int
+) -> go.Figure:
+    """Draws values with their intervals as bars.
+
+    Args:
+        groups: A colour for each: rows with the columns `axes`, value, low and high.
+        axes: The columns that tell bars of a colour apart.
+        label: The title of the values.
+        limits: The lowest and the highest drawn value.
+        height: In pixels.
+    """
+    figure = go.Figure()
+    for place, (name, rows) in enumerate(groups.items()):
+        reach = {"array": rows["high"] - rows["value"], "arrayminus": rows["value"] - rows["low"]}
+        columns = [rows[axis] for axis in axes]
+        figure.add_bar(x=columns, y=rows["value"], name=name, marker_color=plots.COLOURS[place], error_y=reach)
+    figure.update_yaxes(title=label, range=limits)
+    return plots.styled(figure, "", height=height)
 
 
 def know_their_facts(table: Table, **pretrained: Any) -> Table:
