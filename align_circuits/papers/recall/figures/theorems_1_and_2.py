@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 from numpy import ndarray
+from scipy.special import stdtrit
 from torch import Tensor
 
 from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Statistic, the_row
@@ -20,7 +21,7 @@ from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
 from align_circuits.report import plots
-from align_circuits.tables.intervals import proportion
+from align_circuits.tables.intervals import TAILS, proportion
 from align_circuits.tables.tables import Provenance, Table
 
 UPDATES: tuple[Update, ...] = get_args(Update)
@@ -90,7 +91,7 @@ def _beside_formulas(
     formulas = {form: finetuning.coefficients(form)[update] for form in FORMS}
     for term, coefficients in finetuning.decomposed(update, scale * groups).items():
         values = coefficients.numpy()
-        half = 1.96 * values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        half = _reach(values.std(ddof=1) / len(values) ** 0.5, len(values)) if len(values) > 1 else 0.0
         printed_and_corrected = {form: formulas[form].get(term, 0.0) for form in FORMS}
         keys = {"metric": "coefficient", "update": update, "term": term, **printed_and_corrected}
         rows.append({**keys, "value": values.mean(), "low": values.mean() - half, "high": values.mean() + half})
@@ -117,7 +118,12 @@ def _jackknife(groups: Float[Tensor, "group entry"], direction: Float[Tensor, " 
     if len(groups) == 1:
         return cosine(everything), 0.0
     without = np.array([cosine(everything[everything != left_out]) for left_out in everything])
-    return cosine(everything), float(1.96 * ((len(groups) - 1) * without.var()) ** 0.5)
+    return cosine(everything), _reach(((len(groups) - 1) * without.var()) ** 0.5, len(groups))
+
+
+def _reach(standard_error: float, groups: int) -> float:
+    """Half of the 95% t interval of what groups of sequences estimate."""
+    return float(stdtrit(groups - 1, TAILS[1]) * standard_error)
 
 
 def _accuracies(finetuning: Finetuning, model: AttentionOnly, n: int, name: str) -> list[dict[str, Any]]:
