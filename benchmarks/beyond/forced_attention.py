@@ -4,7 +4,7 @@ The claims were formed on seeds 0 and 1 at the cpu scale; its twelve seeds are n
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import plotly.graph_objects as go
@@ -39,8 +39,20 @@ INTACT = "as it is"
 """The place of rows without an edit."""
 
 
-def _jobs(config: gpt2.FinetunedModels, inputs: Inputs) -> list[Measurement]:
-    return gpt2.each_kind(force, config.setup, inputs, ("pt", *config.kinds))
+@dataclass(frozen=True)
+class FinetunedModels:
+    """The finetuned models of the study."""
+
+    setup: gpt2.GPT2Setup
+    kinds: tuple[gpt2.Finetuned, ...] = ("icl", "icl+grm")
+
+
+def _jobs(config: FinetunedModels, inputs: Inputs) -> list[Measurement]:
+    return [
+        job
+        for kind in ("pt", *config.kinds)
+        for job in gpt2.each_seed(force, config.setup, inputs, {"kind": kind, "n": config.setup.n_prompts}, kind=kind)
+    ]
 
 
 def force(*, setup: Mapping[str, Any], kind: gpt2.Kind, trained: str, seed: int) -> list[dict[str, Any]]:
@@ -147,7 +159,7 @@ BRIDGE = Experiment(
     f"Beyond {SOURCE}",
     study(
         "recall/bridge",
-        *(gpt2.FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),
+        *(FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),
         jobs=_jobs,
         train=gpt2.pretrainings,
         summarize=measured_after_facts,

@@ -1,5 +1,6 @@
 """Beyond the paper on contextual recall: what is planted is found, and what is not is not."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -108,34 +109,20 @@ def test_a_relation_to_an_earlier_token_is_added():
 
 def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
     def rows(gain: float) -> Table:
-        seeds, kinds = range(3), ("pt", "icl", "icl+grm")
+        forced = [(None, INTACT), *product((0, 1), DISTANCES)]
         exact = [
-            {
-                "kind": kind,
-                "seed": seed,
-                "layer": layer,
-                "place": place,
-                "match": "exact",
-                "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0,
-            }
-            for kind in kinds
-            for seed in seeds
-            for layer, place in [(None, INTACT), *((layer, place) for layer in (0, 1) for place in DISTANCES)]
+            {"kind": kind, "layer": layer, "place": place, "match": "exact", "value": gain * recalls}
+            for kind in ("pt", "icl", "icl+grm")
+            for layer, place in forced
+            for recalls in [(kind, layer, place) == ("icl+grm", 0, "itself")]
         ]
         looks = [
-            {
-                "kind": kind,
-                "seed": seed,
-                "layer": 0,
-                "place": place,
-                "match": "attention",
-                "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1,
-            }
-            for kind in kinds
-            for seed in seeds
+            {"kind": kind, "layer": 0, "place": place, "match": "attention", "value": 0.9 if reads else 0.1}
+            for kind in ("pt", "icl", "icl+grm")
             for place in ("ICL", "ICL+Grm")
+            for reads in [(kind, place) == ("icl+grm", "ICL+Grm")]
         ]
-        return table(exact + looks)
+        return table([{**row, "seed": seed} for seed in range(3) for row in exact + looks])
 
     assert all(check.met and check.control_fails for check in BRIDGE.check(rows(0.8)))
     assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, True, False, False, False]
