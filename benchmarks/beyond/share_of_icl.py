@@ -85,7 +85,7 @@ _ICL_FIRST = reached(0.5, **_ICL) < reached(0.5, **_GRM)
 _HALF = "share of models in which it reaches a half, held-out, at an earlier step"
 
 
-def _draw(table: Table) -> dict[str, go.Figure]:
+def _draw(table: Table) -> Mapping[str, go.Figure]:
     shares = levels(table, "share")
     panels = {
         f"{share:.0%} ICL": {

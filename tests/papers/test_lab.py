@@ -128,7 +128,8 @@ def test_rows_are_drawn_along_a_column_as_grids_and_by_seed(table):
     for line in along.data:
         for noise, drawn in zip(line.x, line.y, strict=True):
             assert drawn == value(line.name, noise, 0 if line.xaxis == "x" else 1, 10)
-    (heat,) = grids("noise", "seed", {"": {"measure": "a"}})(ends).data
+    drawn_grids: Any = grids("noise", "seed", {"": {"measure": "a"}})(ends)
+    (heat,) = drawn_grids.data
     np.testing.assert_allclose(
         heat.z, [[value("a", noise, seed, 10) for noise in (0.1, 0.3, 0.5)] for seed in range(4)]
     )

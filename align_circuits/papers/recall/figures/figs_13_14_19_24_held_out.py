@@ -120,7 +120,7 @@ def _values_claims(table: Table) -> list[Claim]:
 # Figure 14
 
 
-def _draw_subjects(table: Table) -> dict[str, go.Figure]:
+def _draw_subjects(table: Table) -> Mapping[str, go.Figure]:
     cosines = {
         what: {"probe": "cosine", "match": what} for what in ("f_subj", "f_rel", *map(_of_another, ("f_subj", "f_rel")))
     }

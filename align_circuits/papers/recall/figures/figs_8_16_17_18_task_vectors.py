@@ -322,8 +322,9 @@ def _draw_cosines(table: Table) -> dict[str, go.Figure]:
 @statistic
 def _within_minus_between(table: Table) -> Float[ndarray, " seed"]:
     """The mean cosine of contexts of one type minus that of two."""
-    same = table.frame["type"] == table.frame["other"]
-    within, between = (table.frame[pairs].groupby("seed")["value"].mean() for pairs in (same, ~same))
+    frame: Any = table.frame
+    same = frame["type"] == frame["other"]
+    within, between = (frame[pairs].groupby("seed")["value"].mean() for pairs in (same, ~same))
     return (within - between).to_numpy(float)
 
 

@@ -252,6 +252,10 @@ _STAGES = {
 }
 """The sequences of each stage, the stage before it, and its caption."""
 
+_OUTPUTS: list[tuple[str, Role, str]] = [
+    ("the subject head's output is f_subj (cosine, centred)", "subject", "f_subj, centred"),
+    ("the relation head's output is f_rel (cosine)", "relation", "f_rel"),
+]
 _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
     ("after pretraining a head attends to the subject", "subject", "attention", "subject", "pretrained"),
     ("another attends to the latest relation token", "relation", "attention", "relation", "pretrained"),
@@ -279,10 +283,7 @@ _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
     *(
         (f"{stage}, among the logits of values alone: {claim}", role, "cosine", what + VALUES, stage)
         for stage in _STAGES
-        for claim, role, what in (
-            ("the subject head's output is f_subj (cosine, centred)", "subject", "f_subj, centred"),
-            ("the relation head's output is f_rel (cosine)", "relation", "f_rel"),
-        )
+        for claim, role, what in _OUTPUTS
     ),
 ]
 """Claims about the head of a role: the role, the metric, of what, and the stage."""
@@ -356,7 +357,7 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     for positions in POSITIONS:
         models = table.where(positions=positions)
         for stage, (sequences, *_) in _STAGES.items():
-            attention = models.where(stage=stage, sequences=sequences, metric="map").frame
+            attention: Any = models.where(stage=stage, sequences=sequences, metric="map").frame
             maps = {f"head {int(head)}": of_head.assign(step=0) for head, of_head in attention.groupby("head")}
             figures[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
         figures[f"{positions}: cosines with the constructions"] = _draw_cosines(models)

@@ -107,19 +107,23 @@ def know_their_facts(table: Table, **pretrained: Any) -> Table:
     """Returns the rows of seeds whose pretrained model knows its facts; `pretrained` selects its exact match on PT."""
     facts = table.where(**pretrained).frame
     known = facts.loc[facts["value"] >= FACTS_LEARNED, "seed"]
-    return Table(table.frame[table.frame["seed"].isin(known)], table.provenance)
+    return _only(table, table.frame["seed"].isin(known))
 
 
 def of_common_seeds(one: Table, other: Table) -> tuple[Table, Table]:
     """Returns the rows of both tables that are of seeds which both have, so that values by seed can be compared."""
-    seeds = np.intersect1d(one.frame["seed"], other.frame["seed"])
-    of_one, of_other = (Table(table.frame[table.frame["seed"].isin(seeds)], table.provenance) for table in (one, other))
-    return of_one, of_other
+    seeds: Any = np.intersect1d(one.frame["seed"], other.frame["seed"])
+    return _only(one, one.frame["seed"].isin(seeds)), _only(other, other.frame["seed"].isin(seeds))
 
 
 def _with_facts(table: Table) -> Table:
     """The rows of models that know their facts, of a table of `measured_after_facts`."""
-    return Table(table.frame[table.frame["facts"] >= FACTS_LEARNED], table.provenance)
+    return _only(table, table.frame["facts"] >= FACTS_LEARNED)
+
+
+def _only(table: Table, wanted: Any) -> Table:
+    frame: Any = table.frame[wanted]
+    return Table(frame, table.provenance)
 
 
 def facts_learned(table: Table) -> Check:

@@ -182,7 +182,7 @@ def _draw_cosines(table: Table) -> go.Figure:
 
 
 def _draw_held_out(table: Table) -> go.Figure:
-    accuracy = table.where(metric="accuracy", queries="held-out").frame
+    accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
     n_values = accuracy[accuracy["name"] == ENOUGH]["n_values"].iloc[0]
     by_seen = accuracy[(accuracy["n_slots"] == accuracy["n_slots"].max()) & (accuracy["n_values"] == n_values)]
     label = "M_ft, the subjects finetuned on"
