@@ -27,7 +27,7 @@ ROOMS = {
     "align_circuits/report": (2075, 1700),
     "align_circuits/training": (1730, 1400),
     "align_circuits/cli": (2126, 1500),
-    "align_circuits/papers": (10956, 8500),
+    "align_circuits/papers": (10962, 8500),
     "hooks": (3220, 2600),
     "tests": (28000, 20000),
 }
