@@ -43,6 +43,9 @@ FEWEST = 12
 SLOT = "\0"
 """What stands in a claim for a value that is filled in."""
 
+LEVEL = re.compile(r"\{[^{}]*\}")
+"""A level of the table that a claim's text names, such as `{div.high:g}`."""
+
 
 def git(*arguments: str) -> bytes:
     """Returns what git prints."""
@@ -112,7 +115,7 @@ def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, floa
         claim, threshold = call.func.value, call.args[0] if call.args else None
         text = claim.args[0] if isinstance(claim, ast.Call) and claim.args else None
     elif isinstance(call.func, ast.Name) and call.func.id == "learned" and len(call.args) > 2:  # recall's short form
-        text, threshold = call.args[1:3]
+        text, threshold = call.args[1:3] if isinstance(call.args[0], ast.Name) else call.args[:2]
     elif isinstance(call.func, ast.Name) and call.func.id == "Check":  # before `Claim` was there
         text, threshold = named.get("claim", call.args[0] if call.args else None), named.get("threshold")
     else:
@@ -129,9 +132,10 @@ def _claim_of(call: ast.Call, constants: dict[str, ast.expr]) -> tuple[str, floa
 
 def _text(node: ast.expr | None) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
+        return LEVEL.sub(SLOT, node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else SLOT for part in node.values)
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) else SLOT for part in node.values)
+        return LEVEL.sub(SLOT, text)
     return None
 
 

@@ -704,6 +704,11 @@ def checks_of(claims: Claims, table: Table) -> list[Check]:
 # Figures
 
 
+def drawn_by(figures: Figures, table: Table) -> Mapping[str, go.Figure]:
+    """Returns the figures of a table by panel."""
+    return figures(table) if callable(figures) else {name: draw(table) for name, draw in figures.items()}
+
+
 def lines(
     curves: Mapping[str, Statistic],
     x: str,
@@ -864,8 +869,7 @@ class Experiment:
 
     def draw(self, table: Table) -> Mapping[str, go.Figure]:
         """Returns its figures by panel."""
-        drawn = self.figures
-        return drawn(table) if callable(drawn) else {name: draw(table) for name, draw in drawn.items()}
+        return drawn_by(self.figures, table)
 
     def check(self, table: Table) -> list[Check]:
         """Returns its claims beside what a table says."""

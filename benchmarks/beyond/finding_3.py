@@ -4,30 +4,35 @@ Two readings of S_ft, three losses, layer-1 attention as it is or forced, and gr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.beyond.forced_attention import with_relation_back
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
 from align_circuits.models.loading import load
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, on_one_thread, share_of
-from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import (
-    FACTS_LEARNED,
-    SOURCE,
-    key_values,
-    know_their_facts,
+from align_circuits.papers.lab import (
+    About,
+    Check,
+    Claim,
+    Experiment,
+    Inputs,
+    Measurement,
+    Statistic,
+    checks_of,
+    levels,
+    on_one_thread,
     per_seed,
-    study,
+    share_of,
 )
+from align_circuits.papers.recall.figures import gpt2_models as gpt2
+from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, know_their_facts, study
 from align_circuits.papers.recall.metrics import recall_matches
 from align_circuits.papers.recall.task.sequences import Predicted, followed_by_grammar
 from align_circuits.report import plots
@@ -113,62 +118,58 @@ def transfer(
     return rows
 
 
-def _check(table: Table) -> list[Claim]:
-    facts, on_icl = per_seed(table, **_PT), per_seed(table, kind=None, **_ON_ICL)
-    known = know_their_facts(table, **_PT)
-    most = int(max(key_values(table, "grammar")))
+_NOTHING = np.zeros(1)
+"""Has no interval, so that nothing is decided: of tables in which no model knows its facts."""
 
-    def exact(kind: str | None, loss: str | None, grammar: int = 0, attention: str = "free") -> Float[ndarray, " seed"]:
-        if not len(known):
-            return np.zeros(1)  # has no interval, so that nothing is decided
-        where: dict[str, Any] = {"kind": kind, "loss": loss, "grammar": grammar, "attention": attention}
-        return per_seed(known, match="exact", **where)
 
-    before = exact(None, None)
+def _exact(kind: str | None, loss: str | None, **where: Any) -> Statistic:
+    """Exact match on ICL about held-out subjects."""
+    return per_seed(**{**_ON_ICL, **where, "kind": kind, "loss": loss})
+
+
+def _claims_of_those_that_know(table: Table) -> list[Claim]:
+    most = int(max(levels(table, "grammar")))
     ones, zeros = READINGS
-    checks = [
-        Claim(
-            "Facts are learned in pretraining, as finding 3 presupposes (exact match on PT "
-            f"{FACTS_LEARNED:g} or more, share of seeds)"
-        ).at_least(0.5, share_of(facts >= FACTS_LEARNED), share_of(on_icl >= FACTS_LEARNED), "on ICL"),
-        Claim("S_ft from 0: ICL about held-out subjects comes (exact match)", "about 0.9").at_least(
-            0.5, exact(zeros, "all"), before, "before finetuning"
+    from_one, from_zero = "S_ft from 1", "S_ft from 0"
+    claims = [
+        Claim(f"{from_zero}: ICL about held-out subjects comes (exact match)", "about 0.9").at_least(
+            0.5, _exact(zeros, "all"), _exact(None, None), "before finetuning"
         ),
-        Claim("S_ft from 1: it does not (exact match)", "about 0.9").at_most(
-            0.2, exact(ones, "all"), exact(zeros, "all"), "S_ft from 0"
+        Claim(f"{from_one}: it does not (exact match)", "about 0.9").at_most(
+            0.2, _exact(ones, "all"), _exact(zeros, "all"), from_zero
         ),
-        Claim(f"S_ft from 1: it comes if {most} grammar tokens follow the query (exact match)").at_least(
-            0.5, exact(ones, "all", most), exact(ones, "all"), "none follows"
+        Claim(f"{from_one}: it comes if {most} grammar tokens follow the query (exact match)").at_least(
+            0.5, _exact(ones, "all", grammar=most), _exact(ones, "all"), "none follows"
         ),
     ]
     for loss in ("attributes", "no first grammar"):
-        checks += [
-            Claim(f"S_ft from 1, {LOSSES[loss]}: it does not come by itself (exact match)").at_most(
-                0.2, exact(ones, loss), exact(zeros, loss), "S_ft from 0"
+        free, of_loss = _exact(ones, loss), f"{from_one}, {LOSSES[loss]}"
+        claims += [
+            Claim(f"{of_loss}: it does not come by itself (exact match)").at_most(
+                0.2, free, _exact(zeros, loss), from_zero
             ),
-            Claim(f"S_ft from 1, {LOSSES[loss]}: one grammar token after the query suffices (exact match)").at_least(
-                0.5, exact(ones, loss, 1), exact(ones, loss), "none"
+            Claim(f"{of_loss}: one grammar token after the query suffices (exact match)").at_least(
+                0.5, free.at(grammar=1), free, "none"
             ),
-            Claim(
-                f"S_ft from 1, {LOSSES[loss]}: so does layer 1 made to read the query subject (exact match)"
-            ).at_least(
-                0.5,
-                exact(ones, loss, 0, "query subject"),
-                exact(ones, loss, 0, "separator"),
-                "made to read the separator",
+            Claim(f"{of_loss}: so does layer 1 made to read the query subject (exact match)").at_least(
+                0.5, free.at(attention="query subject"), free.at(attention="separator"), "made to read the separator"
             ),
         ]
-    checks.append(
-        Claim(
-            "S_ft from 1, next-token loss: layer 1 made to read the query subject does not suffice (exact match)"
-        ).at_most(
-            0.2,
-            exact(ones, "all", 0, "query subject"),
-            exact(ones, "attributes", 0, "query subject"),
-            "loss on attributes alone",
-        )
-    )
-    return checks
+    forced = {loss: _exact(ones, loss, attention="query subject") for loss in ("all", "attributes")}
+    claim = f"{from_one}, next-token loss: layer 1 made to read the query subject does not suffice (exact match)"
+    return [*claims, Claim(claim).at_most(0.2, forced["all"], forced["attributes"], "loss on attributes alone")]
+
+
+def _check(table: Table) -> list[Check]:
+    facts, on_icl = (share_of(per_seed(**keys)(table) >= FACTS_LEARNED) for keys in (_PT, {"kind": None, **_ON_ICL}))
+    learned = Claim(
+        "Facts are learned in pretraining, as finding 3 presupposes (exact match on PT "
+        f"{FACTS_LEARNED:g} or more, share of seeds)"
+    ).at_least(0.5, facts, on_icl, "on ICL")
+    known, claims = know_their_facts(table, **_PT), _claims_of_those_that_know(table)
+    if not len(known):
+        claims = [replace(claim, statistic=_NOTHING, control=_NOTHING) for claim in claims]
+    return checks_of([learned.check(table), *claims], known)
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:

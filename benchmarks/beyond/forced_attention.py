@@ -4,26 +4,24 @@ The claims were formed on seeds 0 and 1 at the cpu scale; its twelve seeds are n
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float, Int
-from numpy import ndarray
 from torch import Tensor
 
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.edits import Clamp, Edit
 from align_circuits.hooks.heads import heads_of
-from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement
+from align_circuits.papers.lab import About, Claim, Experiment, Inputs, Measurement, Statistic, per_seed
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import (
+from align_circuits.papers.recall.figures.studies import (
     SOURCE,
     drawn_if_facts_are_learned,
     measured_after_facts,
     only_if_facts_are_learned,
-    per_seed,
     study,
 )
 from align_circuits.papers.recall.metrics import recall_matches
@@ -41,8 +39,20 @@ INTACT = "as it is"
 """The place of rows without an edit."""
 
 
-def _jobs(config: gpt2.FinetunedModels, inputs: Inputs) -> list[Measurement]:
-    return gpt2.each_kind(force, config.setup, inputs, ("pt", *config.kinds))
+@dataclass(frozen=True)
+class FinetunedModels:
+    """The finetuned models of the study."""
+
+    setup: gpt2.GPT2Setup
+    kinds: tuple[gpt2.Finetuned, ...] = ("icl", "icl+grm")
+
+
+def _jobs(config: FinetunedModels, inputs: Inputs) -> list[Measurement]:
+    return [
+        job
+        for kind in ("pt", *config.kinds)
+        for job in gpt2.each_seed(force, config.setup, inputs, {"kind": kind, "n": config.setup.n_prompts}, kind=kind)
+    ]
 
 
 def force(*, setup: Mapping[str, Any], kind: gpt2.Kind, trained: str, seed: int) -> list[dict[str, Any]]:
@@ -105,32 +115,29 @@ def forced(model: Any, prompts: Prompts, world: RecallWorld) -> list[dict[str, A
     ]
 
 
-def _check(table: Table) -> list[Claim]:
-    def gain(kind: str, layer: int, place: str) -> Float[ndarray, " seed"]:
-        exact: dict[str, Any] = {"kind": kind, "match": "exact"}
-        return per_seed(table, layer=layer, place=place, **exact) - per_seed(table, place=INTACT, **exact)
+def _gain(kind: str, layer: int, place: str) -> Statistic:
+    exact = per_seed(kind=kind, match="exact")
+    return exact.at(layer=layer, place=place) - exact.at(place=INTACT)
 
-    def more_attention(kind: str) -> Float[ndarray, " seed"]:
-        where: dict[str, Any] = {"kind": kind, "match": "attention", "layer": 0}
-        return per_seed(table, place="ICL+Grm", **where) - per_seed(table, place="ICL", **where)
 
-    measured = gain("icl+grm", 0, "itself")
-    return [
-        Claim(
-            "After ICL+Grm, layer 1 reads the subject where an attribute is due after grammar, and hardly on ICL "
-            "(its attention there, ICL+Grm minus ICL)"
-        ).at_least(0.3, more_attention("icl+grm"), more_attention("icl"), "after ICL"),
-        Claim(
-            "That is what is missing: made to read the query subject, it recalls in context (gain of exact match, "
-            "held-out)"
-        ).at_least(0.5, measured, gain("icl+grm", 0, "separator"), "made to read the separator"),
-        Claim("It is that layer's doing (gain of exact match)").at_least(
-            0.5, measured, gain("icl+grm", 1, "itself"), "layer 2 made to read it"
-        ),
-        Claim("Finetuning has learned the rest (gain of exact match)").at_least(
-            0.5, measured, gain("pt", 0, "itself"), "the pretrained model so made"
-        ),
-    ]
+_FORCED = _gain("icl+grm", 0, "itself")
+_MORE_ATTENTION = per_seed(match="attention", layer=0).rise("place", "ICL", "ICL+Grm")
+
+_CLAIMS = [
+    Claim(
+        "After ICL+Grm, layer 1 reads the subject where an attribute is due after grammar, and hardly on ICL "
+        "(its attention there, ICL+Grm minus ICL)"
+    ).at_least(0.3, _MORE_ATTENTION.at(kind="icl+grm"), _MORE_ATTENTION.at(kind="icl"), "after ICL"),
+    Claim(
+        "That is what is missing: made to read the query subject, it recalls in context (gain of exact match, held-out)"
+    ).at_least(0.5, _FORCED, _gain("icl+grm", 0, "separator"), "made to read the separator"),
+    Claim("It is that layer's doing (gain of exact match)").at_least(
+        0.5, _FORCED, _gain("icl+grm", 1, "itself"), "layer 2 made to read it"
+    ),
+    Claim("Finetuning has learned the rest (gain of exact match)").at_least(
+        0.5, _FORCED, _gain("pt", 0, "itself"), "the pretrained model so made"
+    ),
+]
 
 
 def _draw(table: Table) -> Mapping[str, go.Figure]:
@@ -152,13 +159,13 @@ BRIDGE = Experiment(
     f"Beyond {SOURCE}",
     study(
         "recall/bridge",
-        *(gpt2.FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),
+        *(FinetunedModels(setup) for setup in (gpt2.SMOKE, gpt2.CPU_TWELVE, gpt2.PAPER)),
         jobs=_jobs,
         train=gpt2.pretrainings,
         summarize=measured_after_facts,
     ),
     drawn_if_facts_are_learned(_draw),
-    only_if_facts_are_learned(_check),
+    only_if_facts_are_learned(_CLAIMS),
     "In the paper ICL follows ICL+Grm by itself (finding 3, Fig. 15).",
     about=About.BEYOND,
 )

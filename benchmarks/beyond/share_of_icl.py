@@ -6,33 +6,33 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Bool
-from numpy import ndarray
 
 from align_circuits.papers.lab import (
+    HIGH,
+    LOW,
     About,
     Claim,
     Experiment,
     Inputs,
     Measurement,
+    at_end,
+    courses,
+    drawn_by,
+    levels,
+    lines,
     on_one_thread,
-    share_of,
+    reached,
     training_folder,
 )
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import (
+from align_circuits.papers.recall.figures.studies import (
     SOURCE,
-    at_end,
-    draw_curves,
     drawn_if_facts_are_learned,
-    key_values,
     measured_after_facts,
     only_if_facts_are_learned,
-    reached,
     study,
 )
 from align_circuits.papers.recall.models.training import Stage, train_stage
-from align_circuits.report import plots
 from align_circuits.tables.tables import Table
 
 _CPU = replace(gpt2.CPU, seeds=10, first_seed=30, finetuning=replace(gpt2.CPU.finetuning, steps=600))
@@ -76,51 +76,29 @@ def finetune_on_both(*, setup: Mapping[str, Any], icl_share: float, trained: str
     return gpt2.log_rows(run)
 
 
-def _check(table: Table) -> list[Claim]:
-    rare, *_, often = key_values(table, "share")
-    first = {share: _first(table, share) for share in (rare, often)}
-    half = "share of models in which it reaches a half, held-out, at an earlier step"
-    icl, grm = (
-        at_end(table, share=often, probe=probe, match="exact") - at_end(table, share=rare, probe=probe, match="exact")
-        for probe in ("icl_held_out", "grm_held_out")
-    )
-    return [
-        Claim(f"Where {rare:.0%} of sequences are ICL, ICL+Grm is learned first, as in Fig. 15 ({half})").at_least(
-            0.9, first[rare][0], first[often][0], f"where {often:.0%} are"
-        ),
-        Claim(f"Where {often:.0%} are, ICL is learned first ({half})").at_least(
-            0.9, first[often][1], first[rare][1], f"where {rare:.0%} are"
-        ),
-        Claim(
-            f"More ICL in finetuning raises ICL about held-out subjects ({often:.0%} minus {rare:.0%}, exact match)"
-        ).at_least(0.2, icl, grm, "ICL+Grm"),
-    ]
+_ICL, _GRM = ({"probe": probe, "match": "exact"} for probe in ("icl_held_out", "grm_held_out"))
+
+# in which models each comes to a half sooner; one that never does so comes later
+_GRM_FIRST = reached(0.5, **_GRM) < reached(0.5, **_ICL)
+_ICL_FIRST = reached(0.5, **_ICL) < reached(0.5, **_GRM)
+
+_HALF = "share of models in which it reaches a half, held-out, at an earlier step"
 
 
-def _first(table: Table, share: float) -> tuple[Bool[ndarray, " seed"], Bool[ndarray, " seed"]]:
-    """In which models ICL+Grm, and in which ICL, comes to a half sooner; one that never does so comes later."""
-    grm, icl = (reached(table, 0.5, share=share, probe=f"{name}_held_out", match="exact") for name in ("grm", "icl"))
-    return grm < icl, icl < grm
-
-
-def _draw(table: Table) -> dict[str, go.Figure]:
+def _draw(table: Table) -> Mapping[str, go.Figure]:
+    shares = levels(table, "share")
     panels = {
         f"{share:.0%} ICL": {
             caption: {"share": share, "probe": probe, "match": "exact"} for probe, caption in FORMATS.items()
         }
-        for share in key_values(table, "share")
+        for share in shares
     }
-    first = [
-        {"share": share, "first": caption, **vars(share_of(models))}
-        for share in key_values(table, "share")
-        for caption, models in zip(FORMATS.values(), _first(table, share), strict=True)
-    ]
-    return {
-        "": draw_curves(table, panels, label="steps of finetuning", value="exact match, held-out"),
-        "what comes to a half first": plots.curves(
-            {"": pd.DataFrame(first)}, x="share", by="first", label="share of ICL", value="share of models"
-        ),
+    first = dict(zip(FORMATS.values(), (_GRM_FIRST, _ICL_FIRST), strict=True))
+    draw = {
+        "": courses(panels, label="steps of finetuning", value="exact match, held-out"),
+        "what comes to a half first": lines(first, "share", label="share of ICL", value="share of models"),
     }
+    return drawn_by(draw, table)
 
 
 SHARE = Experiment(
@@ -137,7 +115,20 @@ SHARE = Experiment(
         train=gpt2.pretrainings,
     ),
     drawn_if_facts_are_learned(_draw),
-    only_if_facts_are_learned(_check),
+    only_if_facts_are_learned(
+        [
+            Claim(
+                f"Where {{share.low:.0%}} of sequences are ICL, ICL+Grm is learned first, as in Fig. 15 ({_HALF})"
+            ).at_least(0.9, _GRM_FIRST.at(share=LOW), _GRM_FIRST.at(share=HIGH), "where {share.high:.0%} are"),
+            Claim(f"Where {{share.high:.0%}} are, ICL is learned first ({_HALF})").at_least(
+                0.9, _ICL_FIRST.at(share=HIGH), _ICL_FIRST.at(share=LOW), "where {share.low:.0%} are"
+            ),
+            Claim(
+                "More ICL in finetuning raises ICL about held-out subjects "
+                "({share.high:.0%} minus {share.low:.0%}, exact match)"
+            ).at_least(0.2, at_end(**_ICL).rise("share"), at_end(**_GRM).rise("share"), "ICL+Grm"),
+        ]
+    ),
     "Fig. 15: performance improves first on ICL+Grm, later on ICL.",
     about=About.BEYOND,
 )

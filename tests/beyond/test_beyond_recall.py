@@ -1,5 +1,6 @@
 """Beyond the paper on contextual recall: what is planted is found, and what is not is not."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,13 @@ import align_circuits as ac
 from align_circuits.beyond.finding_3 import ATTENTION, FINDING_3, LOSSES, READINGS
 from align_circuits.beyond.forced_attention import BRIDGE, DISTANCES, INTACT, forced, with_relation_back
 from align_circuits.beyond.share_of_icl import SHARE
-from align_circuits.papers.lab import Claim, checks_of
-from align_circuits.papers.recall.figures.common import (
+from align_circuits.papers.lab import Claim, checks_of, drawn_by, per_seed
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
+from align_circuits.papers.recall.figures.studies import (
     drawn_if_facts_are_learned,
     of_common_seeds,
     only_if_facts_are_learned,
-    per_seed,
 )
-from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import raised_above
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
 from align_circuits.papers.recall.task.world import RecallWorld
@@ -61,24 +61,23 @@ def test_claims_are_judged_in_models_that_know_their_facts():
     unknown = {"facts": 0.94, "facts_before": 0.0}
     rows = [{**known, "div": 0.5, "seed": 0, "value": 1.0}, {**unknown, "div": 0.5, "seed": 1, "value": 0.0}]
     rows.append({**unknown, "div": 0.2, "seed": 0, "value": 0.0})
-
-    def check(found: Table) -> list[Claim]:
-        return [Claim("value").at_least(0.5, per_seed(found), np.zeros(1), "nothing")]
-
-    share, value = checks_of(only_if_facts_are_learned(check), table(rows))
+    claims = [Claim("value").at_least(0.5, per_seed(), np.zeros(1), "nothing")]
+    share, value = checks_of(only_if_facts_are_learned(claims), table(rows))
     assert share.measured.value == pytest.approx(1 / 3)
     assert (share.control.value, value.measured.value) == (0.0, 1.0)
-    assert [each.claim for each in checks_of(only_if_facts_are_learned(check, said=False), table(rows))] == ["value"]
-    assert len(only_if_facts_are_learned(check)(table(rows[1:]))) == 1  # no model knows its facts: nothing is judged
+    assert [each.claim for each in checks_of(only_if_facts_are_learned(claims, said=False), table(rows))] == ["value"]
+    assert (
+        len(checks_of(only_if_facts_are_learned(claims), table(rows[1:]))) == 1
+    )  # no model knows its facts: nothing is judged
     draw = drawn_if_facts_are_learned(lambda found: {str(len(found)): go.Figure()})
-    assert list(draw(table(rows))) == ["1"]
-    assert list(draw(table(rows[1:]))) == ["2, no model knows its facts"]
+    assert list(drawn_by(draw, table(rows))) == ["1"]
+    assert list(drawn_by(draw, table(rows[1:]))) == ["2, no model knows its facts"]
 
 
 def test_differences_are_of_common_seeds():
     one, other = (table([{"seed": seed, "value": seed} for seed in seeds]) for seeds in ((1, 2, 3), (2, 3, 4)))
     for part in of_common_seeds(one, other):
-        assert per_seed(part).tolist() == [2, 3]
+        assert per_seed()(part).tolist() == [2, 3]
 
 
 def test_forced_attention_is_that_of_a_hook_by_hand():
@@ -110,34 +109,20 @@ def test_a_relation_to_an_earlier_token_is_added():
 
 def test_the_bridge_is_claimed_only_where_the_query_subject_brings_it():
     def rows(gain: float) -> Table:
-        seeds, kinds = range(3), ("pt", "icl", "icl+grm")
+        forced = [(None, INTACT), *product((0, 1), DISTANCES)]
         exact = [
-            {
-                "kind": kind,
-                "seed": seed,
-                "layer": layer,
-                "place": place,
-                "match": "exact",
-                "value": gain if (kind, layer, place) == ("icl+grm", 0, "itself") else 0.0,
-            }
-            for kind in kinds
-            for seed in seeds
-            for layer, place in [(None, INTACT), *((layer, place) for layer in (0, 1) for place in DISTANCES)]
+            {"kind": kind, "layer": layer, "place": place, "match": "exact", "value": gain * recalls}
+            for kind in ("pt", "icl", "icl+grm")
+            for layer, place in forced
+            for recalls in [(kind, layer, place) == ("icl+grm", 0, "itself")]
         ]
         looks = [
-            {
-                "kind": kind,
-                "seed": seed,
-                "layer": 0,
-                "place": place,
-                "match": "attention",
-                "value": 0.9 if place == "ICL+Grm" and kind == "icl+grm" else 0.1,
-            }
-            for kind in kinds
-            for seed in seeds
+            {"kind": kind, "layer": 0, "place": place, "match": "attention", "value": 0.9 if reads else 0.1}
+            for kind in ("pt", "icl", "icl+grm")
             for place in ("ICL", "ICL+Grm")
+            for reads in [(kind, place) == ("icl+grm", "ICL+Grm")]
         ]
-        return table(exact + looks)
+        return table([{**row, "seed": seed} for seed in range(3) for row in exact + looks])
 
     assert all(check.met and check.control_fails for check in BRIDGE.check(rows(0.8)))
     assert [check.met for check in BRIDGE.check(rows(0.3))] == [True, True, False, False, False]

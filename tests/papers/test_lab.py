@@ -15,6 +15,7 @@ from align_circuits.papers.lab import (
     best,
     courses,
     crossing,
+    drawn_by,
     grids,
     half_rise,
     last_crossing,
@@ -121,6 +122,12 @@ def test_figures_draw_what_the_statistics_say(table):
     np.testing.assert_allclose(over_steps.data[0].y, 0.09 * np.arange(11) + 0.015)
     of_seeds: Any = seed_courses({"": {"measure": "a", "noise": MIDDLE}}, value="a")(table)
     np.testing.assert_allclose(of_seeds.data[3].y, 0.07 * np.arange(11) + 0.03)
+
+
+def test_figures_are_drawn_by_panel_or_by_one_function(table):
+    draw = courses({"": {"a": {"measure": "a", "noise": 0.1}}}, label="step", value="a")
+    by_panel = drawn_by({"left": draw}, table)
+    assert by_panel == drawn_by(lambda found: {"left": draw(found)}, table)
 
 
 def test_the_ends_and_a_row_keep_their_own_intervals_and_a_control_is_taken_beside():

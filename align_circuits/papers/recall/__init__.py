@@ -5,6 +5,5 @@
 - `theory`: the constructions of Propositions 1 to 4, and the first steps of finetuning (Theorems 1 and 2);
 - `metrics`: what is right about a predicted attribute, and how representations cluster;
 - `figures`: the studies behind the paper's figures, propositions and theorems;
-- `beyond`: experiments that the paper does not have;
 - `experiments`: all of them, as `align-circuits reproduce` lists them.
 """

@@ -94,22 +94,13 @@ def test_the_cosine_of_an_expectation_has_no_noise_in_it():
 
 def test_the_relation_head_is_another_than_the_subject_head():
     shares = {"subject": (0.9, 0.1, 0.2), "relation": (0.8, 0.3, 0.1)}  # head 0 attends most to both
-    rows = [
-        {
-            "positions": "relative",
-            "stage": "pretrained",
-            "sequences": "pretraining",
-            "metric": "attention",
-            "seed": 0,
-            "what": what,
-            "head": head,
-            "value": value,
-            "low": np.nan,
-            "high": np.nan,
-            "n": 1,
-        }
-        for what, values in shares.items()
-        for head, value in enumerate(values)
-    ]
-    table = Table(pd.DataFrame(rows), Provenance("test"))
+    rows = [{"what": what, "head": head, "value": shares[what][head]} for what in shares for head in range(3)]
+    keys = {
+        "positions": "relative",
+        "stage": "pretrained",
+        "sequences": "pretraining",
+        "metric": "attention",
+        "seed": 0,
+    }
+    table = Table(pd.DataFrame(rows).assign(**keys, low=np.nan, high=np.nan, n=1), Provenance("test"))
     assert (head_of(table, "subject"), head_of(table, "relation")) == ([0], [1])

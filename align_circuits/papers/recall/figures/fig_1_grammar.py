@@ -5,11 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import plotly.graph_objects as go
-from jaxtyping import Float
-from numpy import ndarray
 
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement
-from align_circuits.papers.recall.figures.common import SOURCE, draw_curves, key_values, per_seed, study
+from align_circuits.papers.lab import HIGH, LOW, Claim, Experiment, Inputs, Measurement, courses, levels, per_seed
+from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.task.posterior import type_ceiling
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.tables.tables import Table
@@ -41,31 +39,28 @@ def _jobs(config: Grammar, _: Inputs) -> list[Measurement]:
     return jobs
 
 
-def _draw(table: Table) -> dict[str, go.Figure]:
+def _draw(table: Table) -> Mapping[str, go.Figure]:
     curves = {f"Div {div:g}": {"div": div} for div in table.frame["div"].unique()}
-    label, value = "grammar tokens S", "best accuracy of the type"
-    return {"": draw_curves(table, {"": curves}, "grammar_len", label=label, value=value)}
+    draw = courses({"": curves}, "grammar_len", label="grammar tokens S", value="best accuracy of the type")
+    return {"": draw(table)}
 
 
-def _check(table: Table) -> list[Claim]:
-    def at(div: float, length: int) -> Float[ndarray, " seed"]:
-        return per_seed(table, div=div, grammar_len=length)
-
-    divs, lens = key_values(table, "div"), key_values(table, "grammar_len")
-    low, high, shortest, longest = divs[0], divs[-1], lens[0], lens[-1]
+def _claims(table: Table) -> list[Claim]:
+    lens, accuracy = levels(table, "grammar_len"), per_seed(div=HIGH)
     short = max(length for length in lens if length <= 5)
-    middle = lens[len(lens) // 2 + 1] if len(lens) > 3 else longest
-    alone, most = at(high, shortest), at(high, longest)
+    middle = lens[len(lens) // 2 + 1] if len(lens) > 3 else lens[-1]
+    alone, most = accuracy.at(grammar_len=LOW), accuracy.at(grammar_len=HIGH)
+    difference = per_seed().rise("div")
     return [
-        Claim(f"The grammar of pretraining tells the type (S = {longest}, Div {high:g}: best accuracy)").at_least(
-            0.95, most, alone, f"S = {shortest}"
-        ),
         Claim(
-            f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {high:g})", "insufficient"
-        ).at_most(0.8, at(high, short), most, f"S = {longest}"),
-        Claim(f"A larger Div makes the type easier to tell (Div {high:g} minus {low:g}, S = {middle})").at_least(
-            0.1, at(high, middle) - at(low, middle), alone - at(low, shortest), f"S = {shortest}"
-        ),
+            "The grammar of pretraining tells the type (S = {grammar_len.high}, Div {div.high:g}: best accuracy)"
+        ).at_least(0.95, most, alone, "S = {grammar_len.low}"),
+        Claim(
+            f"The short grammar of finetuning does not reliably (S_ft = {short}, Div {{div.high:g}})", "insufficient"
+        ).at_most(0.8, accuracy.at(grammar_len=short), most, "S = {grammar_len.high}"),
+        Claim(
+            f"A larger Div makes the type easier to tell (Div {{div.high:g}} minus {{div.low:g}}, S = {middle})"
+        ).at_least(0.1, difference.at(grammar_len=middle), difference.at(grammar_len=LOW), "S = {grammar_len.low}"),
     ]
 
 
@@ -81,6 +76,6 @@ FIG1 = Experiment(
         jobs=_jobs,
     ),
     _draw,
-    _check,
+    _claims,
     "Fig. 1 draws the data; §3.2 says that five tokens of grammar tell too little about the type.",
 )

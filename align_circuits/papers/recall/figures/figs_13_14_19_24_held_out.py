@@ -8,7 +8,19 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Study, on_one_thread, share_of
+from align_circuits.papers.lab import (
+    Claim,
+    Experiment,
+    Rows,
+    Study,
+    at_end,
+    at_start,
+    courses,
+    drawn_by,
+    levels,
+    on_one_thread,
+    share_of,
+)
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -19,22 +31,18 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     finetuned,
     pretrained,
 )
-from align_circuits.papers.recall.figures.common import (
+from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure
+from align_circuits.papers.recall.figures.gpt2_models import log_rows
+from align_circuits.papers.recall.figures.studies import (
     FACTS_ARE_LEARNED,
     FACTS_LEARNED,
-    at_end,
-    at_start,
-    draw_curves,
     figure,
     grid,
-    key_values,
     know_their_facts,
     learned,
     of_common_seeds,
     study,
 )
-from align_circuits.papers.recall.figures.figs_9_to_12_20_to_26_heads import measure
-from align_circuits.papers.recall.figures.gpt2_models import log_rows
 from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.tables.tables import Table
 
@@ -62,116 +70,96 @@ def finetune_attention_only(*, setup: Mapping[str, Any], trained: str, seed: int
     return log_rows(finetuned(AttentionOnlySetup(**setup), seed, trained))
 
 
-def _pretrainings(config: AttentionOnlyModels, inputs: Inputs) -> list[Measurement]:
-    return config.jobs(pretrain_attention_only, pretraining=True, trained=inputs.trained)
-
-
-def _finetunings(config: AttentionOnlyModels, inputs: Inputs) -> list[Measurement]:
-    return config.jobs(finetune_attention_only, trained=inputs.trained)
-
-
 def _summarize(config: AttentionOnlyModels, rows: Rows) -> pd.DataFrame:
     return pd.concat(rows.values(), ignore_index=True).assign(low=np.nan, high=np.nan, n=config.setup.n)
 
 
 def _study(name: str, smoke: AttentionOnlyModels, cpu: AttentionOnlyModels, paper: AttentionOnlyModels) -> Study:
-    return study(name, smoke, cpu, paper, jobs=_finetunings, train=_pretrainings, summarize=_summarize)
+    return study(
+        name,
+        *(smoke, cpu, paper),
+        train=lambda config, inputs: config.jobs(pretrain_attention_only, pretraining=True, trained=inputs.trained),
+        jobs=lambda config, inputs: config.jobs(finetune_attention_only, trained=inputs.trained),
+        summarize=_summarize,
+    )
 
 
 _PT = {"probe": "pt", "match": "exact"}
 _SEEN, _HELD_OUT = ({"probe": probe, "match": "exact"} for probe in ("seen", "held_out"))
 
 
-# Figures 19 and 24
+# Figure 13
 
 
-def _draw_curves(table: Table) -> dict[str, go.Figure]:
-    panels = {
-        caption: {match: {"probe": probe, "match": match} for match in MATCHES}
-        for probe, caption in (("seen", "seen query subjects"), ("held_out", "held-out query subjects"))
-    }
-    return {"": draw_curves(table, panels, label="steps of finetuning", value="share of prompts")}
-
-
-def _check_curves(table: Table) -> list[Claim]:
-    before, claim = "before finetuning", "Finetuning brings ICL about seen subjects (exact match)"
-    return [
-        learned(table, claim, 0.8, before, **_SEEN),
-        learned(table, "And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT),
-    ]
-
-
-# Figures 13 and 14
-
-
-def _groups(table: Table) -> list[dict[str, Any]]:
+def _groups(table: Table) -> dict[str, dict[str, Any]]:
     """The keys of each M and M_ft that Fig. 13 has."""
-    return [
-        {"n_subjects": m, "n_seen": n_seen}
-        for m in key_values(table, "n_subjects")
-        for n_seen in key_values(table, "n_seen", n_subjects=m)
-    ]
+    return {
+        f"M = {m}, M_ft = {n_seen}": {"n_subjects": m, "n_seen": n_seen}
+        for m in levels(table, "n_subjects")
+        for n_seen in levels(table, "n_seen", n_subjects=m)
+    }
 
 
 def _draw_values(table: Table) -> dict[str, go.Figure]:
-    last = table.where(step=max(key_values(table, "step", **_HELD_OUT)))
-    curves = {f"M = {keys['n_subjects']}, M_ft = {keys['n_seen']}": {**keys, **_HELD_OUT} for keys in _groups(table)}
-    label = "unique values seen"
-    return {"": draw_curves(last, {"": curves}, "values", label=label, value="exact match, held-out")}
+    last = table.where(step=max(levels(table, "step", **_HELD_OUT)))
+    curves = {group: {**keys, **_HELD_OUT} for group, keys in _groups(table).items()}
+    draw = courses({"": curves}, "values", label="unique values seen", value="exact match, held-out")
+    return {"": draw(last)}
 
 
-def _check_values(table: Table) -> list[Claim]:
-    checks = []
-    for keys in _groups(table):
-        few, *_, many = (int(count) for count in key_values(table, "values", **keys))
-        held_out, seen = (
-            at_end(table, values=many, **keys, **where) - at_end(table, values=few, **keys, **where)
-            for where in (_HELD_OUT, _SEEN)
-        )
-        claim = (
-            f"More values seen raise ICL about held-out subjects ({many} minus {few}, M = {keys['n_subjects']}, "
-            f"M_ft = {keys['n_seen']})"
-        )
-        checks.append(Claim(claim).at_least(0.1, held_out, seen, "about seen ones"))
-    return checks
+def _values_claims(table: Table) -> list[Claim]:
+    claims = []
+    for group, keys in _groups(table).items():
+        few, *_, many = (int(count) for count in levels(table, "values", **keys))
+        held_out, seen = (at_end(**keys, **where).rise("values", few, many) for where in (_HELD_OUT, _SEEN))
+        claim = f"More values seen raise ICL about held-out subjects ({many} minus {few}, {group})"
+        claims.append(Claim(claim).at_least(0.1, held_out, seen, "about seen ones"))
+    return claims
 
 
-def _draw_subjects(table: Table) -> dict[str, go.Figure]:
-    cosines = {what: {"probe": "cosine", "match": what} for what in ("f_subj", "f_rel")}
-    cosines |= {f"{what} of another": where | {"match": f"{what} of another"} for what, where in cosines.items()}
+# Figure 14
+
+
+def _draw_subjects(table: Table) -> Mapping[str, go.Figure]:
+    cosines = {
+        what: {"probe": "cosine", "match": what} for what in ("f_subj", "f_rel", *map(_of_another, ("f_subj", "f_rel")))
+    }
     matches = {
         f"M = {m}": {match: {"probe": "held_out", "match": match, "n_subjects": m} for match in MATCHES}
-        for m in key_values(table, "n_subjects")
+        for m in levels(table, "n_subjects")
     }
-    value = "cosine of the best head"
-    return {
-        "cosines": draw_curves(table, {"": cosines}, "n_subjects", label="subjects M", value=value),
-        "matches": draw_curves(table, matches, label="steps of finetuning", value="share of prompts"),
+    draw = {
+        "cosines": courses({"": cosines}, "n_subjects", label="subjects M", value="cosine of the best head"),
+        "matches": courses(matches, label="steps of finetuning", value="share of prompts"),
     }
+    return drawn_by(draw, table)
 
 
-def _check_subjects(table: Table) -> list[Claim]:
-    few, many = key_values(table, "n_subjects")
-    checks = []
+def _of_another(what: str) -> str:
+    return f"{what} of another"
+
+
+def _subjects_claims(table: Table) -> list[Claim]:
+    few, many = levels(table, "n_subjects")
+    claims = []
     for m in (few, many):
-        known, new = (value(table, n_subjects=m, **_PT) >= FACTS_LEARNED for value in (at_end, at_start))
-        claim = Claim(f"{FACTS_ARE_LEARNED}, M = {m}")
-        checks.append(claim.at_least(0.5, share_of(known), share_of(new), "before training"))
-    trained = _PT | {"step": max(key_values(table, "step", probe="pt"))}
+        known, new = (share_of(end(n_subjects=m, **_PT)(table) >= FACTS_LEARNED) for end in (at_end, at_start))
+        claims.append(Claim(f"{FACTS_ARE_LEARNED}, M = {m}").at_least(0.5, known, new, "before training"))
+    trained = _PT | {"step": max(levels(table, "step", probe="pt"))}
     small, large = of_common_seeds(*(know_their_facts(table.where(n_subjects=m), **trained) for m in (few, many)))
     if not len(small):
-        return checks
+        return claims
     for what in ("f_subj", "f_rel"):
         own, of_another = (
-            at_end(small, probe="cosine", match=match) - at_end(large, probe="cosine", match=match)
-            for match in (what, f"{what} of another")
+            at_end(probe="cosine", match=match)(small) - at_end(probe="cosine", match=match)(large)
+            for match in (what, _of_another(what))
         )
         claim = f"With few subjects a head is nearer to the construction's {what} (cosine, M = {few} minus {many})"
-        checks.append(Claim(claim).at_least(0.1, own, of_another, "with another's"))
+        claims.append(Claim(claim).at_least(0.1, own, of_another, "with another's"))
     subject = {"probe": "held_out", "match": "subject"}
-    after, before = (value(small, **subject) - value(large, **subject) for value in (at_end, at_start))
+    after, before = (end(**subject)(small) - end(**subject)(large) for end in (at_end, at_start))
     claim = f"And after finetuning the subject is matched more often (held-out, M = {few} minus {many})"
-    return [*checks, Claim(claim).at_least(0.1, after, before, "before finetuning")]
+    return [*claims, Claim(claim).at_least(0.1, after, before, "before finetuning")]
 
 
 CPU = AttentionOnlySetup(
@@ -215,7 +203,7 @@ FIG13 = figure(
         AttentionOnlyModels(_LONGER, 2, _values({256: 256, 2048: 2048}, (32, 64), (160, 180, 200, 220))),
     ),
     _draw_values,
-    _check_values,
+    _values_claims,
     "More unique values raise accuracy about held-out subjects, whatever M and M_ft.",
 )
 
@@ -233,7 +221,7 @@ FIG14 = figure(
         AttentionOnlyModels(replace(_LONGER, n_seen=32), 2, _subjects({256: 256, 2048: 2048})),
     ),
     _draw_subjects,
-    _check_subjects,
+    _subjects_claims,
     "With 2048 subjects cosines are low after pretraining, and subject match after finetuning.",
 )
 
@@ -246,12 +234,21 @@ _POSITIONS_STUDY = _study(
 
 
 def _of_positions(number: int, positions: Positions) -> Experiment:
+    keys = {"positions": positions}
+    panels = {
+        f"{who} query subjects": {match: {"probe": probe, "match": match, **keys} for match in MATCHES}
+        for probe, who in (("seen", "seen"), ("held_out", "held-out"))
+    }
+    seen, before = "Finetuning brings ICL about seen subjects (exact match)", "before finetuning"
     return figure(
         number,
         f"Finetuning an attention-only model, {positions} positions",
         _POSITIONS_STUDY,
-        lambda table: _draw_curves(table.where(positions=positions)),
-        lambda table: _check_curves(table.where(positions=positions)),
+        {"": courses(panels, label="steps of finetuning", value="share of prompts")},
+        [
+            learned(seen, 0.8, before, **_SEEN, **keys),
+            learned("And about held-out subjects (exact match)", 0.5, before, "about 1", **_HELD_OUT, **keys),
+        ],
         "ICL comes to about 1 about seen and held-out subjects.",
     )
 

@@ -6,22 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from jaxtyping import Float
-from numpy import ndarray
 
-from align_circuits.papers.lab import Claim, over_seeds
+from align_circuits.papers.lab import HIGH, LOW, Claim, at_end, best, courses, levels, lines, reached
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import (
-    at_end,
-    best,
-    draw_curves,
-    figure,
-    grid,
-    key_values,
-    learned,
-    reached,
-)
 from align_circuits.papers.recall.figures.gpt2_models import Trainings, curves_study
+from align_circuits.papers.recall.figures.studies import figure, grid, learned
 from align_circuits.papers.recall.metrics import MATCHES
 from align_circuits.report import plots
 from align_circuits.tables.tables import Table
@@ -43,7 +32,12 @@ WITH_ADAMW = replace(
 times sooner, and the type not before them."""
 
 _PT = {"stage": "pt", "probe": "pt"}
-_HELD_OUT = {"probe": "icl_held_out", "match": "exact"}
+_EXACT_ON_PT = {**_PT, "match": "exact"}
+_NEEDS_NEITHER = at_end(**_PT, match="attribute")
+
+
+def _exact(stage: str, probe: str) -> dict[str, Any]:
+    return {"stage": stage, "probe": probe, "match": "exact"}
 
 
 def _four(**where: Any) -> dict[str, dict[str, Any]]:
@@ -51,216 +45,122 @@ def _four(**where: Any) -> dict[str, dict[str, Any]]:
     return {match: {"match": match, **where} for match in MATCHES}
 
 
-def _draw_pretraining(table: Table) -> dict[str, go.Figure]:
-    panels = {caption: _four(stage="pt", probe=probe) for probe, caption in (("pt", "PT"), ("icl", "ICL"))}
-    return {"": draw_curves(table, panels, label="steps of pretraining", value="share of prompts")}
+# Figures 2 to 4 and 15
+
+_TYPE, _FACT, _SUBJECT = (reached(LEARNED, match=match, **_PT) for match in ("type", "exact", "subject"))
 
 
-def _check_pretraining(table: Table) -> list[Claim]:
-    type_, fact, subject = (reached(table, LEARNED, match=match, **_PT) for match in ("type", "exact", "subject"))
-    exact, icl = _PT | {"match": "exact"}, {"stage": "pt", "probe": "icl", "match": "exact"}
-    return [
-        learned(
-            table, "Pretraining teaches the facts (exact match on PT)", LEARNED, "before training", "about 1", **exact
-        ),
-        Claim(
-            "The type is learned before the fact (share of seeds whose type match is learned at an earlier step)",
-            "type, then fact",
-        ).at_least(0.9, type_ < fact, fact < type_, "the fact before the type"),
-        Claim("The type is learned before the subject (share of seeds)", "type first").at_least(
-            0.9, type_ < subject, subject < type_, "the subject before the type"
-        ),
-        Claim("Finding 1: pretraining does not suffice for ICL (exact match on ICL)", "near 0").at_most(
-            0.2, at_end(table, **icl), at_end(table, **exact), "the same on PT"
-        ),
-    ]
+def _label(kind: gpt2.Finetuned) -> str:
+    return f"steps of finetuning on {gpt2.CAPTIONS[kind]}"
 
 
-def _draw_finetuning(table: Table, *kinds: gpt2.Finetuned) -> dict[str, go.Figure]:
-    figures = {}
-    for kind in kinds:
-        panels = {
-            f"ICL, {caption} query subjects": _four(stage=kind, probe=f"icl_{queries}")
-            for queries, caption in (("seen", "seen"), ("held_out", "held-out"))
-        }
-        label = f"steps of finetuning on {gpt2.CAPTIONS[kind]}"
-        title = gpt2.CAPTIONS[kind] if len(kinds) > 1 else ""
-        figures[title] = draw_curves(table, panels, label=label, value="share of prompts")
-    return figures
-
-
-def _check_finetuning(table: Table, *kinds: gpt2.Finetuned) -> list[Claim]:
-    checks = []
-    for kind in kinds:
-        seen, held_out = ({"stage": kind, "probe": f"icl_{who}", "match": "exact"} for who in ("seen", "held_out"))
-        finding, published = (2, "about 1") if kind == "icl" else (3, "about 0.9")
-        claim = f"Finetuning on {gpt2.CAPTIONS[kind]} brings ICL about seen subjects (exact match)"
-        generalizes = f"Finding {finding}, {gpt2.CAPTIONS[kind]}: and about held-out subjects (exact match)"
-        checks += [
-            learned(table, claim, LEARNED, "before finetuning", "about 1", **seen),
-            learned(table, generalizes, 0.5, "before finetuning", published, **held_out),
-        ]
-    return checks
-
-
-def _draw_formats(table: Table) -> dict[str, go.Figure]:
-    figures = {}
-    for stage in READINGS:
-        curves = {
-            f"{caption}, {who}": {"stage": stage, "probe": f"{probe}_{queries}", "match": "exact"}
-            for probe, caption in (("grm", "S_ft = 1"), ("icl", "ICL"))
-            for queries, who in (("seen", "seen"), ("held_out", "held-out"))
-        }
-        label = f"steps of finetuning on {gpt2.CAPTIONS[stage]}"
-        figures[gpt2.CAPTIONS[stage]] = draw_curves(table, {"": curves}, label=label, value="exact match")
-    return figures
-
-
-def _check_formats(table: Table) -> list[Claim]:
-    checks = []
-    for stage in READINGS:
-        icl = _HELD_OUT | {"stage": stage}
-        grm_step, icl_step = (reached(table, 0.5, **icl | {"probe": probe}) for probe in ("grm_held_out", icl["probe"]))
-        grm_first = (grm_step < icl_step) & np.isfinite(icl_step)
-        icl_first = (icl_step < grm_step) & np.isfinite(grm_step)
-        checks += [
-            Claim(
-                f"{gpt2.CAPTIONS[stage]}: it is learned before ICL (share of seeds in which both reach a half, "
-                "held-out, ICL+Grm earlier)",
-                "ICL+Grm first",
-            ).at_least(0.9, grm_first, icl_first, "ICL before ICL+Grm"),
-            learned(
-                table,
-                f"{gpt2.CAPTIONS[stage]}: ICL about held-out subjects follows (exact match)",
-                0.5,
-                "before finetuning",
-                **icl,
-            ),
-        ]
-    return checks
-
-
-# Figures 5 to 7
-
-
-def _stages(table: Table) -> dict[gpt2.Finetuned, str]:
-    """The captions of the kinds of sequences that the table's models were finetuned on."""
-    return {stage: caption for stage, caption in gpt2.CAPTIONS.items() if stage in set(table.frame["stage"])}
-
-
-def _draw_seen(table: Table) -> dict[str, go.Figure]:
-    rows = [
-        {"n_seen": n, "curve": curve, **vars(over_seeds(best(table, n_seen=n, **_HELD_OUT | {"stage": stage})))}
-        for stage, curve in _stages(table).items()
-        for n in key_values(table, "n_seen")
-    ]
-    label = "subjects finetuned on"
-    return {"": plots.curves({"": pd.DataFrame(rows)}, x="n_seen", by="curve", label=label, value="exact match on ICL")}
-
-
-def _check_seen(table: Table) -> list[Claim]:
-    few, *_, many = key_values(table, "n_seen")
-    checks = []
-    for stage, name in _stages(table).items():
-        held_out, control = _HELD_OUT | {"stage": stage}, {"stage": stage, "probe": "pt", "match": "attribute"}
-        claim = f"More subjects in finetuning on {name} raise ICL about held-out ones ({many} minus {few}, best step)"
-        checks.append(
-            Claim(claim).at_least(
-                0.15,
-                best(table, n_seen=many, **held_out) - best(table, n_seen=few, **held_out),
-                at_end(table, n_seen=many, **control) - at_end(table, n_seen=few, **control),
-                "attribute match on PT, which does not need them",
-            )
+def _finetuning(*kinds: gpt2.Finetuned) -> dict[str, Any]:
+    queries = {"seen": "icl_seen", "held-out": "icl_held_out"}
+    return {
+        gpt2.CAPTIONS[kind] if len(kinds) > 1 else "": courses(
+            {f"ICL, {who} query subjects": _four(stage=kind, probe=probe) for who, probe in queries.items()},
+            label=_label(kind),
+            value="share of prompts",
         )
-    return checks
-
-
-def _grid(table: Table, columns: str, where: dict[str, Any]) -> pd.DataFrame:
-    """Means over seeds at the end, with diversities as rows."""
-    values = {
-        (str(div), str(column)): at_end(table, div=div, **{columns: column}, **where).mean()
-        for div in key_values(table, "div")
-        for column in key_values(table, columns)
+        for kind in kinds
     }
-    return pd.Series(values).unstack(sort=False)
 
 
-def _draw_grid(table: Table, columns: str, label: str) -> dict[str, go.Figure]:
-    panels = {"PT, after pretraining": _grid(table, columns, _PT | {"match": "exact"})} | {
-        f"ICL, held-out, after {caption}": _grid(table, columns, _HELD_OUT | {"stage": stage})
-        for stage, caption in _stages(table).items()
+def _finetuning_claims(*kinds: gpt2.Finetuned) -> list[Claim]:
+    claims = []
+    for kind in kinds:
+        caption, (finding, published) = gpt2.CAPTIONS[kind], (2, "about 1") if kind == "icl" else (3, "about 0.9")
+        seen = f"Finetuning on {caption} brings ICL about seen subjects (exact match)"
+        held_out = f"Finding {finding}, {caption}: and about held-out subjects (exact match)"
+        claims += [
+            learned(seen, LEARNED, "before finetuning", "about 1", **_exact(kind, "icl_seen")),
+            learned(held_out, 0.5, "before finetuning", published, **_exact(kind, "icl_held_out")),
+        ]
+    return claims
+
+
+def _both_formats(kind: gpt2.Finetuned) -> Any:
+    curves = {
+        f"{caption}, {who}": _exact(kind, f"{probe}_{queries}")
+        for probe, caption in (("grm", "S_ft = 1"), ("icl", "ICL"))
+        for queries, who in (("seen", "seen"), ("held_out", "held-out"))
     }
-    return {"": plots.accuracy_grids(panels, x=label, y="Div", value="exact match")}
+    return courses({"": curves}, label=_label(kind), value="exact match")
 
 
-def _check_grid(table: Table, columns: str, label: str) -> list[Claim]:
-    (low, *_, high), (small, *_, large) = key_values(table, "div"), key_values(table, columns)
+def _format_claims(kind: gpt2.Finetuned) -> list[Claim]:
+    grm, icl = (reached(0.5, **_exact(kind, f"{probe}_held_out")) for probe in ("grm", "icl"))
+    caption = gpt2.CAPTIONS[kind]
+    follows = f"{caption}: ICL about held-out subjects follows (exact match)"
+    return [
+        Claim(
+            f"{caption}: it is learned before ICL (share of seeds in which both reach a half, held-out, ICL+Grm "
+            "earlier)",
+            "ICL+Grm first",
+        ).at_least(0.9, (grm < icl) & (icl < np.inf), (icl < grm) & (grm < np.inf), "ICL before ICL+Grm"),
+        learned(follows, 0.5, "before finetuning", **_exact(kind, "icl_held_out")),
+    ]
 
-    def end(where: dict[str, Any], div: float, column: int) -> Float[ndarray, " seed"]:
-        return at_end(table, div=div, **{columns: column}, **where)
-
-    control = _PT | {"match": "attribute"}
-    probes = {
-        f"ICL about held-out subjects after {caption}": _HELD_OUT | {"stage": stage}
-        for stage, caption in _stages(table).items()
-    }
-    if columns == "grammar_len":
-        probes = {"PT": _PT | {"match": "exact"}} | probes
-    checks = []
-    for name, where in probes.items():
-        for claim, more, less in (
-            (f"A larger {label} raises {name} ({large} minus {small}, Div {high})", (high, large), (high, small)),
-            (f"A larger Div raises {name} ({high} minus {low}, {label} {small})", (high, small), (low, small)),
-        ):
-            values, controls = (end(keys, *more) - end(keys, *less) for keys in (where, control))
-            checks.append(Claim(claim).at_least(0.1, values, controls, "attribute match on PT, which needs neither"))
-    return checks
-
-
-def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, tuple[int, int]]) -> Any:
-    """S x Div; short sequences have another S_ft, as in App. B."""
-    return tuple(
-        keys | ({"grammar_lens": shorter[keys["grammar_len"]]} if keys["grammar_len"] in shorter else {})
-        for keys in grid(div=divs, grammar_len=lens)
-    )
-
-
-FINETUNING_STUDY = curves_study(
-    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
-)
 
 FIG2 = figure(
     2,
     "What pretraining on facts teaches",
     curves_study("recall/fig2", *(Trainings(setup, ("pt",)) for setup in (gpt2.SMOKE, WITH_ADAMW, gpt2.PAPER))),
-    _draw_pretraining,
-    _check_pretraining,
+    {
+        "": courses(
+            {probe.upper(): _four(stage="pt", probe=probe) for probe in ("pt", "icl")},
+            label="steps of pretraining",
+            value="share of prompts",
+        )
+    },
+    [
+        learned(
+            "Pretraining teaches the facts (exact match on PT)", LEARNED, "before training", "about 1", **_EXACT_ON_PT
+        ),
+        Claim(
+            "The type is learned before the fact (share of seeds whose type match is learned at an earlier step)",
+            "type, then fact",
+        ).at_least(0.9, _TYPE < _FACT, _FACT < _TYPE, "the fact before the type"),
+        Claim("The type is learned before the subject (share of seeds)", "type first").at_least(
+            0.9, _TYPE < _SUBJECT, _SUBJECT < _TYPE, "the subject before the type"
+        ),
+        Claim("Finding 1: pretraining does not suffice for ICL (exact match on ICL)", "near 0").at_most(
+            0.2, at_end(**_exact("pt", "icl")), at_end(**_EXACT_ON_PT), "the same on PT"
+        ),
+    ],
     "On PT the type is learned first, then the fact; ICL stays near zero.",
+)
+
+FINETUNING_STUDY = curves_study(
+    "recall/finetuning", *(Trainings(setup, ("icl", *READINGS)) for setup in (gpt2.SMOKE, gpt2.CPU, gpt2.PAPER))
 )
 FIG3 = figure(
     3,
     "Finetuning on ICL",
     FINETUNING_STUDY,
-    lambda table: _draw_finetuning(table, "icl"),
-    lambda table: _check_finetuning(table, "icl"),
+    _finetuning("icl"),
+    _finetuning_claims("icl"),
     "ICL about seen and held-out subjects comes to about 1.",
 )
 FIG4 = figure(
     4,
     "Finetuning on ICL+Grm",
     FINETUNING_STUDY,
-    lambda table: _draw_finetuning(table, *READINGS),
-    lambda table: _check_finetuning(table, *READINGS),
+    _finetuning(*READINGS),
+    _finetuning_claims(*READINGS),
     "ICL, another format, comes too, about seen and held-out subjects.",
 )
 FIG15 = figure(
     15,
     "Finetuning on ICL+Grm, measured in both formats",
     FINETUNING_STUDY,
-    _draw_formats,
-    _check_formats,
+    {gpt2.CAPTIONS[kind]: _both_formats(kind) for kind in READINGS},
+    [claim for kind in READINGS for claim in _format_claims(kind)],
     "Performance improves first on ICL+Grm, later on ICL.",
 )
+
+
+# Figures 5 to 7
 
 FIG5 = figure(
     5,
@@ -271,10 +171,72 @@ FIG5 = figure(
         Trainings(gpt2.CPU, ("icl", *READINGS), grid(n_seen=(12, 48, 72))),
         Trainings(gpt2.PAPER, ("icl", *READINGS), grid(n_seen=(16, 32, 64, 128, 192))),
     ),
-    _draw_seen,
-    _check_seen,
+    {
+        "": lines(
+            {caption: best(**_exact(kind, "icl_held_out")) for kind, caption in gpt2.CAPTIONS.items()},
+            "n_seen",
+            label="subjects finetuned on",
+            value="exact match on ICL",
+        )
+    },
+    [
+        Claim(
+            f"More subjects in finetuning on {caption} raise ICL about held-out ones "
+            "({n_seen.high} minus {n_seen.low}, best step)"
+        ).at_least(
+            0.15,
+            best(**_exact(kind, "icl_held_out")).rise("n_seen"),
+            at_end(stage=kind, probe="pt", match="attribute").rise("n_seen"),
+            "attribute match on PT, which does not need them",
+        )
+        for kind, caption in gpt2.CAPTIONS.items()
+    ],
     "Accuracy rises with the number of subjects, comparably for ICL and ICL+Grm.",
 )
+
+
+def _finetuned_in(table: Table) -> dict[str, dict[str, Any]]:
+    """The keys of ICL about held-out subjects by the caption of each kind of finetuning that the table has."""
+    kinds = {kind: caption for kind, caption in gpt2.CAPTIONS.items() if kind in set(table.frame["stage"])}
+    return {caption: _exact(kind, "icl_held_out") for kind, caption in kinds.items()}
+
+
+def _draw_grid(table: Table, columns: str, label: str) -> dict[str, go.Figure]:
+    probes = {"PT, after pretraining": _EXACT_ON_PT}
+    probes |= {f"ICL, held-out, after {caption}": keys for caption, keys in _finetuned_in(table).items()}
+    panels = {}
+    for caption, keys in probes.items():
+        ends = {
+            (str(div), str(column)): at_end(div=div, **{columns: column}, **keys)(table).mean()
+            for div in levels(table, "div")
+            for column in levels(table, columns)
+        }
+        panels[caption] = pd.Series(ends).unstack(sort=False)
+    return {"": plots.accuracy_grids(panels, x=label, y="Div", value="exact match")}
+
+
+def _grid_claims(table: Table, columns: str, label: str) -> list[Claim]:
+    probes = {f"ICL about held-out subjects after {caption}": keys for caption, keys in _finetuned_in(table).items()}
+    if columns == "grammar_len":
+        probes = {"PT": _EXACT_ON_PT} | probes
+    column = {name: f"{{{columns}.{name}}}" for name in ("low", "high")}
+    claims = []
+    for name, keys in probes.items():
+        more = f"A larger {label} raises {name} ({column['high']} minus {column['low']}, Div {{div.high}})"
+        diverse = f"A larger Div raises {name} ({{div.high}} minus {{div.low}}, {label} {column['low']})"
+        for claim, raised, fixed in ((more, columns, {"div": HIGH}), (diverse, "div", {columns: LOW})):
+            values, control = (end.at(**fixed).rise(raised) for end in (at_end(**keys), _NEEDS_NEITHER))
+            claims.append(Claim(claim).at_least(0.1, values, control, "attribute match on PT, which needs neither"))
+    return claims
+
+
+def _lengths(divs: tuple[float, ...], lens: tuple[int, ...], shorter: dict[int, tuple[int, int]]) -> Any:
+    """S x Div; short sequences have another S_ft, as in App. B."""
+    return tuple(
+        keys | ({"grammar_lens": shorter[keys["grammar_len"]]} if keys["grammar_len"] in shorter else {})
+        for keys in grid(div=divs, grammar_len=lens)
+    )
+
 
 FIG6 = figure(
     6,
@@ -286,10 +248,9 @@ FIG6 = figure(
         Trainings(gpt2.PAPER, ("pt", *READINGS), _lengths((0.1, 0.3, 0.5), (20, 40, 80), {20: (1, 4)})),
     ),
     lambda table: _draw_grid(table, "grammar_len", "S"),
-    lambda table: _check_grid(table, "grammar_len", "S"),
+    lambda table: _grid_claims(table, "grammar_len", "S"),
     "Both raise PT and ICL about held-out subjects.",
 )
-
 FIG7 = figure(
     7,
     "Subjects in pretraining",
@@ -300,6 +261,6 @@ FIG7 = figure(
         Trainings(gpt2.PAPER, ("pt", *READINGS), grid(div=(0.1, 0.3, 0.5), n_subjects=(64, 128, 256))),
     ),
     lambda table: _draw_grid(table, "n_subjects", "M"),
-    lambda table: _check_grid(table, "n_subjects", "M"),
+    lambda table: _grid_claims(table, "n_subjects", "M"),
     "More subjects raise ICL about held-out ones.",
 )

@@ -1,6 +1,6 @@
 """Representations of the type after finetuning: clusters, cosines and steering, Figs. 8 and 16 to 18."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,27 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.task_vector_effects import UNSTEERED, representations, steer, task_vectors
-from align_circuits.papers.lab import Claim, Inputs, Measurement
+from align_circuits.papers.lab import (
+    HIGH,
+    Claim,
+    Claims,
+    Experiment,
+    Figures,
+    Inputs,
+    Measurement,
+    Statistic,
+    courses,
+    levels,
+    per_seed,
+    statistic,
+)
 from align_circuits.papers.recall.figures import gpt2_models as gpt2
-from align_circuits.papers.recall.figures.common import (
-    draw_curves,
+from align_circuits.papers.recall.figures.studies import (
     drawn_if_facts_are_learned,
     figure,
-    key_values,
     measured_after_facts,
     of_common_seeds,
     only_if_facts_are_learned,
-    per_seed,
     study,
 )
 from align_circuits.papers.recall.metrics import group_cosines, silhouette
@@ -160,170 +170,6 @@ def _steering(
     return rows
 
 
-def _ranks(div: float, queries: str) -> dict[str, dict[str, Any]]:
-    """The keys of the curves of ranks along β; those of the unsteered model are at `UNSTEERED`."""
-    keys = {"metric": "rank", "div": div, "queries": queries}
-    return {answer: {**keys, "answer": answer} for answer in ("original", "target")}
-
-
-_STEERED = {"x": "beta", "label": "β (-1: not steered)", "value": "rank of the attribute"}
-"""The axes of ranks."""
-
-
-# Figure 8
-
-
-def _draw_main(table: Table) -> dict[str, go.Figure]:
-    clusters, ranks = {}, {}
-    for div in key_values(table, "div"):
-        after, before = ({"div": div, "stage": stage} for stage in ("ft", "pt"))
-        silhouette_of_layer_2 = {"metric": "silhouette", **LAYER_2_ATTENTION}
-        clusters[f"Div {div:g}"] = {
-            "exact match, held-out": {"metric": "exact", **after},
-            "silhouette, layer 2 attention": silhouette_of_layer_2 | after,
-            "silhouette before finetuning": silhouette_of_layer_2 | before,
-        }
-        ranks[f"Div {div:g}, held-out"] = _ranks(div, "held-out")
-    return {
-        "left": draw_curves(table, clusters, "demos", label="demonstrations t", value="share, or silhouette"),
-        "right": draw_curves(table, ranks, **_STEERED),
-    }
-
-
-def _check_main(table: Table) -> list[Claim]:
-    divs, demos = key_values(table, "div"), key_values(table, "demos", metric="exact")
-    few, many, high, low = min(t for t in demos if t), demos[-1], divs[-1], divs[0]
-    at_high = table.where(div=high)
-    paired = of_common_seeds(at_high, table.where(div=low))
-    silhouettes = {"metric": "silhouette", **LAYER_2_ATTENTION}
-
-    def gain(**where: Any) -> Float[ndarray, " seed"]:
-        return per_seed(at_high, demos=many, **where) - per_seed(at_high, demos=few, **where)
-
-    def difference(**where: Any) -> Float[ndarray, " seed"]:
-        of_high, of_low = (per_seed(of_div, demos=many, **where) for of_div in paired)
-        return of_high - of_low
-
-    def lead(beta: float) -> Float[ndarray, " seed"]:
-        where = {"metric": "rank", "queries": "held-out", "beta": beta}
-        return per_seed(at_high, answer="original", **where) - per_seed(at_high, answer="target", **where)
-
-    checks = [
-        Claim(
-            f"More demonstrations raise accuracy about held-out subjects (t = {many} minus {few}, Div {high:g})"
-        ).at_least(0.1, gain(metric="exact", stage="ft"), gain(metric="exact", stage="pt"), "before FT"),
-        Claim(
-            f"Finding 5: they raise the silhouette of layer-2 attention (t = {many} minus {few}, Div {high:g})"
-        ).at_least(
-            0.05,
-            gain(stage="ft", **silhouettes),
-            gain(stage="ft", **silhouettes | {"metric": "shuffled"}),
-            "types dealt anew",
-        ),
-        Claim(
-            "Steering: at β = 1 the target's attribute outranks the original's (difference of ranks, held-out)"
-        ).at_least(1.0, lead(1.0), lead(0.0), "β = 0"),
-    ]
-    if low < high:
-        claim = f"Finding 5: a larger Div makes clusters stronger (Div {high:g} minus {low:g}, t = {many})"
-        before, after = (difference(stage=stage, **silhouettes) for stage in ("pt", "ft"))
-        checks.append(Claim(claim).at_least(0.05, after, before, "before FT"))
-    return checks
-
-
-# Figure 16
-
-
-def _draw_layers(table: Table) -> dict[str, go.Figure]:
-    panels = {}
-    for div in key_values(table, "div"):
-        where = {"metric": "silhouette", "stage": "ft", "div": div}
-        panels[f"Div {div:g}"] = {
-            f"layer {layer + 1}, {site}": {"layer": layer, "site": site, **where} for layer, site in SITES
-        }
-    return {"": draw_curves(table, panels, "demos", label="demonstrations t", value="silhouette")}
-
-
-def _check_layers(table: Table) -> list[Claim]:
-    high, many = key_values(table, "div")[-1], key_values(table, "demos", metric="exact")[-1]
-    where = {"metric": "silhouette", "div": high, "demos": many, "stage": "ft"}
-    values = {(layer, site): per_seed(table, layer=layer, site=site, **where) for layer, site in SITES}
-    layer_1, layer_2 = values[0, "attn_out"], values.pop((1, "attn_out"))
-    others = list(values.values())
-    return [
-        Claim(
-            f"Layer-2 attention clusters most strongly (its silhouette minus the largest other, t = {many})"
-        ).at_least(0.0, layer_2 - np.max(others, axis=0), np.min(others, axis=0) - layer_2, "the weakest minus it"),
-        Claim("Layer-1 representations show no clusters (silhouette of attention)").at_most(
-            0.1, layer_1, layer_2, "layer-2 attention"
-        ),
-    ]
-
-
-# Figure 17
-
-
-def _draw_cosines(table: Table) -> dict[str, go.Figure]:
-    figures = {}
-    for div in key_values(table, "div"):
-        grids = {}
-        for demos in key_values(table, "demos", metric="cosine"):
-            frame = table.where(metric="cosine", div=div, demos=demos, stage="ft").frame
-            grids[f"t = {int(demos)}"] = frame.pivot_table(index="type", columns="other", values="value")
-        figures[f"Div {div:g}"] = plots.accuracy_grids(grids, x="type", y="type", value="cosine")
-    return figures
-
-
-def _check_cosines(table: Table) -> list[Claim]:
-    high, demos = key_values(table, "div")[-1], key_values(table, "demos", metric="cosine")
-
-    def difference(t: float) -> Float[ndarray, " seed"]:
-        frame: Any = table.where(metric="cosine_apart", div=high, demos=t, stage="ft").frame
-        same = frame["type"] == frame["other"]
-        within, between = (frame[rows].groupby("seed")["value"].mean() for rows in (same, ~same))
-        return (within - between).to_numpy(float)
-
-    return [
-        Claim(
-            f"Contexts of one type come to lie together (cosine within minus between types, t = {int(demos[-1])})"
-        ).at_least(0.1, difference(demos[-1]), difference(demos[0]), f"t = {int(demos[0])}")
-    ]
-
-
-# Figure 18
-
-
-def _draw_steering(table: Table) -> dict[str, go.Figure]:
-    panels = {
-        f"Div {div:g}, {queries}": _ranks(div, queries)
-        for div in key_values(table, "div")
-        for queries in ("seen", "held-out")
-    }
-    return {"": draw_curves(table, panels, **_STEERED)}
-
-
-def _check_steering(table: Table) -> list[Claim]:
-    divs = key_values(table, "div")
-    high, low = divs[-1], divs[0]
-
-    def rank(of_div: Table, beta: float, queries: str) -> Float[ndarray, " seed"]:
-        return per_seed(of_div, metric="rank", answer="target", beta=beta, queries=queries)
-
-    at_high = table.where(div=high)
-    checks = []
-    for queries in ("seen", "held-out"):
-        unsteered, mean, steered = (rank(at_high, beta, queries) for beta in (UNSTEERED, 0.0, 1.0))
-        claim = f"Steering moves the target's attribute up, {queries} (its rank at β = 0 minus at β = 1, Div {high:g})"
-        checks.append(Claim(claim).at_least(1.0, mean - steered, unsteered - mean, "unsteered minus β = 0"))
-    if low < high:
-        beta = sorted(beta for beta in key_values(table, "beta") if 0 < beta < 1)[1]
-        of_high, of_low = of_common_seeds(at_high, table.where(div=low))
-        steered, unsteered = (rank(of_low, at, "held-out") - rank(of_high, at, "held-out") for at in (beta, UNSTEERED))
-        claim = f"A larger Div needs a smaller β (target's rank at β = {beta:g}, Div {low:g} minus {high:g})"
-        checks.append(Claim(claim).at_least(0.5, steered, unsteered, "unsteered"))
-    return checks
-
-
 STUDY = study(
     "recall/task-vectors",
     TaskVectors(gpt2.SMOKE, (0.5,), (0, 1, 3), contexts=4, betas=(0.0, 1.0), cosines_at=(0, 3)),
@@ -334,35 +180,211 @@ STUDY = study(
     summarize=measured_after_facts,
 )
 
-FIG8 = figure(
+
+def _figure(
+    number: int, title: str, figures: Figures, claims: Claims, published: str, *, said: bool = False
+) -> Experiment:
+    judged = only_if_facts_are_learned(claims, said=said)
+    return figure(number, title, STUDY, drawn_if_facts_are_learned(figures), judged, published)
+
+
+_SILHOUETTE = {"metric": "silhouette", "stage": "ft"}
+
+
+def _by_div(table: Table) -> dict[str, dict[str, Any]]:
+    return {f"Div {div:g}": {"div": div} for div in levels(table, "div")}
+
+
+def _drawn_ranks(panels: Mapping[str, Mapping[str, Any]]) -> Callable[[Table], go.Figure]:
+    """Ranks along β; those of the unsteered model are at `UNSTEERED`."""
+    curves = {
+        caption: {answer: {"metric": "rank", "answer": answer, **keys} for answer in ("original", "target")}
+        for caption, keys in panels.items()
+    }
+    return courses(curves, "beta", label="β (-1: not steered)", value="rank of the attribute")
+
+
+# Figure 8
+
+
+def _draw_main(table: Table) -> dict[str, go.Figure]:
+    layer_2 = {"metric": "silhouette", **LAYER_2_ATTENTION}
+    clusters = {
+        caption: {
+            "exact match, held-out": {"metric": "exact", "stage": "ft", **keys},
+            "silhouette, layer 2 attention": {**layer_2, "stage": "ft", **keys},
+            "silhouette before finetuning": {**layer_2, "stage": "pt", **keys},
+        }
+        for caption, keys in _by_div(table).items()
+    }
+    ranks = {f"{caption}, held-out": {**keys, "queries": "held-out"} for caption, keys in _by_div(table).items()}
+    left = courses(clusters, "demos", label="demonstrations t", value="share, or silhouette")
+    return {"left": left(table), "right": _drawn_ranks(ranks)(table)}
+
+
+def _main_claims(table: Table) -> list[Claim]:
+    divs, demos = levels(table, "div"), levels(table, "demos", metric="exact")
+    few, many = min(t for t in demos if t), demos[-1]
+    exact, clusters = (per_seed(metric=metric, div=HIGH).rise("demos", few, many) for metric in ("exact", "silhouette"))
+    layer_2 = clusters.at(stage="ft", **LAYER_2_ATTENTION)
+    lead = per_seed(metric="rank", queries="held-out", div=HIGH).rise("answer", "target", "original")
+    claims = [
+        Claim(
+            f"More demonstrations raise accuracy about held-out subjects (t = {many} minus {few}, Div {{div.high:g}})"
+        ).at_least(0.1, exact.at(stage="ft"), exact.at(stage="pt"), "before FT"),
+        Claim(
+            f"Finding 5: they raise the silhouette of layer-2 attention (t = {many} minus {few}, Div {{div.high:g}})"
+        ).at_least(0.05, layer_2, layer_2.at(metric="shuffled"), "types dealt anew"),
+        Claim(
+            "Steering: at β = 1 the target's attribute outranks the original's (difference of ranks, held-out)"
+        ).at_least(1.0, lead.at(beta=1.0), lead.at(beta=0.0), "β = 0"),
+    ]
+    if len(divs) > 1:
+        claim = f"Finding 5: a larger Div makes clusters stronger (Div {{div.high:g}} minus {{div.low:g}}, t = {many})"
+        at_many = per_seed(metric="silhouette", demos=many, **LAYER_2_ATTENTION)
+        before, after = (_beyond_low_div(at_many.at(stage=stage), table) for stage in ("pt", "ft"))
+        claims.append(Claim(claim).at_least(0.05, after, before, "before FT"))
+    return claims
+
+
+def _beyond_low_div(measure: Statistic, table: Table) -> Float[ndarray, " seed"]:
+    """How much higher a measure is at the highest Div than at the lowest, on the seeds that both have."""
+    low, *_, high = levels(table, "div")
+    of_high, of_low = of_common_seeds(table.where(div=high), table.where(div=low))
+    return measure(of_high) - measure(of_low)
+
+
+FIG8 = _figure(
     8,
     "Clusters and steering",
-    STUDY,
-    drawn_if_facts_are_learned(_draw_main),
-    only_if_facts_are_learned(_check_main),
+    _draw_main,
+    _main_claims,
     "Accuracy and clusters grow with demonstrations; steering works, at smaller β where Div is larger.",
+    said=True,
 )
-FIG16 = figure(
+
+
+# Figure 16
+
+
+def _draw_layers(table: Table) -> dict[str, go.Figure]:
+    panels = {
+        caption: {
+            f"layer {layer + 1}, {site}": {"layer": layer, "site": site, **_SILHOUETTE, **keys} for layer, site in SITES
+        }
+        for caption, keys in _by_div(table).items()
+    }
+    return {"": courses(panels, "demos", label="demonstrations t", value="silhouette")(table)}
+
+
+def _layers_claims(table: Table) -> list[Claim]:
+    many = levels(table, "demos", metric="exact")[-1]
+    of_site = {keys: per_seed(**_SILHOUETTE, div=HIGH, demos=many, layer=keys[0], site=keys[1]) for keys in SITES}
+    layer_1, layer_2 = of_site[0, "attn_out"], of_site.pop((1, "attn_out"))
+    return [
+        Claim(
+            f"Layer-2 attention clusters most strongly (its silhouette minus the largest other, t = {many})"
+        ).at_least(
+            0.0,
+            layer_2.map(lambda value, *others: value - np.max(others, axis=0), *of_site.values()),
+            layer_2.map(lambda value, *others: np.min(others, axis=0) - value, *of_site.values()),
+            "the weakest minus it",
+        ),
+        Claim("Layer-1 representations show no clusters (silhouette of attention)").at_most(
+            0.1, layer_1, layer_2, "layer-2 attention"
+        ),
+    ]
+
+
+FIG16 = _figure(
     16,
     "Clusters by layer",
-    STUDY,
-    drawn_if_facts_are_learned(_draw_layers),
-    only_if_facts_are_learned(_check_layers, said=False),
+    _draw_layers,
+    _layers_claims,
     "Layer-2 attention clusters most strongly; layer 1 not at all.",
 )
-FIG17 = figure(
+
+
+# Figure 17
+
+
+def _draw_cosines(table: Table) -> dict[str, go.Figure]:
+    figures = {}
+    for caption, keys in _by_div(table).items():
+        grids = {}
+        for demos in levels(table, "demos", metric="cosine"):
+            frame = table.where(metric="cosine", demos=demos, stage="ft", **keys).frame
+            grids[f"t = {int(demos)}"] = frame.pivot_table(index="type", columns="other", values="value")
+        figures[caption] = plots.accuracy_grids(grids, x="type", y="type", value="cosine")
+    return figures
+
+
+@statistic
+def _within_minus_between(table: Table) -> Float[ndarray, " seed"]:
+    """The mean cosine of contexts of one type minus that of two."""
+    frame: Any = table.frame
+    same = frame["type"] == frame["other"]
+    within, between = (frame[pairs].groupby("seed")["value"].mean() for pairs in (same, ~same))
+    return (within - between).to_numpy(float)
+
+
+def _cosines_claims(table: Table) -> list[Claim]:
+    few, *_, many = levels(table, "demos", metric="cosine")
+    together = _within_minus_between.at(metric="cosine_apart", div=HIGH, stage="ft")
+    return [
+        Claim(
+            f"Contexts of one type come to lie together (cosine within minus between types, t = {int(many)})"
+        ).at_least(0.1, together.at(demos=many), together.at(demos=few), f"t = {int(few)}")
+    ]
+
+
+FIG17 = _figure(
     17,
     "Cosines of types",
-    STUDY,
-    drawn_if_facts_are_learned(_draw_cosines),
-    only_if_facts_are_learned(_check_cosines, said=False),
+    _draw_cosines,
+    _cosines_claims,
     "Contexts of one type come to lie together with more demonstrations.",
 )
-FIG18 = figure(
+
+
+# Figure 18
+
+
+def _draw_steering(table: Table) -> dict[str, go.Figure]:
+    panels = {
+        f"{caption}, {queries}": {"queries": queries, **keys}
+        for caption, keys in _by_div(table).items()
+        for queries in ("seen", "held-out")
+    }
+    return {"": _drawn_ranks(panels)(table)}
+
+
+def _steering_claims(table: Table) -> list[Claim]:
+    target = per_seed(metric="rank", answer="target")
+    claims = []
+    for queries in ("seen", "held-out"):
+        rank = target.at(queries=queries, div=HIGH)
+        claim = (
+            f"Steering moves the target's attribute up, {queries} "
+            "(its rank at β = 0 minus at β = 1, Div {div.high:g})"
+        )
+        steered, unsteered = rank.fall("beta", 0.0, 1.0), rank.fall("beta", UNSTEERED, 0.0)
+        claims.append(Claim(claim).at_least(1.0, steered, unsteered, "unsteered minus β = 0"))
+    if len(levels(table, "div")) > 1:
+        beta = [beta for beta in levels(table, "beta") if 0 < beta < 1][1]
+        held_out = target.at(queries="held-out")
+        steered, unsteered = (-_beyond_low_div(held_out.at(beta=at), table) for at in (beta, UNSTEERED))
+        claim = (
+            f"A larger Div needs a smaller β (target's rank at β = {beta:g}, Div {{div.low:g}} minus {{div.high:g}})"
+        )
+        claims.append(Claim(claim).at_least(0.5, steered, unsteered, "unsteered"))
+    return claims
+
+
+FIG18 = _figure(
     18,
     "Steering with seen and held-out subjects",
-    STUDY,
-    drawn_if_facts_are_learned(_draw_steering),
-    only_if_facts_are_learned(_check_steering, said=False),
+    _draw_steering,
+    _steering_claims,
     "Larger Div gives stronger task vectors, which steer at smaller β.",
 )

@@ -1,6 +1,6 @@
 """The heads of trained attention-only models beside the constructions: Figs. 9 to 12 and 20 to 26."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from align_circuits.heads.localize_heads import localize
 from align_circuits.heads.score import score_heads
 from align_circuits.hooks.names import name_of
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, over_seeds, share_of
+from align_circuits.papers.lab import Check, Claim, Experiment, Rows, Statistic, checks_of, over_seeds, per_seed
 from align_circuits.papers.recall.figures.attention_only_models import (
     BOTH_POSITIONS,
     PAPER,
@@ -24,7 +24,7 @@ from align_circuits.papers.recall.figures.attention_only_models import (
     AttentionOnlySetup,
     Positions,
 )
-from align_circuits.papers.recall.figures.common import FACTS_LEARNED, SOURCE, know_their_facts, per_seed, study
+from align_circuits.papers.recall.figures.studies import FACTS_LEARNED, SOURCE, bars, know_their_facts, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, probe, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask
@@ -213,14 +213,9 @@ def weight_slices(model: AttentionOnly, world: RecallWorld) -> list[dict[str, An
     ]
 
 
-def heads_jobs(config: AttentionOnlyModels, _: Inputs) -> list[Measurement]:
-    """Returns a job for each model."""
-    return config.jobs(measure_heads)
-
-
-def heads_table(_: AttentionOnlyModels, rows: Rows) -> pd.DataFrame:
+def heads_table(_: AttentionOnlyModels, measurements: Rows) -> pd.DataFrame:
     """Returns all rows with values to four digits."""
-    frame: Any = rows["measure_heads"].reindex(columns=[*KEYS, "value", "n"])
+    frame = measurements["measure_heads"].reindex(columns=[*KEYS, "value", "n"])
     return frame.assign(value=frame["value"].astype(float).round(4), low=np.nan, high=np.nan)
 
 
@@ -241,16 +236,30 @@ def head_of(table: Table, role: Role) -> Int[ndarray, " seed"]:
     return np.where(np.arange(relation.shape[1]) == subject[:, None], -1.0, relation).argmax(1)
 
 
-def _of(table: Table, role: Role, **where: Any) -> Measured:
-    """A number of the head that has a role, over seeds."""
-    heads = head_of(table, role)
-    return over_seeds(_by_head(table, **where)[np.arange(len(heads)), heads])
+def _of(role: Role, **where: Any) -> Statistic:
+    """A measure of the head that has a role."""
+
+    def of_heads(table: Table, keys: Mapping[str, Any]) -> Float[ndarray, " seed"]:
+        heads = head_of(table, role)
+        return _by_head(table, **keys)[np.arange(len(heads)), heads]
+
+    return Statistic(of_heads, where)
 
 
+_STAGES = {
+    "pretrained": ("pretraining", "untrained", "before training"),
+    "finetuned": ("in context", "pretrained", "before finetuning"),
+}
+"""The sequences of each stage, the stage before it, and its caption."""
+
+_OUTPUTS: list[tuple[str, Role, str]] = [
+    ("the subject head's output is f_subj (cosine, centred)", "subject", "f_subj, centred"),
+    ("the relation head's output is f_rel (cosine)", "relation", "f_rel"),
+]
 _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
     ("after pretraining a head attends to the subject", "subject", "attention", "subject", "pretrained"),
     ("another attends to the latest relation token", "relation", "attention", "relation", "pretrained"),
-    ("the subject head's output is f_subj (cosine, centred)", *("subject", "cosine", "f_subj, centred", "pretrained")),
+    ("the subject head's output is f_subj (cosine, centred)", "subject", "cosine", "f_subj, centred", "pretrained"),
     ("the relation head's output is f_rel (cosine)", "relation", "cosine", "f_rel", "pretrained"),
     (
         "W_OV of the subject head raises a subject's values above others (share of pairs)",
@@ -266,105 +275,79 @@ _OF_HEADS: list[tuple[str, Role, str, str, str]] = [
     ),
     ("and the relation head to attributes", "relation", "attention", "same_type", "finetuned"),
     ("whose output is then f_rel (cosine)", "relation", "cosine", "f_rel", "finetuned"),
-    ("and the subject head's still f_subj (cosine, centred)", *("subject", "cosine", "f_subj, centred", "finetuned")),
+    ("and the subject head's still f_subj (cosine, centred)", "subject", "cosine", "f_subj, centred", "finetuned"),
     (
         "W_OV of the relation head then raises values of an attribute's type above others (share of pairs)",
         *("relation", "raised", "value", "finetuned"),
     ),
+    *(
+        (f"{stage}, among the logits of values alone: {claim}", role, "cosine", what + VALUES, stage)
+        for stage in _STAGES
+        for claim, role, what in _OUTPUTS
+    ),
 ]
 """Claims about the head of a role: the role, the metric, of what, and the stage."""
 
-_OUTPUTS: list[tuple[str, Role, str]] = [
-    ("the subject head's output is f_subj (cosine, centred)", "subject", "f_subj, centred"),
-    ("the relation head's output is f_rel (cosine)", "relation", "f_rel"),
-]
-_AMONG_VALUES: list[tuple[str, Role, str, str, str]] = [
-    (f"{stage}, among the logits of values alone: {claim}", role, "cosine", what + VALUES, stage)
-    for stage in ("pretrained", "finetuned")
-    for claim, role, what in _OUTPUTS
-]
 
-_STAGES = {
-    "pretrained": ("pretraining", "untrained", "before training"),
-    "finetuned": ("in context", "pretrained", "before finetuning"),
-}
-"""The sequences of each stage, the stage before it, and its caption."""
+def _claim_of_head(claim: str, role: Role, metric: str, what: str, stage: str) -> Claim:
+    sequences, before, control_is = _STAGES[stage]
+    control = {"stage": before}
+    if "centred" in what or (what.removesuffix(VALUES), stage) == ("f_rel", "pretrained"):
+        other = "f_subj, centred, of another" if "centred" in what else "f_rel of another"
+        control, control_is = {"what": other + VALUES if what.endswith(VALUES) else other}, "another's"
+    measured = _of(role, stage=stage, metric=metric, sequences=None if metric == "raised" else sequences, what=what)
+    return Claim(claim).at_least(0.8, measured, measured.at(**control), control_is)
 
 
-def _checks(table: Table, name: str) -> Iterator[Claim]:
+def _checks(table: Table, positions: Positions) -> list[Check]:
+    table, name = table.where(positions=positions), f"{positions.capitalize()} positions"
     exact: dict[str, Any] = {"sequences": "pretraining", "metric": "exact"}
-    facts = (per_seed(table, stage=stage, **exact) for stage in ("pretrained", "untrained"))
-    learned, before = (share_of(of_stage >= FACTS_LEARNED) for of_stage in facts)
-    claim = f"{name}: facts are learned, as all that follows presupposes"
-    yield Claim(f"{claim} (share of seeds with an exact match of {FACTS_LEARNED:g} or more)").at_least(
-        0.5, learned, before, "before training"
-    )
-    table = know_their_facts(table, stage="pretrained", **exact)
-    if not len(table):
-        return
-    measured = set(zip(table.frame["metric"], table.frame["what"], strict=True))
-    for claim, role, metric, what, stage in (*_OF_HEADS, *_AMONG_VALUES):
-        if (metric, what) not in measured:
-            continue  # in a result that was kept before this was measured
-        sequences, before, control_is = _STAGES[stage]
-        keys = {"stage": stage, "metric": metric, "sequences": None if metric == "raised" else sequences, "what": what}
-        control = {"stage": before}
-        if "centred" in what or (what.removesuffix(VALUES), stage) == ("f_rel", "pretrained"):
-            other = "f_subj, centred, of another" if "centred" in what else "f_rel of another"
-            control, control_is = {"what": other + VALUES if what.endswith(VALUES) else other}, "another's"
-        value, of_control = (_of(table, role, **where) for where in (keys, keys | control))
-        yield Claim(f"{name}: {claim}").at_least(0.8, value, of_control, control_is)
-    for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
-        where = {"metric": "heads named", "sequences": _STAGES[stage][0], "what": role}
-        after, before = (per_seed(table, stage=at, **where) > 0 for at in (stage, "untrained"))
-        claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
-        yield Claim(claim).at_least(1.0, after, before, "before training")
-    recalled = {stage: per_seed(table, stage=stage, sequences="in context", metric="exact") for stage in _STAGES}
-    yield Claim(f"{name}: held-out subjects are recalled (exact match)").at_least(
-        0.8, recalled["finetuned"], recalled["pretrained"], "before finetuning"
-    )
-
-
-def _check(table: Table) -> list[Claim]:
-    return [
-        check
-        for positions in POSITIONS
-        for check in _checks(table.where(positions=positions), f"{positions.capitalize()} positions")
+    knows = per_seed(**exact) >= FACTS_LEARNED
+    learned = Claim(
+        f"{name}: facts are learned, as all that follows presupposes "
+        f"(share of seeds with an exact match of {FACTS_LEARNED:g} or more)"
+    ).at_least(0.5, knows.at(stage="pretrained"), knows.at(stage="untrained"), "before training")
+    known = know_their_facts(table, stage="pretrained", **exact)
+    if not len(known):
+        return [learned.check(table)]
+    # a result may have been kept before all of this was measured
+    measured = set(zip(known.frame["metric"], known.frame["what"], strict=True))
+    claims = [
+        _claim_of_head(f"{name}: {claim}", role, metric, what, stage)
+        for claim, role, metric, what, stage in _OF_HEADS
+        if (metric, what) in measured
     ]
+    for stage, role in (("pretrained", "subject"), ("pretrained", "relation"), ("finetuned", "same_type")):
+        named = per_seed(metric="heads named", sequences=_STAGES[stage][0], what=role) > 0
+        claim = f"{name}: localize names a head for {role!r}, {stage} (share of seeds)"
+        claims.append(Claim(claim).at_least(1.0, named.at(stage=stage), named.at(stage="untrained"), "before training"))
+    recalled = per_seed(sequences="in context", metric="exact")
+    claim = Claim(f"{name}: held-out subjects are recalled (exact match)")
+    claims.append(
+        claim.at_least(0.8, recalled.at(stage="finetuned"), recalled.at(stage="pretrained"), "before finetuning")
+    )
+    return [learned.check(table), *checks_of(claims, known)]
 
 
 def _draw_cosines(table: Table) -> go.Figure:
-    figure = go.Figure()
-    bars: list[tuple[str, str, Role]] = [
-        (stage, sequences, role) for stage, (sequences, *_) in _STAGES.items() for role in ROLES
-    ]
-    drawn = [what for what in table.where(metric="cosine").frame["what"].unique() if not what.endswith(VALUES)]
-    for place, what in enumerate(drawn):
-        cosines = [
-            _of(table, role, stage=stage, sequences=sequences, metric="cosine", what=what)
-            for stage, sequences, role in bars
-        ]
-        figure.add_bar(
-            x=[[stage for stage, _, _ in bars], [f"{role} head" for _, _, role in bars]],
-            y=[each.value for each in cosines],
-            name=str(what),
-            marker_color=plots.COLOURS[place],
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [each.high - each.value for each in cosines],
-                "arrayminus": [each.value - each.low for each in cosines],
-            },
+    cosines = {
+        what: pd.DataFrame(
+            {"stage": stage, "role": f"{role} head", **vars(over_seeds(of_head(table)))}
+            for stage, (sequences, *_) in _STAGES.items()
+            for role in ROLES
+            for of_head in [_of(role, stage=stage, sequences=sequences, metric="cosine", what=what)]
         )
-    figure.update_yaxes(title="cosine, mean over seeds", range=[-1, 1])
-    return plots.styled(figure, "", height=420)
+        for what in table.where(metric="cosine").frame["what"].unique()
+        if not what.endswith(VALUES)
+    }
+    return bars(cosines, ["stage", "role"], "cosine, mean over seeds", (-1, 1), height=420)
 
 
 def _draw_weights(table: Table, stage: str, role: Role) -> go.Figure:
     slices = table.where(stage=stage, metric="slice", head=int(head_of(table, role)[0])).frame
-    grid = slices.pivot(index="query", columns="key", values="value").to_numpy(float)
-    bound = float(np.abs(grid).max())
-    figure = go.Figure(go.Heatmap(z=grid, colorscale=plots.DIVERGING, zmin=-bound, zmax=bound))
+    entries = slices.pivot(index="query", columns="key", values="value").to_numpy(float)
+    bound = float(np.abs(entries).max())
+    figure = go.Figure(go.Heatmap(z=entries, colorscale=plots.DIVERGING, zmin=-bound, zmax=bound))
     figure.update_yaxes(autorange="reversed", title="logit of").update_xaxes(title="attended token")
     return plots.styled(figure, "", height=460)
 
@@ -374,15 +357,15 @@ def _draw(table: Table) -> dict[str, go.Figure]:
     for positions in POSITIONS:
         models = table.where(positions=positions)
         for stage, (sequences, *_) in _STAGES.items():
-            rows: Any = models.where(stage=stage, sequences=sequences, metric="map").frame
-            maps = {f"head {int(head)}": of_head.assign(step=0) for head, of_head in rows.groupby("head")}
+            attention: Any = models.where(stage=stage, sequences=sequences, metric="map").frame
+            maps = {f"head {int(head)}": of_head.assign(step=0) for head, of_head in attention.groupby("head")}
             figures[f"{positions}, {stage}: attention"] = plots.attention_course(maps)
         figures[f"{positions}: cosines with the constructions"] = _draw_cosines(models)
     relative = table.where(positions="relative")
-    for stage in _STAGES:
-        for role in ROLES:
-            figures[f"{stage}: W_OV of the {role} head"] = _draw_weights(relative, stage, role)
-    return figures
+    weights = {
+        f"{stage}: W_OV of the {role} head": _draw_weights(relative, stage, role) for stage in _STAGES for role in ROLES
+    }
+    return figures | weights
 
 
 CPU = AttentionOnlySetup(
@@ -418,10 +401,10 @@ HEADS = Experiment(
             AttentionOnlyModels(setup, seeds, BOTH_POSITIONS)
             for setup, seeds in ((SMOKE, 1), (CPU_EIGHT_TYPES, 12), (PAPER, 3))
         ),
-        jobs=heads_jobs,
+        jobs=lambda config, _: config.jobs(measure_heads),
         summarize=heads_table,
     ),
     _draw,
-    _check,
+    lambda table: [check for positions in POSITIONS for check in _checks(table, positions)],
     "One head 'closely matches f_subj', one 'matches f_rel', before and after finetuning; one seed is shown.",
 )

@@ -1,6 +1,6 @@
 """The GPT-2 models of the figures: their worlds, sequences and trainings at each scale, shared by all studies."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import pandas as pd
 
 from align_circuits.models.loading import load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, on_one_thread, training_folder
-from align_circuits.papers.recall.figures.common import study
+from align_circuits.papers.recall.figures.studies import study
 from align_circuits.papers.recall.models.gpt2 import small_gpt2
 from align_circuits.papers.recall.models.training import FINETUNING, PRETRAINING, Stage, train_stage
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask, Predicted
@@ -227,28 +227,9 @@ def each_seed(
     return [Measurement(function, config, seed, keys or {}) for seed in seeds]
 
 
-def each_kind(
-    function: Callable[..., Any], setup: GPT2Setup, inputs: Inputs, kinds: Sequence[Kind]
-) -> list[Measurement]:
-    """Returns the jobs of `each_seed` for each kind of model, which is an argument and a key column."""
-    return [
-        job
-        for kind in kinds
-        for job in each_seed(function, setup, inputs, {"kind": kind, "n": setup.n_prompts}, kind=kind)
-    ]
-
-
 def pretrainings(config: Any, inputs: Inputs) -> list[Measurement]:
     """Returns the jobs that pretrain the models of `config.setup`: the `train` of a study."""
     return each_seed(pretrain, config.setup, inputs)
-
-
-@dataclass(frozen=True)
-class FinetunedModels:
-    """The finetuned models of a study."""
-
-    setup: GPT2Setup
-    kinds: tuple[Finetuned, ...] = ("icl", "icl+grm")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Propositions 1 to 4, printed and corrected: the constructions' accuracy position by position."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, extreme_of
-from align_circuits.papers.recall.figures.common import SOURCE, study
+from align_circuits.papers.lab import HIGH, Claim, Experiment, Inputs, Measurement, Rows, Statistic, rows
+from align_circuits.papers.recall.figures.studies import SOURCE, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.next_token import PLACES, allowed_after
 from align_circuits.papers.recall.task.sequences import DemonstrationsTask, FactsTask
@@ -71,7 +71,7 @@ def measure_construction(
     """
     made = RecallWorld(**world)
     measure = _pretraining if sequences == "pretraining" else _in_context
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for form, corrections in FORMS.items():
         for beta in betas if form in ("printed", "corrected") else betas[-1:]:
             for place, part, correct, where in measure(made, corrections, beta, sizes):
@@ -79,8 +79,8 @@ def measure_construction(
                 if counts.any():
                     values = (correct & where).sum(1).numpy() / np.maximum(counts, 1)
                     keys = {"form": form, "beta": beta, "place": place, "part": part, "metric": "accuracy"}
-                    rows.append({**keys, "values": values.tolist(), "counts": counts.tolist()})
-    return rows + _grammar_output(made, sequences, sizes)
+                    found.append({**keys, "values": values.tolist(), "counts": counts.tolist()})
+    return found + _grammar_output(made, sequences, sizes)
 
 
 Places = list[tuple[str, str, Bool[Tensor, "prompt pos"], Bool[Tensor, "prompt pos"]]]
@@ -149,8 +149,8 @@ def _grammar_output(world: RecallWorld, sequences: str, sizes: Mapping[str, int]
     ]
 
 
-def _summarize(_: Constructions, rows: Rows) -> pd.DataFrame:
-    frame = rows["measure_construction"]
+def _summarize(_: Constructions, measurements: Rows) -> pd.DataFrame:
+    frame = measurements["measure_construction"]
     coefficients = frame[frame["metric"] == "coefficient"].drop(columns=["values", "counts"])
     accuracy: Any = frame[frame["metric"] == "accuracy"]
     keys = accuracy.drop(columns=["values", "counts", "value"])
@@ -159,71 +159,74 @@ def _summarize(_: Constructions, rows: Rows) -> pd.DataFrame:
     return pd.concat([table.frame, coefficients.assign(low=np.nan, high=np.nan, n=1)], ignore_index=True)
 
 
-def _accuracy(table: Table, **where: object) -> Table:
-    """The accuracies at the largest β."""
-    return table.where(metric="accuracy", beta=table.frame["beta"].max(), **where)
+_ACCURACY = rows(metric="accuracy", beta=HIGH, world="shared values")
 
 
-def _check(table: Table) -> list[Claim]:
-    def worst(world: str = "shared values", **where: str) -> Measured:
-        """The place with the lowest accuracy."""
-        return extreme_of(_accuracy(table, world=world, **where), highest=False)
-
-    context = {"sequences": "in context", "place": "attribute", "part": "later"}
-    unseen = {"sequences": "in context", "form": "corrected"}
-    attribute = {"sequences": "pretraining", "place": "attribute", "form": "printed"}
-    return [
-        Claim(
-            "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)",
-            "'always gives the correct prediction for any token position'",
-        ).at_least(
-            1.0,
-            worst(form="corrected", sequences="pretraining"),
-            worst(form="printed", sequences="pretraining"),
-            "as printed",
-        ),
-        Claim(
-            "As printed the attribute is right if no value is shared (accuracy)", "'correctly predicts the last token'"
-        ).at_least(1.0, worst("unshared values", **attribute), worst(**attribute), "shared values"),
-        Claim(
-            "Propositions 2 and 4, corrected: the attribute is right after any demonstration (accuracy)",
-            "'always gives the correct prediction for the last token position'",
-        ).at_least(1.0, worst(form="corrected", **context), worst(form="printed", **context), "as printed"),
-        Claim("A value is recalled only if finetuning has seen it (accuracy on unseen values)").at_most(
-            0.0,
-            worst(place="attribute, some values unseen: an unseen one", **unseen),
-            worst(place="attribute, some values unseen: a seen one", **unseen),
-            "seen values",
-        ),
-    ]
+def _worst(**where: str) -> Statistic:
+    """The place with the lowest accuracy, at the largest β."""
+    return _ACCURACY.at(**where).lowest()
 
 
-def _draw(table: Table) -> dict[str, go.Figure]:
-    figures = {}
-    for sequences in ("pretraining", "in context"):
-        rows = _accuracy(table, world="shared values", sequences=sequences).frame
-        grid = rows.assign(at=rows["place"] + ", " + rows["part"]).pivot(index="form", columns="at", values="value")
-        grid = grid.loc[list(FORMS)]
+_ATTRIBUTE = {"sequences": "pretraining", "place": "attribute", "form": "printed"}
+_CONTEXT = {"sequences": "in context", "place": "attribute", "part": "later"}
+_UNSEEN = {"sequences": "in context", "form": "corrected"}
+
+_CLAIMS = [
+    Claim(
+        "Propositions 1 and 3, corrected: right at every position (accuracy where it is least)",
+        "'always gives the correct prediction for any token position'",
+    ).at_least(
+        1.0,
+        _worst(form="corrected", sequences="pretraining"),
+        _worst(form="printed", sequences="pretraining"),
+        "as printed",
+    ),
+    Claim(
+        "As printed the attribute is right if no value is shared (accuracy)", "'correctly predicts the last token'"
+    ).at_least(1.0, _worst(world="unshared values", **_ATTRIBUTE), _worst(**_ATTRIBUTE), "shared values"),
+    Claim(
+        "Propositions 2 and 4, corrected: the attribute is right after any demonstration (accuracy)",
+        "'always gives the correct prediction for the last token position'",
+    ).at_least(1.0, _worst(form="corrected", **_CONTEXT), _worst(form="printed", **_CONTEXT), "as printed"),
+    Claim("A value is recalled only if finetuning has seen it (accuracy on unseen values)").at_most(
+        0.0,
+        _worst(place="attribute, some values unseen: an unseen one", **_UNSEEN),
+        _worst(place="attribute, some values unseen: a seen one", **_UNSEEN),
+        "seen values",
+    ),
+]
+
+
+def _draw_positions(sequences: str) -> Callable[[Table], go.Figure]:
+    def draw(table: Table) -> go.Figure:
+        accuracy = _ACCURACY.at(sequences=sequences)(table).frame
+        named = accuracy.assign(position=accuracy["place"] + ", " + accuracy["part"])
+        cells = named.pivot(index="form", columns="position", values="value").loc[list(FORMS)]
         heat = go.Heatmap(
-            z=grid.to_numpy(),
-            x=grid.columns,
-            y=grid.index,
+            z=cells.to_numpy(),
+            x=cells.columns,
+            y=cells.index,
             zmin=0,
             zmax=1,
             colorscale=plots.SEQUENTIAL,
-            text=grid.round(2).astype(str).to_numpy(),
+            text=cells.round(2).astype(str).to_numpy(),
             texttemplate="%{text}",
             colorbar={"title": "accuracy"},
         )
-        figures[sequences] = plots.styled(go.Figure(heat), "", height=340)
-    rows = table.where(metric="accuracy", world="shared values", form=["printed", "corrected"]).frame
-    covered = (rows["sequences"] == "pretraining") | (rows["part"] == "later")  # by the propositions
-    worst = rows[covered & ~rows["place"].str.contains("unseen")]
-    worst = worst.loc[worst.groupby(["sequences", "form", "beta"])["value"].idxmin()]
+        return plots.styled(go.Figure(heat), "", height=340)
+
+    return draw
+
+
+def _draw_betas(table: Table) -> go.Figure:
+    """The lowest accuracy at positions that the propositions are about."""
+    accuracy = table.where(metric="accuracy", world="shared values", form=["printed", "corrected"]).frame
+    covered = (accuracy["sequences"] == "pretraining") | (accuracy["part"] == "later")
+    accuracy = accuracy[covered & ~accuracy["place"].str.contains("unseen")]
+    worst = accuracy.loc[accuracy.groupby(["sequences", "form", "beta"])["value"].idxmin()]
     worst["log_beta"] = np.log10(worst["beta"].astype(float))
-    panels, value = dict(iter(worst.groupby("sequences"))), "accuracy where it is least"
-    figures["beta"] = plots.curves(panels, x="log_beta", by="form", label="log10 β", value=value)
-    return figures
+    panels, label = dict(iter(worst.groupby("sequences"))), "accuracy where it is least"
+    return plots.curves(panels, x="log_beta", by="form", label="log10 β", value=label)
 
 
 def _worlds(n_subjects: int, n_values: int, n_types: int, n_grammar: int) -> dict[str, RecallWorld]:
@@ -248,7 +251,7 @@ PROPOSITIONS = Experiment(
         jobs=_jobs,
         summarize=_summarize,
     ),
-    _draw,
-    _check,
+    {name: _draw_positions(name) for name in ("pretraining", "in context")} | {"beta": _draw_betas},
+    _CLAIMS,
     "'When the scalar β → ∞, it always gives the correct prediction for any token position.'",
 )

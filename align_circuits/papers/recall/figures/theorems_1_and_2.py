@@ -10,17 +10,18 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
 from numpy import ndarray
+from scipy.special import stdtrit
 from torch import Tensor
 
-from align_circuits.papers.lab import Claim, Experiment, Inputs, Measured, Measurement, Rows, value_of
-from align_circuits.papers.recall.figures.common import SOURCE, study
+from align_circuits.papers.lab import Claim, Experiment, Inputs, Measurement, Rows, Statistic, the_row
 from align_circuits.papers.recall.figures.propositions_1_to_4 import all_correct
+from align_circuits.papers.recall.figures.studies import SOURCE, bars, study
 from align_circuits.papers.recall.models.attention_only import AttentionOnly
 from align_circuits.papers.recall.task.world import RecallWorld
 from align_circuits.papers.recall.theory.constructions import Correction
 from align_circuits.papers.recall.theory.finetuning_steps import HEADS, Batches, Finetuning, Form, Update
 from align_circuits.report import plots
-from align_circuits.tables.intervals import proportion
+from align_circuits.tables.intervals import TAILS, proportion
 from align_circuits.tables.tables import Provenance, Table
 
 UPDATES: tuple[Update, ...] = get_args(Update)
@@ -90,7 +91,7 @@ def _beside_formulas(
     formulas = {form: finetuning.coefficients(form)[update] for form in FORMS}
     for term, coefficients in finetuning.decomposed(update, scale * groups).items():
         values = coefficients.numpy()
-        half = 1.96 * values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        half = _reach(values.std(ddof=1) / len(values) ** 0.5, len(values)) if len(values) > 1 else 0.0
         printed_and_corrected = {form: formulas[form].get(term, 0.0) for form in FORMS}
         keys = {"metric": "coefficient", "update": update, "term": term, **printed_and_corrected}
         rows.append({**keys, "value": values.mean(), "low": values.mean() - half, "high": values.mean() + half})
@@ -117,7 +118,12 @@ def _jackknife(groups: Float[Tensor, "group entry"], direction: Float[Tensor, " 
     if len(groups) == 1:
         return cosine(everything), 0.0
     without = np.array([cosine(everything[everything != left_out]) for left_out in everything])
-    return cosine(everything), float(1.96 * ((len(groups) - 1) * without.var()) ** 0.5)
+    return cosine(everything), _reach(((len(groups) - 1) * without.var()) ** 0.5, len(groups))
+
+
+def _reach(standard_error: float, groups: int) -> float:
+    """Half of the 95% t interval of what groups of sequences estimate."""
+    return float(stdtrit(groups - 1, TAILS[1]) * standard_error)
 
 
 def _accuracies(finetuning: Finetuning, model: AttentionOnly, n: int, name: str) -> list[dict[str, Any]]:
@@ -161,56 +167,26 @@ def _theorem_table(_: Settings, rows: Rows) -> pd.DataFrame:
 PAPER_SIZE, ENOUGH = "the paper's size", "enough subjects"
 
 
-def _check_theorem(table: Table) -> list[Claim]:
-    def cosine(update: Update, form: Form) -> Measured:
-        return value_of(table, name=PAPER_SIZE, metric="cosine", update=update, formula=form)
-
-    def held_out(name: str, model: str = "two steps") -> Measured:
-        return value_of(table, name=name, metric="accuracy", model=model, queries="held-out")
-
-    measured = held_out(PAPER_SIZE)
-    return [
-        *(
-            Claim(
-                f"The {update} update is the corrected closed form (cosine)", "'the updated weights satisfy'"
-            ).at_least(0.99, cosine(update, "corrected"), cosine(update, "printed"), "the printed one")
-            for update in UPDATES
-        ),
-        Claim(
-            "After two steps held-out subjects are recalled at the paper's size, M_ft = 128 (accuracy)",
-            "'the model attains perfect accuracy' for M_ft >> U",
-        ).at_least(0.95, measured, held_out(PAPER_SIZE, "before"), "before finetuning"),
-        Claim("They are where M_ft is well above U²/(m-1) (accuracy)").at_least(
-            0.95, held_out(ENOUGH), measured, "M_ft = 128, where U²/(m-1) is 205"
-        ),
-        Claim("The corrected formula predicts that failure (its accuracy at the paper's size)").at_most(
-            0.05,
-            held_out(PAPER_SIZE, "two steps, corrected formula"),
-            held_out(PAPER_SIZE, "two steps, printed formula"),
-            "the printed formula",
-        ),
-    ]
+def _cosine(update: Update, form: Form) -> Statistic:
+    return the_row(metric="cosine", name=PAPER_SIZE, update=update, formula=form)
 
 
-def _draw_theorem(table: Table) -> dict[str, go.Figure]:
-    figure = go.Figure()
-    for place, (form, rows) in enumerate(table.where(metric="cosine").frame.groupby("formula", sort=False)):
-        figure.add_bar(
-            x=[rows["name"], rows["update"]],
-            y=rows["value"],
-            name=str(form),
-            marker_color=plots.COLOURS[place],
-            error_y={"array": rows["high"] - rows["value"], "arrayminus": rows["value"] - rows["low"]},
-        )
-    figure.update_yaxes(title="cosine with the measured update", range=[-0.3, 1.05])
+def _held_out(name: str, model: str = "two steps") -> Statistic:
+    return the_row(metric="accuracy", name=name, model=model, queries="held-out")
+
+
+def _draw_cosines(table: Table) -> go.Figure:
+    cosines = table.where(metric="cosine").frame.groupby("formula", sort=False)
+    label = "cosine with the measured update"
+    return bars({str(form): rows for form, rows in cosines}, ["name", "update"], label, (-0.3, 1.05), height=460)
+
+
+def _draw_held_out(table: Table) -> go.Figure:
     accuracy: Any = table.where(metric="accuracy", queries="held-out").frame
     n_values = accuracy[accuracy["name"] == ENOUGH]["n_values"].iloc[0]
     by_seen = accuracy[(accuracy["n_slots"] == accuracy["n_slots"].max()) & (accuracy["n_values"] == n_values)]
-    panels, label = {"": by_seen.sort_values("n_seen")}, "M_ft, the subjects finetuned on"
-    return {
-        "cosines": plots.styled(figure, "", height=460),
-        "held-out subjects": plots.curves(panels, x="n_seen", by="model", label=label),
-    }
+    label = "M_ft, the subjects finetuned on"
+    return plots.curves({"": by_seen.sort_values("n_seen")}, x="n_seen", by="model", label=label)
 
 
 def _theorem(n: int, tested: int, varied: Mapping[str, int], seen: Sequence[int]) -> Settings:
@@ -244,8 +220,28 @@ THEOREM = Experiment(
         jobs=_theorem_jobs,
         summarize=_theorem_table,
     ),
-    _draw_theorem,
-    _check_theorem,
+    {"cosines": _draw_cosines, "held-out subjects": _draw_held_out},
+    [
+        *(
+            Claim(
+                f"The {update} update is the corrected closed form (cosine)", "'the updated weights satisfy'"
+            ).at_least(0.99, _cosine(update, "corrected"), _cosine(update, "printed"), "the printed one")
+            for update in UPDATES
+        ),
+        Claim(
+            "After two steps held-out subjects are recalled at the paper's size, M_ft = 128 (accuracy)",
+            "'the model attains perfect accuracy' for M_ft >> U",
+        ).at_least(0.95, _held_out(PAPER_SIZE), _held_out(PAPER_SIZE, "before"), "before finetuning"),
+        Claim("They are where M_ft is well above U²/(m-1) (accuracy)").at_least(
+            0.95, _held_out(ENOUGH), _held_out(PAPER_SIZE), "M_ft = 128, where U²/(m-1) is 205"
+        ),
+        Claim("The corrected formula predicts that failure (its accuracy at the paper's size)").at_most(
+            0.05,
+            _held_out(PAPER_SIZE, "two steps, corrected formula"),
+            _held_out(PAPER_SIZE, "two steps, printed formula"),
+            "the printed formula",
+        ),
+    ],
     "'These weights, with sufficiently large β, lead the model to attain perfect accuracy on ICL sequences.'",
 )
 
@@ -271,11 +267,8 @@ def _lemma_jobs(config: Lemmas, _: Inputs) -> list[Measurement]:
         world["world_seed"] = int(rng.integers(2**31))
         n_demos = int(rng.integers(1, 6))
         n_seen = int(rng.integers(n_values, n_subjects + 1))
-        jobs.append(
-            Measurement(
-                measure_lemmas, {"world": world, "n_demos": n_demos, "n_seen": n_seen, "n": config.n}, seed=None
-            )
-        )
+        settings = {"world": world, "n_demos": n_demos, "n_seen": n_seen, "n": config.n}
+        jobs.append(Measurement(measure_lemmas, settings, seed=None))
     return jobs
 
 
@@ -333,42 +326,35 @@ def _lemma_table(_: Lemmas, rows: Rows) -> pd.DataFrame:
     return table.frame.assign(largest=[round(max(of_lemma["largest"]), 4) for _, of_lemma in by_lemma])
 
 
-def _check_lemmas(table: Table) -> list[Claim]:
-    def share(lemma: str, start: str = "unique values") -> Measured:
-        return value_of(table, lemma=lemma, start=start)
-
-    printed = share("C.1 as printed")
-    return [
-        Claim(
-            "Lemma C.1: no prediction is above 1 / (V + (C/e - 1) L U) (share of worlds)",
-            "'the prediction probabilities are bounded'",
-        ).at_least(1.0, printed, share("C.1 as printed", "as printed"), "W_OV^subj as printed"),
-        Claim("Lemma C.1, corrected: none is above 1 / (V - (1 - 1/e) L U) (share of worlds)").at_least(
-            1.0, share("C.1 corrected"), printed, "the printed bound"
-        ),
-        Claim("Lemma C.2: none is above e / (V - (1 - 1/e) L U) (share of worlds)").at_least(
-            1.0, share("C.2 as printed"), share("C.2, α_2 ten times too large"), "α_2 ten times larger than assumed"
-        ),
-    ]
-
-
-def _draw_lemmas(table: Table) -> dict[str, go.Figure]:
+def _draw_lemmas(table: Table) -> go.Figure:
     frame = table.frame
-    places = [frame["start"], frame["lemma"]]
-    bars = go.Bar(x=frame["largest"], y=places, orientation="h", marker_color=plots.COLOURS[0])
-    figure = go.Figure(bars).add_vline(1.0)
-    figure.update_xaxes(title="largest prediction in any world, over the bound")
-    return {"bounds": plots.styled(figure, "", height=120 + 26 * len(frame))}
+    kinds = [frame["start"], frame["lemma"]]
+    figure = go.Figure(go.Bar(x=frame["largest"], y=kinds, orientation="h", marker_color=plots.COLOURS[0]))
+    figure.add_vline(1.0).update_xaxes(title="largest prediction in any world, over the bound")
+    return plots.styled(figure, "", height=120 + 26 * len(frame))
+
+
+def _share(lemma: str, start: str = "unique values") -> Statistic:
+    return the_row(lemma=lemma, start=start)
 
 
 LEMMAS = Experiment(
     "recall/lemmas",
     "The bounds of Lemmas C.1 and C.2 over random worlds",
     f"{SOURCE}, Appendix C.2.1",
-    study(
-        "recall/lemmas", *(Lemmas(4, 16), Lemmas(60, 64), Lemmas(1000, 256)), jobs=_lemma_jobs, summarize=_lemma_table
-    ),
-    _draw_lemmas,
-    _check_lemmas,
+    study("recall/lemmas", Lemmas(4, 16), Lemmas(60, 64), Lemmas(1000, 256), jobs=_lemma_jobs, summarize=_lemma_table),
+    {"bounds": _draw_lemmas},
+    [
+        Claim(
+            "Lemma C.1: no prediction is above 1 / (V + (C/e - 1) L U) (share of worlds)",
+            "'the prediction probabilities are bounded'",
+        ).at_least(1.0, _share("C.1 as printed"), _share("C.1 as printed", "as printed"), "W_OV^subj as printed"),
+        Claim("Lemma C.1, corrected: none is above 1 / (V - (1 - 1/e) L U) (share of worlds)").at_least(
+            1.0, _share("C.1 corrected"), _share("C.1 as printed"), "the printed bound"
+        ),
+        Claim("Lemma C.2: none is above e / (V - (1 - 1/e) L U) (share of worlds)").at_least(
+            1.0, _share("C.2 as printed"), _share("C.2, α_2 ten times too large"), "α_2 ten times larger than assumed"
+        ),
+    ],
     "π_v ≤ 1 / (V + (C/e - 1) L U), with C > e.",
 )
