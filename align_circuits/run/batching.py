@@ -68,7 +68,7 @@ def fitting_tokens(model: HookedModel, prompts: Prompts, device: torch.device) -
     return max(length, int(torch.cuda.mem_get_info(device)[0] / 2 / (4 * numbers)))
 
 
-def is_padded_float64(model: HookedModel, prompts: Prompts) -> bool:
+def is_padded_float64(model: Any, prompts: Prompts) -> bool:
     """Whether prompts run one by one: a bridge's masks hold the least float64, which some layers make -inf of.
 
     Rows of padding, which see nothing, then become NaN and spread.
