@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from align_circuits.circuits.attribute import attribute_edges as attribute_edges
     from align_circuits.circuits.attribute import attribute_heads as attribute_heads
-    from align_circuits.circuits.direct_effects import direct_logits as direct_logits
+    from align_circuits.circuits.direct_effects import direct_logit_attribution as direct_logit_attribution
     from align_circuits.circuits.direct_effects import function_vectors as function_vectors
     from align_circuits.circuits.direct_effects import head_profile as head_profile
     from align_circuits.circuits.edge_patching import patch_edges as patch_edges
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from align_circuits.circuits.faithful import faithfulness as faithfulness
     from align_circuits.heads.ablate import ablate_heads as ablate_heads
     from align_circuits.heads.ablate import ablation_baseline as ablation_baseline
-    from align_circuits.heads.interchange_interventions import interchange as interchange
+    from align_circuits.heads.interchange_interventions import interchange_accuracy as interchange_accuracy
     from align_circuits.heads.localization import Localization as Localization
     from align_circuits.heads.localize_heads import localize as localize
     from align_circuits.heads.patch import patch_heads as patch_heads
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from align_circuits.run.evaluation import evaluate as evaluate
     from align_circuits.run.options import RunOptions as RunOptions
     from align_circuits.run.pairs import Pair as Pair
-    from align_circuits.tables.emergence_times import emergence as emergence
+    from align_circuits.tables.emergence_times import emergence_step as emergence_step
     from align_circuits.tables.tables import Table as Table
     from align_circuits.tasks.lexicon import LexiconTask as LexiconTask
     from align_circuits.tasks.repeated import RepeatedTokensTask as RepeatedTokensTask
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "circuits.attribute": ("attribute_edges", "attribute_heads"),
-    "circuits.direct_effects": ("direct_logits", "function_vectors", "head_profile"),
+    "circuits.direct_effects": ("direct_logit_attribution", "function_vectors", "head_profile"),
     "circuits.edge_patching": ("patch_edges", "patch_paths"),
     "circuits.faithful": ("faithfulness",),
     "heads.ablate": ("ablate_heads", "ablation_baseline"),
-    "heads.interchange_interventions": ("interchange",),
+    "heads.interchange_interventions": ("interchange_accuracy",),
     "heads.localization": ("Localization",),
     "heads.localize_heads": ("localize",),
     "heads.patch": ("patch_heads", "patch_sites"),
@@ -69,7 +69,7 @@ _PUBLIC = {
     "run.evaluation": ("evaluate",),
     "run.options": ("RunOptions",),
     "run.pairs": ("Pair",),
-    "tables.emergence_times": ("emergence",),
+    "tables.emergence_times": ("emergence_step",),
     "tables.tables": ("Table",),
     "tasks.lexicon": ("LexiconTask",),
     "tasks.repeated": ("RepeatedTokensTask",),

@@ -60,7 +60,7 @@ if __name__ == "__main__":
             between = time.process_time()
             ours = function_vectors(model, [ac.Pair(clean, corrupted)])
             rounds.append((between - started, time.process_time() - between))
-            apart = max(apart, float((torch.tensor(ours.grid("function_vector")) - theirs).abs().max()))
+            apart = max(apart, float((torch.tensor(ours.to_array("function_vector")) - theirs).abs().max()))
     print(f"a loop with hooks  {median(one for one, _ in rounds):.2f} s")
     print(f"function_vectors   {median(two for _, two in rounds):.2f} s")
     ratios = sorted(one / two for one, two in rounds)

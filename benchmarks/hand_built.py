@@ -97,6 +97,6 @@ if __name__ == "__main__":
             for engine in ("reference", "auto")
         }
         in_turn(f"{number} prompts, scored by parts beside hooks", *score.values(), arguments.rounds)
-    ac.localize(model, task, n=8, draws=0)  # what is loaded on first use
+    ac.localize(model, task, n=8, n_controls=0)  # what is loaded on first use
     for seed in arguments.seeds.split(","):
         localized(int(seed))

@@ -104,7 +104,7 @@ def demo(name: str) -> dict[str, Numbers]:
         found |= {part: saved(Path(folder) / now) for part, now in PARTS.items()}
     if name == "planted":  # of a network it takes minutes
         task = ac.Seq2SeqTask()
-        again = ac.localize(ac.planted_circuit(task, seed=0), task, n=64, seed=0, draws=20)
+        again = ac.localize(ac.planted_circuit(task, seed=0), task, n=64, seed=0, n_controls=20)
         tables = {"table": again.table} | {part: getattr(again.evidence, now) for part, now in PARTS.items()}
         found |= {f"{part}, in Python": measured(table) for part, table in tables.items()}
     return found
@@ -152,7 +152,7 @@ def verbs(name: str) -> dict[str, Numbers]:
             f"evaluate, {engine}": ac.evaluate(model, clean, options=options),
             f"ablate_heads, {engine}": ac.ablate_heads(model, clean, options=options),
             f"patch_heads, {engine}": ac.patch_heads(model, pair, options=options),
-            f"direct_logits, {engine}": ac.direct_logits(model, clean, options=options),
+            f"direct_logit_attribution, {engine}": ac.direct_logit_attribution(model, clean, options=options),
             f"function_vectors, {engine}": ac.function_vectors(model, tasks, options=options),
         }
     tables |= {f"ablate_heads, {how}": ac.ablate_heads(model, clean, how) for how in ("zero", "resample")}
@@ -162,7 +162,7 @@ def verbs(name: str) -> dict[str, Numbers]:
     for method in ("atp", "ig_inputs"):
         tables[f"attribute_heads, {method}"] = ac.attribute_heads(model, noise, method=method)
     tables["attribute_heads, atp_star"] = ac.attribute_heads(model, noise, method="atp_star", sites=["q", "k", "z"])
-    tables["attribute_heads, other sites"] = ac.attribute_heads(model, noise, sites=sites[:3], graddrop=True)
+    tables["attribute_heads, other sites"] = ac.attribute_heads(model, noise, sites=sites[:3], grad_drop=True)
     tables["patch_paths"] = ac.patch_paths(model, noise)
     if name == "random":
         tables["patch_edges"] = ac.patch_edges(model, noise)
@@ -235,8 +235,8 @@ def equalities() -> dict[str, Numbers]:
             logits = model.run_with_hooks(shuffled.tokens, fwd_hooks=[(hooks[layer], put)])
             by_hooks[1, layer, head] = chances(logits).exp().mean()
         by_hooks[1] -= chances(model(shuffled.tokens)).exp().mean()
-    patched = ac.patch_heads(model, ac.Pair(clean, corrupted)).where(kind="all").grid("log_prob")
-    vectors = ac.function_vectors(model, [ac.Pair(clean, shuffled)]).grid("function_vector")
+    patched = ac.patch_heads(model, ac.Pair(clean, corrupted)).where(kind="all").to_array("log_prob")
+    vectors = ac.function_vectors(model, [ac.Pair(clean, shuffled)]).to_array("function_vector")
     one, two = (
         measured(ac.score_heads(model, clean, options=ac.RunOptions(engine=engine)))["value"]
         for engine in ("fast", "reference")

@@ -89,7 +89,7 @@ ac.plots.head_maps(scores["after"] - scores["before"], metrics, "What tuning cha
 scores["after"].top("align_query_attention", 4)
 
 # %%
-aligners = scores["after"].top("align_query_attention", 4).places
+aligners = scores["after"].top("align_query_attention", 4).head_indices
 ac.plots.attention(
     after, prompts["standard"][0], heads=[aligners[0], *scores["after"].top("lookup_attention", 1).places]
 )
@@ -103,7 +103,7 @@ others = sorted({(layer, head) for layer, _ in aligners for head in range(after.
 control = generator.sample(others, min(4, len(others)))
 baseline = ac.ablation_baseline(after, prompts["standard"], "mean")
 ablated = {
-    what: ac.evaluate(after, prompts["standard"], edits=[ac.Ablate(heads, how="mean", reference=baseline)])
+    what: ac.evaluate(after, prompts["standard"], edits=[ac.Ablate(heads, how="mean", baseline=baseline)])
     for what, heads in {"best aligners": aligners, "random heads": control}.items()
 }
 for what, table in {"none": tuned, **ablated}.items():
@@ -132,7 +132,7 @@ for x_len in (4, 5, 6):
         after, some.with_relations(tuned_place=tuned_place), ["align_query_attention", "tuned_place_attention"]
     )
     there, elsewhere = (
-        attention.grid(name)[aligners[0]] for name in ("align_query_attention", "tuned_place_attention")
+        attention.to_array(name)[aligners[0]] for name in ("align_query_attention", "tuned_place_attention")
     )
     print(f"{x_len} symbols: accuracy before {reached[0]['model']:.2f}, after {reached[1]['model']:.2f}", end=", ")
     print(f"history ceiling {reached[0]['history']:.2f}; attention to the symbol {there:.2f}", end=", ")

@@ -67,7 +67,7 @@ ac.plots.attention(circuit, found.prompts[0], heads=[*found.heads("align_query")
 
 # %%
 llama = ac.load("toy-llama")
-trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), n=32, seed=0, draws=8)
+trained = ac.localize(llama, ac.Seq2SeqTask(style="pre-aligned", n_examples=8), n=32, seed=0, n_controls=8)
 print(trained.summary)
 
 # %%

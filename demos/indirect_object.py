@@ -55,7 +55,7 @@ pair = ac.Pair(clean, corrupted, metric="logit_diff", kind="first")
 # What every part of the model adds directly to the logit difference, the right name's logit minus the other's: all of them sum to it.
 
 # %%
-direct = ac.direct_logits(model, clean, metric="logit_diff", kind="first")
+direct = ac.direct_logit_attribution(model, clean, metric="logit_diff", kind="first")
 print(f"logit difference {direct.frame['value'].sum():.2f}")
 direct.top("direct_logit_diff", 5)
 
@@ -83,7 +83,7 @@ effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in be
 mover = ac.Relation.from_positions("END", "IO", prompts=clean, candidates=["IO", "S1", "S2"])
 scores = ac.score_heads(model, clean.with_relations(mover=mover), ["mover", "mover_attention"])
 for head in best + control:
-    share, attention = (scores.grid(metric)[head] for metric in ("mover", "mover_attention"))
+    share, attention = (scores.to_array(metric)[head] for metric in ("mover", "mover_attention"))
     print(head, "best" if head in best else "random", f"share {share:.2f}   attention {attention:.2f}")
 
 # %% [markdown]
@@ -92,7 +92,7 @@ for head in best + control:
 # How often a run with these heads' outputs from the other prompt gives the other prompt's answer.
 
 # %%
-ac.interchange(model, pair, heads=best[:1], groups={"best": best, "random": control})
+ac.interchange_accuracy(model, pair, heads=best[:1], groups={"best": best, "random": control})
 
 # %% [markdown]
 # ## Where it lies

@@ -67,7 +67,7 @@ ac.plots.position_map(stream, title="Denoising: logit difference of the verb")
 
 # %%
 clean = clean.with_relations(subject=ac.Relation.from_positions("END", "subject", prompts=clean))
-found = ac.localize(model, clean, corrupted=corrupted, roles=["subject"], draws=2)
+found = ac.localize(model, clean, corrupted=corrupted, roles=["subject"], n_controls=2)
 print(found.summary)
 
 # %% [markdown]
@@ -80,7 +80,7 @@ best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = random.Random(0).sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control, positions=["END"])
-attention = ac.score_heads(model, clean, ["subject_attention"]).grid("subject_attention")
+attention = ac.score_heads(model, clean, ["subject_attention"]).to_array("subject_attention")
 effects.frame[["layer", "head", "value", "low", "high"]].assign(
     best=[head in best for head in effects.places], attention=[attention[head] for head in effects.places]
 )

@@ -79,7 +79,7 @@ run.figures["best heads"]
 
 # %%
 for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "first")):
-    emerged = ac.emergence(run.table, metric, kind=kind, ood=False, offset=None)
+    emerged = ac.emergence_step(run.table, metric, kind=kind, ood=False, offset=None)
     step = emerged.where(measure="step").frame["value"].iloc[0]
     print(f"{metric:12} {'did not emerge' if step != step else f'step {step:.0f}'}")
 
@@ -89,7 +89,7 @@ for metric, kind in (("align_query", "all"), ("lookup", "all"), ("accuracy", "fi
 # `localize` names them on one half of fresh prompts and tests them on the other. To save time it draws four control sets, not twenty: no p-value of a verdict is below 1/5 then, and none can say "necessary".
 
 # %%
-found = ac.localize(after, task, n=32, seed=1, draws=4)
+found = ac.localize(after, task, n=32, seed=1, n_controls=4)
 print(found.summary)
 
 # %%

@@ -502,7 +502,7 @@ class Ablate(_AtSite):
 
     how: Literal["zero", "mean", "resample"] = "zero"
     """What replaces the output. (`ablate_heads` and `localize` take `"mean"` by default.)"""
-    reference: AblationBaseline | None = None
+    baseline: AblationBaseline | None = None
     """For `"mean"` and `"resample"`: what `ablation_baseline` returned."""
 
     def replacement(self, old: _Activation) -> Tensor:
@@ -511,12 +511,12 @@ class Ablate(_AtSite):
             return old.values.new_zeros(())
         if self.how not in ("mean", "resample"):
             raise ValueError(f"how={self.how!r}: choose 'zero', 'mean' or 'resample'")
-        reference = self.reference or AblationBaseline()
-        by_name = reference.means if self.how == "mean" else reference.values
+        baseline = self.baseline or AblationBaseline()
+        by_name = baseline.means if self.how == "mean" else baseline.values
         if old.name not in by_name:
             place = f"site={self.site!r}" if self.hook is None else f"hook={self.hook!r}"
             raise ValueError(
-                f"how={self.how!r} needs a reference that has {old.name!r}: make it with "
+                f"how={self.how!r} needs a baseline that has {old.name!r}: make it with "
                 f"ablation_baseline(model, prompts, how={self.how!r}, {place})"
             )
         if old.context is None:

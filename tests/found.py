@@ -90,13 +90,13 @@ VERBS: dict[str, Verb] = {
     "completeness": lambda m, p, o: completeness(m, [(0, 1)], p, draws=1, options=o),
     "minimality": lambda m, p, o: minimality(m, [(0, 1)], p, options=o),
     "prune_edges": lambda m, p, o: prune_edges(m, p, cut=0.01, options=o),
-    "direct_logits": lambda m, p, o: ac.direct_logits(m, p.clean, options=o),
+    "direct_logit_attribution": lambda m, p, o: ac.direct_logit_attribution(m, p.clean, options=o),
     "function_vectors": lambda m, p, o: ac.function_vectors(m, [ac.Pair(p.clean, p.corrupted)], options=o),
     "head_profile": lambda m, p, o: ac.head_profile(m, p.clean, [ac.Pair(p.clean, p.corrupted)], options=o),
-    "interchange": lambda m, p, o: ac.interchange(m, p, heads=[(0, 1)], options=o),
+    "interchange": lambda m, p, o: ac.interchange_accuracy(m, p, heads=[(0, 1)], options=o),
     "task_vectors": lambda m, p, o: task_vectors(m, [p.clean, p.corrupted], 0, options=o),
     "fwd_hooks": lambda m, _, __: ac.Ablate(["L0H1"], how="zero").fwd_hooks(m),
-    "localize": lambda m, _, o: ac.localize(m, TASK, 8, draws=1, options=o),
+    "localize": lambda m, _, o: ac.localize(m, TASK, 8, n_controls=1, options=o),
 }
 
 WITHOUT_BLOCKS = ("score_heads", "evaluate", "forward", "p_values", "ablate_heads", "patch_heads", "interchange")

@@ -13,7 +13,7 @@ from small_training import loss, network, norms, quiet, same_weights, sample
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-from align_circuits.circuits.direct_effects import direct_logits, function_vectors
+from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors
 from align_circuits.circuits.edge_patching import patch_edges, patch_paths
 from align_circuits.circuits.faithful import completeness, faithfulness
 from align_circuits.cli import main
@@ -47,7 +47,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"optimizer": "muon-fp32", "rest_lr": 1e-3},
 ]
 ATTRIBUTIONS: list[dict[str, Any]] = [
-    {"graddrop": True},
+    {"grad_drop": True},
     {"method": "atp_star", "sites": ["q", "k", "z"]},
     {"method": "ig_inputs", "steps": 2},
 ]
@@ -247,7 +247,7 @@ def test_edits(models, pair, name, engine):
             cached = capture(model, pair.corrupted, names, options=ac.RunOptions(engine=engine))
             edit: Any = ac.Patch(heads, "v", positions=later, values=cached)
         elif name in ("mean", "resample"):
-            edit = ac.Ablate(heads, how=name, reference=ablation_baseline(model, pair.corrupted, how=name, site="z"))
+            edit = ac.Ablate(heads, how=name, baseline=ablation_baseline(model, pair.corrupted, how=name, site="z"))
         elif name == "clamp":
             edit = ac.Clamp(heads, "lookup")
         elif name == "steer":
@@ -288,7 +288,7 @@ def test_plain_hooks(llamas, pair):
 def test_localization(tmp_path):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
     models = [ac.planted_circuit(task, seed=3, n_layers=4).to(device) for device in DEVICES]
-    here, there = (ac.localize(model, task, n=8, seed=1, draws=1) for model in models)
+    here, there = (ac.localize(model, task, n=8, seed=1, n_controls=1) for model in models)
     assert here.heads_by_role == there.heads_by_role and here.named_heads
     alike(here.table, there.table)
     alike(here.evidence.group_ablations, there.evidence.group_ablations)
@@ -296,7 +296,7 @@ def test_localization(tmp_path):
 
 
 def test_localization_from_the_command_line(folder, tmp_path):
-    small = ["--model", str(folder), "--n", "8", "--x-len", "5", "--n-examples", "2", "--draws", "1"]
+    small = ["--model", str(folder), "--n", "8", "--x-len", "5", "--n-examples", "2", "--n-controls", "1"]
     assert main(["localize", *small, "--device", "cuda", "--out", str(tmp_path)]) == 0
     assert ac.Table.load(tmp_path).provenance.model["device"] == "cuda:0"
     assert "cuda:0" in (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -379,7 +379,7 @@ def test_circuits(folder, noise):
 
 @ON_ONE_AND_ON_TWO
 def test_contributions(models, prompts):
-    there_as_here(models, lambda model: direct_logits(model, prompts))
+    there_as_here(models, lambda model: direct_logit_attribution(model, prompts))
     pairs = [ac.Pair(prompts, TASK.corrupt(prompts, "labels", seed=1))]
     there_as_here(models, lambda model: function_vectors(model, pairs, heads=[(0, 1), (1, 2)]))
 
@@ -438,7 +438,7 @@ def test_attribution_on_two_devices(split, noise):
 
 def test_localization_on_two_devices(split):
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=3)
-    there_as_here(split, lambda model: ac.localize(model, task, n=8, seed=1, draws=1).table)
+    there_as_here(split, lambda model: ac.localize(model, task, n=8, seed=1, n_controls=1).table)
 
 
 # On one device that does not hold all layers
@@ -462,4 +462,4 @@ def test_causes_with_offloaded_layers(offloaded, pair, noise):
     there_as_here(offloaded, lambda model: ac.ablate_heads(model, pair.clean))
     there_as_here(offloaded, lambda model: attribute_edges(model, noise, method="eap"))
     there_as_here(offloaded, lambda model: patch_edges(model, noise, edges=[("M0", "L1H3.q"), ("L0H0", "logits")]))
-    there_as_here(offloaded, lambda model: direct_logits(model, pair.clean))
+    there_as_here(offloaded, lambda model: direct_logit_attribution(model, pair.clean))

@@ -96,7 +96,7 @@ def used(python: Path, folder: Path) -> str:
         "toy-llama-ica",
         "--n",
         "16",
-        "--draws",
+        "--n-controls",
         "1",
         "--out",
         place / "run",

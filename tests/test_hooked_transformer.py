@@ -177,12 +177,12 @@ def test_edges_and_paths(request, kind, pair):
 
 @pytest.mark.parametrize("kind", ["models", "folded"])
 def test_direct_logits(request, kind, clean):
-    alike(request.getfixturevalue(kind), lambda model: ac.direct_logits(model, clean), "reference", "fast")
+    alike(request.getfixturevalue(kind), lambda model: ac.direct_logit_attribution(model, clean), "reference", "fast")
 
 
 def test_localize(models):
     hooked, bridge = models
-    ours, theirs = (ac.localize(model, TASK, n=16, seed=1, draws=2) for model in (hooked, bridge))
+    ours, theirs = (ac.localize(model, TASK, n=16, seed=1, n_controls=2) for model in (hooked, bridge))
     assert ours.heads_by_role == theirs.heads_by_role
     for name in ("patching_effects", "ablation_effects", "group_ablations", "table"):
         left, right = (getattr(result if name == "table" else result.evidence, name).frame for result in (ours, theirs))
@@ -195,5 +195,5 @@ def test_localize(models):
 def test_localize_finds_a_planted_circuit():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=3)
-    result = ac.localize(model, task, n=24, seed=1, draws=3)
+    result = ac.localize(model, task, n=24, seed=1, n_controls=3)
     assert set(result.named_heads) == {head for head, role in model.roles.items() if role in result.heads_by_role}

@@ -408,7 +408,7 @@ def test_weights_are_read_once_a_call_and_anew_in_the_next(make, pair, monkeypat
     model, _ = make("fast")
     read, hashed = [], protocol._hash
     monkeypatch.setattr(protocol, "_hash", lambda parameters: read.append(1) or hashed(parameters))
-    first = ac.localize(model, TASK, 8, draws=1).table.provenance.model
+    first = ac.localize(model, TASK, 8, n_controls=1).table.provenance.model
     assert len(read) == 1
     next(compat.wrapped(model).parameters()).data[0, 0] += 1  # leaves no trace but the number itself
     assert ac.ablate_heads(model, pair.clean).provenance.model["weights"] != first["weights"]

@@ -55,7 +55,7 @@ def attribute_heads(
     *,
     method: HeadMethod = "atp",
     sites: Sequence[Site] = ("z",),
-    graddrop: bool = False,
+    grad_drop: bool = False,
     steps: int = 5,
     options: RunOptions = RunOptions(),
 ) -> Table:
@@ -73,14 +73,14 @@ def attribute_heads(
     - `"ig_inputs"`: the mean gradient over runs whose embeddings lie between the two, as in `attribute_edges`.
 
     Misleads where M bends between the two runs, and where effects of a head on two later layers cancel. Against the
-    second there is `graddrop`; the control of all is `patch_heads` on the heads that matter.
+    second there is `grad_drop`; the control of all is `patch_heads` on the heads that matter.
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks.
         pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
         method: How the score is made.
         sites: As for `patch_heads`.
-        graddrop: Scores without a sign: the gradient is dropped where it comes through one layer after the other, and
+        grad_drop: Scores without a sign: the gradient is dropped where it comes through one layer after the other, and
             the absolute scores are averaged over the layers, a head's own left out, so that no cancellation hides a
             head. Source: Kramár et al. (2024), §3.2.
         steps: For integrated gradients.
@@ -92,21 +92,21 @@ def attribute_heads(
 
     Raises:
         ValueError: Prompts that do not match, an unknown method or site, no site, no steps, or one layer with
-            `graddrop`.
+            `grad_drop`.
     """
     if method not in get_args(HeadMethod):
         raise ValueError(f"method={method!r}: choose one of {', '.join(map(repr, get_args(HeadMethod)))}")
     layers = range(model.cfg.n_layers)
-    if graddrop and len(layers) < 2:
-        raise ValueError("graddrop leaves one layer out at a time, and this model has one: leave it off")
+    if grad_drop and len(layers) < 2:
+        raise ValueError("grad_drop leaves one layer out at a time, and this model has one: leave it off")
     if not sites:
         raise ValueError("no site to attribute to: give at least one, such as 'z'")
     for site in sites:
         at_layers = site in LAYER_SITES
         layers_of(model.cfg, site, [] if at_layers else heads_of(model.cfg), list(layers) if at_layers else [])
-        if site == "resid_mid" or (graddrop and site in ("attn_out", "mlp_post")):
+        if site == "resid_mid" or (grad_drop and site in ("attn_out", "mlp_post")):
             raise ValueError(
-                f"no {'scores without a sign' if graddrop else 'gradient'} at site={site!r}: take 'resid_pre', "
+                f"no {'scores without a sign' if grad_drop else 'gradient'} at site={site!r}: take 'resid_pre', "
                 "'resid_post', 'mlp_out' or a site of heads; patch_sites measures it"
             )
     pair = _checked(model, pair, steps, options)
@@ -116,7 +116,7 @@ def attribute_heads(
     fixed = [place for place in places if method == "atp_star" and place[0] in ("q", "k")]
     patterns = [*dict.fromkeys(name_of("pattern", layer) for _, layer in fixed)]
     cached_names = [*dict.fromkeys((EMBEDDED, *names, *patterns))]
-    hooked = [*cached_names, *(name for layer in layers if graddrop for name in _without(layer))]
+    hooked = [*cached_names, *(name for layer in layers if grad_drop for name in _without(layer))]
     engine = choose_engine(model, options, hooked, by_hooks=True)
     run_alike, reference = replace(options, engine=engine), replace(options, engine="reference")
 
@@ -131,7 +131,7 @@ def attribute_heads(
             edit = Patch(heads, site=site, values=cached.source)
             patched = capture(model, part.base, [pattern], edits=[edit], options=reference)[pattern].to(device)
             moves[site, layer] = (pattern, patched - cached.base[pattern])
-        for dropped in layers if graddrop else [None]:
+        for dropped in layers if grad_drop else [None]:
             sums: dict[tuple[Site, int], Tensor] = dict.fromkeys(places, torch.zeros(()))
             for _, between, share in _runs("eap_ig_inputs" if method == "ig_inputs" else "eap", cached, names, steps):
                 changes = {**between, **_without(dropped)}
@@ -143,11 +143,11 @@ def attribute_heads(
             for index, place in enumerate(places):
                 # Its own layer does not count: with the gradient stopped at its output, a head has none.
                 averaged = len(layers) - (place[0] not in ("resid_pre", "resid_post"))
-                by_head = sums[place].abs() / averaged if graddrop else sums[place]
+                by_head = sums[place].abs() / averaged if grad_drop else sums[place]
                 scores[index] += by_head.repeat_interleave(cfg.n_heads // by_head.shape[1], 1).T.cpu()
         return scores
 
-    settings = {"method": method, "graddrop": graddrop, "steps": steps}
+    settings = {"method": method, "grad_drop": grad_drop, "steps": steps}
     parts = pair.sweep_parts("attribute_heads", model, settings | {"sites": list(sites)}, options)
     scores = pair.in_batches(score, parts, options)
     heads = {site: [None] if site in LAYER_SITES else list(range(cfg.n_heads)) for site in sites}

@@ -35,7 +35,7 @@ PROFILE = ("lookup_attention", "induction_attention")
 
 @checked
 @leaves_as_found
-def direct_logits(
+def direct_logit_attribution(
     model: HookedModel,
     prompts: Prompts,
     *,
@@ -91,7 +91,7 @@ def direct_logits(
     keys = pd.DataFrame([*senders, ("rest", None, None)], columns=["sender", "layer", "head"])
     keys = with_level(keys).assign(metric=f"direct_{metric}")
     values, _ = targets.by_prompt(direct.cpu().double().numpy())
-    provenance = provenance_of("direct_logits", model, prompts, engine, {"metric": metric, "kind": kind})
+    provenance = provenance_of("direct_logit_attribution", model, prompts, engine, {"metric": metric, "kind": kind})
     return targets.table(keys, values, provenance)
 
 
@@ -194,11 +194,11 @@ def head_profile(
 
     Raises:
         KeyError: Prompts without the relations lookup and induction.
-        ValueError: As `direct_logits` and `function_vectors` do.
+        ValueError: As `direct_logit_attribution` and `function_vectors` do.
     """
     tables = [
         score_heads(model, prompts, list(PROFILE), options=options),
-        direct_logits(model, prompts, kind=kind, options=options).heads(),
+        direct_logit_attribution(model, prompts, kind=kind, options=options).heads(),
         function_vectors(model, pairs, options=options),
     ]
     columns = ["level", "layer", "head", "metric", "value", "low", "high", "n"]

@@ -247,7 +247,7 @@ class CircuitRuns:
             values, engine = self.targets.measure(self._model, [edit], len(corrupted), options=self._options)
             return self.targets.by_prompt(values[0])[0], engine
 
-        edges = [row.nonzero().tolist() for row in patched] if self._options.out is not None else None
+        edges = [row.nonzero().tolist() for row in patched] if self._options.cache_dir is not None else None
         parts = self._pair.sweep_parts("circuits", self._model, {"patched": edges}, self._options)
         splits = enumerate(patched.split(EDIT_SETS_A_PART))
         computes = {f"circuits-{index:05d}": partial(run, some) for index, some in splits}

@@ -53,7 +53,7 @@ def prune_edges(model: HookedModel, pair: Pair, *, cut: float = 0.01, options: R
     if not cut > 0:
         raise ValueError(f"cut={cut}: give how many nats an edge must be worth, above 0")
     pair = replace(pair, metric="kl")
-    runs = CircuitRuns(model, pair, replace(options, out=None, progress=False))
+    runs = CircuitRuns(model, pair, replace(options, cache_dir=None, progress=False))
     graph, kept = runs.graph, runs.graph.edges.clone()
     rises = np.zeros((*kept.shape, len(pair.clean)))
     now = runs.measure(kept[None])[0]

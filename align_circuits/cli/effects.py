@@ -58,7 +58,7 @@ def _sections(table: Table, metric: str, prompts: Prompts) -> Iterator[Section]:
         estimates = table.where(metric=metric, kind="all", estimated=True)
         drawn = plots.head_maps(estimates, [metric], unit=unit)
         yield "Estimates", "To first order: these heads were screened out, and not run.", drawn
-    yield "A prompt", "", prompts.drawing(0)
+    yield "A prompt", "", prompts.to_html(0)
     yield "All numbers", "", table
 
 

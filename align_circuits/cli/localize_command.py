@@ -16,10 +16,10 @@ from align_circuits.tasks.own_prompts import as_task, first_half
 class Localize(SweepVerb):
     """Names heads with `localize`."""
 
-    draws: int = 20
+    n_controls: int = 20
     """How many control sets of each kind are ablated at most, to compare with the named heads; with fewer than 19 no
     set of heads can be called necessary or sufficient."""
-    smallest: bool = False
+    minimal_sets: bool = False
     """Whether the smallest necessary and sufficient sets are looked for, which takes several times as long."""
     groups: bool = False
     """Whether heads are looked for that stand in for each other, which takes up to three times as long."""
@@ -35,7 +35,12 @@ class Localize(SweepVerb):
             "smallest p-values that these allow: " + ", ".join(f"{role} {p:.2g}" for role, p in limits.items()),
             flush=True,
         )
-        asked: Any = {"draws": self.draws, "smallest": self.smallest, "groups": self.groups, "options": self.options}
+        asked: Any = {
+            "n_controls": self.n_controls,
+            "minimal_sets": self.minimal_sets,
+            "groups": self.groups,
+            "options": self.options,
+        }
         if self.prompts is None:
             result = localize(model, self.task, self.count, self.seed, **asked)
         else:

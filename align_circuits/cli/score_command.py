@@ -39,6 +39,6 @@ class Score(PromptVerb):
                 ("Accuracy", "With reference accuracies that need no alignment.", plots.accuracy(accuracy)),
                 ("The best heads", "By each metric, with 95% intervals over prompts.", plots.top_heads(table, metrics)),
                 ("All heads", "Hover for a number and its interval.", plots.head_maps(table, metrics)),
-                ("A prompt", "A phrase, its symbol and its earlier translations share a number.", prompts.drawing(0)),
+                ("A prompt", "A phrase, its symbol and its earlier translations share a number.", prompts.to_html(0)),
             ],
         )

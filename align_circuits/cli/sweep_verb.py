@@ -37,7 +37,7 @@ class SweepVerb(PromptVerb):
     @property
     def options(self) -> RunOptions:
         """How the model is run."""
-        return RunOptions(self.engine, self.batch_size, out=self.parts)
+        return RunOptions(self.engine, self.batch_size, cache_dir=self.parts)
 
     @property
     def settings(self) -> dict[str, Any]:

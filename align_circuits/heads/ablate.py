@@ -69,7 +69,7 @@ def ablate_heads(
         # Each prompt's activations are replaced by the next one's.
         source, edit = (baseline or prompts)[[*range(1, len(baseline or prompts)), 0]], Patch()
     else:
-        edit = Ablate(how=how, reference=ablation_baseline(model, baseline or prompts, how, options=options))
+        edit = Ablate(how=how, baseline=ablation_baseline(model, baseline or prompts, how, options=options))
     targets = TargetMetrics.of(prompts, metrics).with_reference(model, prompts, options=options)
     settings = {"how": how, "baseline": (baseline or prompts).digest, "metrics": targets.names}
     settings |= {} if screen is None else {"screen": screen}
@@ -132,7 +132,7 @@ def ablation_baseline(
     if missing := [name for name in names if name not in means]:
         identity = {"verb": "ablation_baseline", "model": model_provenance(model), "prompts": prompts.digest}
         identity |= {"hooks": missing, "engine": options.engine, "batch_size": options.batch_size}
-        parts = SweepParts(options.out, "means for ablations", identity)
+        parts = SweepParts(options.cache_dir, "means for ablations", identity)
         # Kept like the sweep that they serve, which is another one where they differ in the last bit.
         computes = {"means": lambda: (_means_by_group(model, prompts, missing, options).numpy(), "")}
         ((_, values, _),) = parts.measure(computes)

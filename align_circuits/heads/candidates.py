@@ -25,12 +25,12 @@ Candidate = tuple[Head, str]
 
 def attending(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
     """Returns the heads that attend as a role requires, by role."""
-    attention = np.stack([scores.grid(f"{role}_attention") for role in roles])
+    attention = np.stack([scores.to_array(f"{role}_attention") for role in roles])
     best = attention.max(0)
     return [
         ((int(layer), int(head)), role)
         for role, on_keys in zip(roles, attention, strict=True)
-        for layer, head in np.argwhere(needed.attends(scores.grid(role), on_keys, best))
+        for layer, head in np.argwhere(needed.attends(scores.to_array(role), on_keys, best))
     ]
 
 

@@ -40,8 +40,9 @@ class Evidence:
     ones (`"rest of random"`) or the matched ones (`"rest of matched"`). Control sets are measured on as many prompts as
     show whether they do as well as the named heads: `n` counts the targets."""
     interchanges: Table | None = None
-    """Where both prompts of the pairs have answers that are known and differ: `interchange` of each candidate, of the
-    heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else None."""
+    """Where both prompts of the pairs have answers that are known and differ: `interchange_accuracy` of each
+    candidate, of the heads of each role, of all named heads, and of as many random ones (`"random 0"`, ...). Else
+    None."""
 
 
 def evidence_table(
@@ -227,10 +228,10 @@ def smallest_sets(
         return right[:, decides].mean(1).tolist()
 
     intact, all_named = accuracies((), named)
-    size = first_enough(len(order), lambda size: accuracies(order[size:])[0] >= needed.kept * intact)
+    size = first_enough(len(order), lambda size: accuracies(order[size:])[0] >= needed.min_retained * intact)
     found: dict[Claim, list[Head]] = {"sufficient": order[:size]}
-    if (lost := intact - all_named) >= needed.loss:
-        most = intact - max(needed.loss, needed.kept * lost)
+    if (lost := intact - all_named) >= needed.min_drop:
+        most = intact - max(needed.min_drop, needed.min_retained * lost)
         size = first_enough(len(named), lambda size: accuracies(order[:size])[0] <= most)
         found = {"necessary": order[:size], **found}
     return {claim: smallest for claim, smallest in found.items() if set(smallest) not in (set(named), set(heads))}
@@ -248,7 +249,7 @@ def right_ablated(
     # Means of the intact model for all sets, also where earlier heads are ablated: a set then differs from another
     # by its heads alone. They are those of all prompts, also where some are measured.
     baseline = ablation_baseline(model, prompts, "mean", options=options)
-    edit_sets = [[Ablate(heads, how="mean", reference=baseline)] if heads else [] for heads in sets]
+    edit_sets = [[Ablate(heads, how="mean", baseline=baseline)] if heads else [] for heads in sets]
     targets = TargetMetrics.of(prompts, ("accuracy",))
     targets = targets if measured == slice(None) else targets.select(measured)
     values, engine = targets.measure_edited(model, edit_sets, options=options)

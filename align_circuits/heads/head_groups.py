@@ -140,4 +140,4 @@ class GroupSearch:
         if not heads:
             return []
         means = ablation_baseline(self.model, prompts, "mean", options=self.options)
-        return [Ablate(heads, how="mean", reference=means)]
+        return [Ablate(heads, how="mean", baseline=means)]

@@ -30,7 +30,7 @@ HEAD = "head"
 
 @checked
 @leaves_as_found
-def interchange(
+def interchange_accuracy(
     model: HookedModel,
     pair: Pair,
     *,
@@ -43,9 +43,9 @@ def interchange(
     """Returns interchange-intervention accuracy: how often a patched model gives the other prompt's answer.
 
     The base prompts run with an activation of the source prompts, in which another answer is right. `"interchange"` is
-    the share of targets whose prediction is then right in the source prompt, `"kept"` the share whose prediction is
-    still right in the base prompt. Only targets count whose answers are known in both and have no token in common. 1
-    for a head that alone carries what distinguishes the answers; the row `"nothing"`, the unpatched run, shows the
+    the share of targets whose prediction is then right in the source prompt, `"corrupted_correct"` the share whose
+    prediction is still right in the base prompt. Only targets count whose answers are known in both and have no token
+    in common. 1 for a head that alone carries what distinguishes the answers; the row `"nothing"`, the unpatched run, shows the
     level of a head that carries nothing of it.
 
     Source: Geiger et al. (2021), "Causal Abstractions of Neural Networks". Misleads where several heads carry the same
@@ -84,7 +84,7 @@ def interchange(
         raise ValueError(f"the name {min(taken)!r} is given twice, or means the model or a head: take another")
     patches |= edits
     edit_sets = [[], *([Patch([head], site=site)] for head in selected), *patches.values()]
-    # The answer of the source prompts is "interchange", that of the base prompts "kept".
+    # The answer of the source prompts is "interchange", that of the base prompts "corrupted_correct".
     right = [(pair.clean.correct, "clean"), (pair.corrupted.own_correct, "corrupted")]
     metrics = [_answers(pair.clean, *side) for side in (right if pair.direction == "denoise" else right[::-1])]
     # Of all targets, so that these runs may share their unedited one with other sweeps; then of those that count.
@@ -94,7 +94,7 @@ def interchange(
     rows = [("model", None, None, NOTHING), *(("head", *head, HEAD) for head in selected)]
     rows += [("group", None, None, name) for name in patches]
     keys = pd.DataFrame(rows, columns=["level", "layer", "head", "patched"])
-    keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "kept")], ignore_index=True)
+    keys = pd.concat([keys.assign(metric=metric) for metric in ("interchange", "corrupted_correct")], ignore_index=True)
     means, _ = targets.by_prompt(values.reshape(-1, values.shape[-1]))
     weights = np.tile(targets.weights, (len(means), 1))
     settings = {

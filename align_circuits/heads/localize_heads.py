@@ -13,7 +13,7 @@ from align_circuits.heads.attention import attention_from
 from align_circuits.heads.candidates import attending, attending_diffusely, confounded_roles, limits
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.head_groups import GroupSearch
-from align_circuits.heads.interchange_interventions import answers_differ, interchange
+from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
 from align_circuits.heads.localization import Example, Localization, TaskFacts
 from align_circuits.heads.one_pass import score_and_test
 from align_circuits.heads.patch import patch_heads
@@ -41,8 +41,8 @@ def localize(
     corrupted: Prompts | None = None,
     roles: Mapping[str, str] | Sequence[str] | None = None,
     thresholds: Thresholds = Thresholds(),
-    draws: int = 20,
-    smallest: bool = False,
+    n_controls: int = 20,
+    minimal_sets: bool = False,
     groups: bool = False,
     options: RunOptions = RunOptions(),
 ) -> Localization:
@@ -74,11 +74,11 @@ def localize(
         roles: With prompts: the relations that a head can be named for, as a list, or with what such a head does; by
             default those that were added to the prompts (`OwnPrompts`).
         thresholds: What a head must reach.
-        draws: How many control sets of each kind are drawn; none where the effect of the named heads is too small. They
-            are measured until enough do as well for the claim to be lost. With d of them no p-value is below 1/(1 + d),
-            so at `thresholds.alpha` = .05 a verdict needs at least 19.
-        smallest: Whether the smallest necessary and the smallest sufficient set are looked for on the first half and
-            tested on the second; takes several times as long.
+        n_controls: How many control sets of each kind are drawn; none where the effect of the named heads is too
+            small. They are measured until enough do as well for the claim to be lost. With d of them no p-value is
+            below 1/(1 + d), so at `thresholds.alpha` = .05 a verdict needs at least 19.
+        minimal_sets: Whether the smallest necessary and the smallest sufficient set are looked for on the first half
+            and tested on the second; takes several times as long.
         groups: Whether heads are looked for that stand in for each other, so that the model misses none of them alone:
             those that share a role, and backups (`head_groups`). Takes up to three times as long. Aligners have no
             groups where all keys lie at one distance.
@@ -87,16 +87,16 @@ def localize(
     Raises:
         TypeError: Neither prompts nor a task, or `corrupted` or `roles` beside a task.
         ValueError: Fewer than 8 prompts, prompts without any of the roles, related prompts that cannot be halved,
-            targets at different positions, a negative number of draws, or a model without the tokenizer that the task
-            needs.
+            targets at different positions, a negative number of controls, or a model without the tokenizer that the
+            task needs.
     """
     task = as_task(task, corrupted, roles)
     if n is None:
         n = len(task.prompts) if isinstance(task, OwnPrompts) else 64
     if n < 8:
         raise ValueError(f"n={n}: give at least 8 prompts, half to choose candidates and half to test them")
-    if draws < 0:
-        raise ValueError(f"draws={draws}: give the number of sets of random heads to ablate, 0 for none")
+    if n_controls < 0:
+        raise ValueError(f"n_controls={n_controls}: give the number of sets of random heads to ablate, 0 for none")
     with shared_runs(model):
         tokenizer = getattr(model, "tokenizer", None)
         prompts = task.sample(n, tokenizer, seed=seed)
@@ -120,7 +120,13 @@ def localize(
         control = other and score_heads(model, other.sample(len(tested), tokenizer, seed=seed), roles, options=options)
         ablation_effects = ablate_heads(model, tested, "mean", heads=heads, options=options)
         patching_effects = patch_heads(model, pair, heads=heads, options=options)
-        settings = {"n": n, "seed": seed, "draws": draws, "smallest": smallest, "thresholds": asdict(thresholds)}
+        settings = {
+            "n": n,
+            "seed": seed,
+            "n_controls": n_controls,
+            "minimal_sets": minimal_sets,
+            "thresholds": asdict(thresholds),
+        }
         settings |= {"groups": True} if groups else {}
         provenance = provenance_of("localize", model, tested, scores.provenance.engine, settings)
         families = [candidates, diffuse]
@@ -138,14 +144,14 @@ def localize(
         of_groups = {f"{role}, group": [member.head for member in found] for role, found in members.items()}
 
         # Evidence for sets of heads, and the verdicts.
-        grids = {role: scores.grid(role) for role in roles}
-        sets = HeadSets(model, tested, grids, thresholds, draws, seed, options)
+        grids = {role: scores.to_array(role) for role in roles}
+        sets = HeadSets(model, tested, grids, thresholds, n_controls, seed, options)
         controls = sets.controls(named)
         group_ablations, verdicts = sets.test(
             named, ("necessary", "sufficient") if named else (), controls, {**heads_by_role, **of_groups}
         )
         verdicts += sets.test_roles(heads_by_role)
-        if smallest and named:
+        if minimal_sets and named:
             for claim, found in smallest_sets(model, discovery, named, sets.kind, thresholds, options).items():
                 verdicts += sets.test(found, (claim,), sets.controls(found), smallest=True)[1]
         interchanges = None
@@ -153,7 +159,7 @@ def localize(
             patched = {role: of_role for role, of_role in heads_by_role.items() if of_role}
             patched |= {"named": named} if named else {}
             patched |= {f"random {draw}": drawn for draw, drawn in enumerate(controls["layers"] if named else ())}
-            interchanges = interchange(model, pair, heads=heads, groups=patched, options=options)
+            interchanges = interchange_accuracy(model, pair, heads=heads, groups=patched, options=options)
 
         first = tested[:1]
         positions = example_positions(first)

@@ -20,9 +20,9 @@ class Thresholds:
     effect: float = 0.01
     """The least effect of mean ablation or of denoising, in nats of the targets' mean log-probability; its 95% interval
     must lie above 0."""
-    loss: float = 0.1
+    min_drop: float = 0.1
     """The accuracy that ablating a set of heads must cost at least, for the set to be necessary."""
-    kept: float = 0.9
+    min_retained: float = 0.9
     """The share of the accuracy that must be kept at least when all other heads are ablated, for a set to suffice."""
     alpha: float = 0.05
     """The highest p-value of a set beside random heads of the same layers, and beside heads of similar scores."""
@@ -39,4 +39,4 @@ class Thresholds:
 
     def least(self, claim: str) -> float:
         """Returns what a `"necessary"` set costs of accuracy at least, or the share that a `"sufficient"` one keeps."""
-        return self.loss if claim == "necessary" else self.kept
+        return self.min_drop if claim == "necessary" else self.min_retained

@@ -17,7 +17,7 @@ from numpy import ndarray
 from transformer_lens.head_detector import compute_head_attention_similarity_score
 
 from align_circuits.circuits.attribute import EdgeMethod, HeadMethod, attribute_edges, attribute_heads
-from align_circuits.circuits.direct_effects import direct_logits
+from align_circuits.circuits.direct_effects import direct_logit_attribution
 from align_circuits.heads.ablate import How, ablate_heads
 from align_circuits.heads.localization import Localization
 from align_circuits.heads.localize_heads import localize
@@ -59,7 +59,7 @@ def attention(model: HookedModel, pair: Pair) -> dict[str, Grid]:
     """
     roles = _roles(pair)
     scores = score_heads(model, pair.clean, roles)
-    return {role: np.nan_to_num(scores.grid(role)) for role in roles}
+    return {role: np.nan_to_num(scores.to_array(role)) for role in roles}
 
 
 def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
@@ -97,25 +97,26 @@ def head_detector(model: HookedModel, pair: Pair) -> dict[str, Grid]:
 
 def ablation(how: How, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by the log-probability that ablating each alone costs (`ablate_heads`)."""
-    return -ablate_heads(model, pair.clean, how, metrics=("log_prob",)).where(kind="all").grid("log_prob")
+    return -ablate_heads(model, pair.clean, how, metrics=("log_prob",)).where(kind="all").to_array("log_prob")
 
 
 def patching(direction: Direction, model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by patching each alone between the two runs (`patch_heads`)."""
     table = patch_heads(model, replace(pair, metric="log_prob", kind="all", direction=direction))
-    return table.grid("log_prob") * (1 if direction == "denoise" else -1)
+    return table.to_array("log_prob") * (1 if direction == "denoise" else -1)
 
 
 def direct_effect(model: HookedModel, pair: Pair) -> Grid:
     """Scores heads by what the path from them to the logits, past all other heads and MLPs, does for the answer.
 
-    The size of what a head adds to the gold token's logit (`direct_logits`), less what it adds on the corrupted
-    prompts.
+    The size of what a head adds to the gold token's logit (`direct_logit_attribution`), less what it adds on the
+    corrupted prompts.
 
     Source: path patching to the logits, Wang et al. (2022), "Interpretability in the Wild", §3.1.
     """
     clean, corrupted = (
-        direct_logits(model, prompts).heads().grid("direct_logit") for prompts in (pair.clean, pair.corrupted)
+        direct_logit_attribution(model, prompts).heads().to_array("direct_logit")
+        for prompts in (pair.clean, pair.corrupted)
     )
     return np.abs(clean - corrupted)
 
@@ -123,7 +124,7 @@ def direct_effect(model: HookedModel, pair: Pair) -> Grid:
 def head_attribution(method: HeadMethod, model: HookedModel, pair: Pair) -> Grid:
     """Sums the size of a head's scores at its output and its query (`attribute_heads`)."""
     table = attribute_heads(model, replace(pair, direction="noise"), method=method, sites=("z", "q"))
-    return np.sum([np.abs(table.where(site=site).grid("log_prob")) for site in ("z", "q")], axis=0)
+    return np.sum([np.abs(table.where(site=site).to_array("log_prob")) for site in ("z", "q")], axis=0)
 
 
 def edge_attribution(method: EdgeMethod, model: HookedModel, pair: Pair) -> Grid:
@@ -195,13 +196,13 @@ def learned_masks(model: HookedModel, pair: Pair) -> Grid:
 def localized(groups: bool, model: HookedModel, pair: Pair) -> dict[str, Grid]:
     """Scores heads by `localize`: those that it names first, or the members of groups; then by score and p-value."""
     roles = _roles(pair)
-    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, draws=0, groups=groups)
+    found = localize(model, pair.clean, corrupted=pair.corrupted, roles=roles, n_controls=0, groups=groups)
     return {role: _ranked(found, role, found.group(role)) for role in found.heads_by_role}
 
 
 def _ranked(found: Localization, role: str, named: Any) -> Grid:
     """Named heads lie in [1, 2], the others in [0, 1]."""
-    score, p = (found.table.where(role=role, metric=metric).grid(metric) for metric in ("score", "p"))
+    score, p = (found.table.where(role=role, metric=metric).to_array(metric) for metric in ("score", "p"))
     grid = np.nan_to_num(score) * (1 - p) / 2
     for head in named:
         grid[head] += 1.5

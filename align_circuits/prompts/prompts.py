@@ -138,11 +138,11 @@ class Prompts:
     def _repr_html_(self) -> str:
         if self.inputs.is_floating_point():  # vectors have no text
             return html.escape(repr(self))
-        drawings = [self.drawing(index) for index in range(min(len(self), 3))]
+        drawings = [self.to_html(index) for index in range(min(len(self), 3))]
         return "<hr>".join(drawings) + ("" if len(self) <= 3 else f"<div>… and {len(self) - 3} more prompts</div>")
 
     @checked
-    def drawing(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
+    def to_html(self, index: int = 0, examples: int | None = None, relation: str | None = None) -> str:
         """Returns one prompt as HTML, one line for each example, with its gold alignment or with any relation.
 
         The gold alignment: each phrase to predict (framed), the input symbol that it is aligned with (framed), and the
@@ -519,9 +519,9 @@ class Prompts:
             tokenizer: A Hugging Face tokenizer.
             answer: The right answers to the clean texts, as for `from_texts`.
             wrong: The answers that they are compared with by the metric `"logit_diff"`.
-            corrupted_answer: The right answers to the corrupted texts, where they have one: `interchange` needs them.
-                The corrupted prompt goes on with the clean answer, so what is right behind its first token is known
-                only as long as both answers are alike.
+            corrupted_answer: The right answers to the corrupted texts, where they have one: `interchange_accuracy`
+                needs them. The corrupted prompt goes on with the clean answer, so what is right behind its first token
+                is known only as long as both answers are alike.
             positions: Places by name in the clean texts, as for `from_texts`.
             groups: Which pairs are related.
 

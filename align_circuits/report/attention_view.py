@@ -117,7 +117,7 @@ class AttentionView:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def drawing(self, head: HeadLike, relation: str, *, row: int | None = None) -> Html:
+    def to_html(self, head: HeadLike, relation: str, *, row: int | None = None) -> Html:
         """Returns the prompt shaded by a head's attention from one position, the keys of a relation framed.
 
         Examples without keys in which every token gets less than one hundredth of the attention are left out.

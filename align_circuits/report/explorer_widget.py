@@ -96,10 +96,10 @@ class Explorer(AnyWidget):
             row = min(self.row, rows - 1)
             head, query = head_of(self.head), relation.query[row : row + 1]
             attention = attention_from(self._model, prompt, [head], query, self._options)
-            drawing = AttentionView(prompt, query.tolist(), attention).drawing(head, self.relation, row=row)
+            drawing = AttentionView(prompt, query.tolist(), attention).to_html(head, self.relation, row=row)
         page = rendered(
             "report/templates/explorer.html",
-            gold=Html(prompt.drawing()),
+            gold=Html(prompt.to_html()),
             attention=drawing,
             relation=self.relation,
             answers=self._answers(prompt),
@@ -141,4 +141,4 @@ class Explorer(AnyWidget):
             baseline = ablation_baseline(self._model, self._prompts, layers=[layer], options=self._options)
             self._means[layer] = baseline.means
         means = {name: mean for of_layer in self._means.values() for name, mean in of_layer.items()}
-        return [Ablate(heads, how="mean", reference=AblationBaseline(means=means))]
+        return [Ablate(heads, how="mean", baseline=AblationBaseline(means=means))]

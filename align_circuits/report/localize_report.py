@@ -240,11 +240,11 @@ def _formatted(numbers: Sequence[float], metric: str) -> str:
 
 def _drawings(localization: Localization, attention: AttentionView) -> Iterator[Html]:
     """The first prompt with its gold alignment, then shaded by the best head of each role."""
-    yield Html(localization.prompts[0].drawing())
+    yield Html(localization.prompts[0].to_html())
     for role, heads in localization.heads_by_role.items():
         relation = attention.prompt.relations.get(role)
         queries = set() if relation is None else set(relation.query.tolist())
         if heads and heads[0] in attention.rows and queries & set(attention.positions):
             heading = Markup("<h3>{}, {}: {}</h3>")
             yield Html(heading.format(describe(heads[:1]), role, localization.task.roles[role]))
-            yield attention.drawing(heads[0], role)
+            yield attention.to_html(heads[0], role)

@@ -67,7 +67,10 @@ def first_order_effects(
     edited = [*dict.fromkeys(name_of(site, layer) for site, layer, _ in edits)]
     read = [name_of("pattern" if site in THROUGH_ATTENTION else site, layer) for site, layer, _ in edits]
     engine = choose_engine(model, options, [*edited, *read], by_hooks=True)
-    alike, reference = replace(options, engine=engine, out=None), replace(options, engine="reference", out=None)
+    alike, reference = (
+        replace(options, engine=engine, cache_dir=None),
+        replace(options, engine="reference", cache_dir=None),
+    )
     queries = targets.query.unique()
     # Kinds overlap: gradients are taken once for each label of targets, and added up.
     labels, label_of = np.unique(targets.targets["kind"].to_numpy(dtype=str), return_inverse=True)

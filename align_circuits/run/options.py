@@ -28,7 +28,7 @@ class RunOptions:
     """Prompts at a time; `"auto"` fits it to the device and halves it when memory runs out."""
     progress: bool | Literal["auto"] = "auto"
     """Whether sweeps of more than a second draw a bar with the time left; `"auto"`: on a terminal and in a notebook."""
-    out: str | Path | None = None
+    cache_dir: str | Path | None = None
     """A folder that keeps the parts of sweeps over patches, ablations, edges, paths and prompts: the same call goes on
     where a killed one stopped, and processes that make it at once share the parts. A part of a sweep over heads holds
     some of them on some of the prompts. None keeps nothing."""

@@ -79,7 +79,7 @@ class Pair:
         if self.clean.inputs.is_floating_point():  # vectors have no text
             return drawn
         for name, prompts in (("clean", self.clean), ("corrupted", self.corrupted)):
-            drawn += f"<div><b>{name}</b></div>{prompts.drawing(0) if len(prompts) else ''}"
+            drawn += f"<div><b>{name}</b></div>{prompts.to_html(0) if len(prompts) else ''}"
         return drawn
 
     @property
@@ -135,11 +135,11 @@ class Pair:
     def sweep_parts(
         self, verb: str, model: HookedModel, settings: Mapping[str, Any], options: RunOptions
     ) -> SweepParts:
-        """Returns the parts of a sweep over edges or prompts, in `options.out` if that is given."""
-        if options.out is None:
-            return SweepParts(options.out, verb, {})
+        """Returns the parts of a sweep over edges or prompts, in `options.cache_dir` if that is given."""
+        if options.cache_dir is None:
+            return SweepParts(options.cache_dir, verb, {})
         identity = {"verb": verb, "direction": self.direction, **settings}
-        return SweepParts(options.out, verb, identity | self.target_metrics.identity(model, self.source, options))
+        return SweepParts(options.cache_dir, verb, identity | self.target_metrics.identity(model, self.source, options))
 
     def _part(self, rows: slice) -> "Pair":
         """Some of the prompts, with their share of the targets, which may be none."""

@@ -261,7 +261,7 @@ class TargetMetrics:
         values = np.full((len(edit_sets), len(self.metrics), len(self.token)), np.nan)
         engine, done, identity = "", 0, {}
         edits_a_part, prompts_a_part = max(1, len(edit_sets)), max(1, len(self.prompts))
-        if options.out is not None:
+        if options.cache_dir is not None:
             edits_a_part, prompts_a_part = EDIT_SETS_A_PART, PROMPTS_A_PART
             if options.batch_size != "auto":  # whole batches, so that they are those of a sweep that is not kept
                 prompts_a_part = ceil(prompts_a_part / options.batch_size) * options.batch_size
@@ -276,7 +276,7 @@ class TargetMetrics:
                 name: partial(self._measure_edit_sets, model, edit_sets[sets], rows, source, options, bar)
                 for name, (sets, rows) in places.items()
             }
-            for name, measured, ran in SweepParts(options.out, "edited runs", identity).measure(computes):
+            for name, measured, ran in SweepParts(options.cache_dir, "edited runs", identity).measure(computes):
                 engine, (sets, rows) = ran, places[name]
                 values[sets, :, rows] = measured
                 done += len(measured) * measured.shape[-1]

@@ -19,7 +19,7 @@ SUSTAINED = 3
 """The number of probes in a row that must reach a level."""
 
 
-def emergence_step(
+def sustained_step(
     steps: Float[ndarray, " probe"],
     values: Float[ndarray, " probe"],
     *,
@@ -40,7 +40,7 @@ def emergence_step(
     Raises:
         ValueError: Too few probes, steps that do not ascend, or a first probe without a value.
 
-    >>> emergence_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
+    >>> sustained_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]))
     40.0
     """
     middle = middle_of_rise(steps, values, min_rise=min_rise, sustained=sustained)
@@ -54,7 +54,7 @@ def middle_of_rise(
     min_rise: float = MIN_RISE,
     sustained: int = SUSTAINED,
 ) -> float:
-    """Returns the level in the middle of a metric's rise, as in `emergence_step`; NaN if it did not emerge.
+    """Returns the level in the middle of a metric's rise, as in `sustained_step`; NaN if it did not emerge.
 
     Arguments and errors as there.
 
@@ -71,7 +71,7 @@ def crossing_step(
     """Returns the first step of `sustained` probes in a row that all reach a level; NaN if none do.
 
     Of two runs it tells which came there first, whatever the rise of each. A `level` of NaN is never reached. Other
-    arguments and errors as for `emergence_step`.
+    arguments and errors as for `sustained_step`.
 
     >>> crossing_step(np.arange(0.0, 70, 10), np.array([0.2, 0.2, 0.9, 0.3, 0.7, 0.8, 0.8]), 0.45)
     40.0
@@ -90,7 +90,7 @@ def steepest_share(
 ) -> float:
     """Returns how much of a metric's rise comes within the few steps in which it is steepest; NaN if it did not emerge.
 
-    The rise is that of `emergence_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
+    The rise is that of `sustained_step`, as is its level at each probe: what `sustained` probes from there on reach. 1:
     all of it; a rise at an even pace gives about `within` (a number of steps) over all steps. Other arguments and
     errors as there.
 
@@ -128,7 +128,7 @@ def _sustained(
 
 
 @checked
-def emergence(
+def emergence_step(
     runs: Table | Sequence[Table],
     metric: str,
     *,
@@ -150,7 +150,7 @@ def emergence(
 
     Returns:
         A table keyed by the remaining keys and `measure`: `"step"`, the mean over the runs in which the metric emerged
-        (`emergence_step`), NaN if it did so in none, with n the number of those runs; and `"emerged"`, the share of
+        (`sustained_step`), NaN if it did so in none, with n the number of those runs; and `"emerged"`, the share of
         runs, n all of them. Intervals are over runs, by Student's t for the step
         (none where all runs have the same) and exact binomial for the share; NaN for a single run.
 
@@ -170,7 +170,7 @@ def emergence(
         frame: Any = best_head(heads, sustained) if best and len(heads) else selected.frame
         steps_by_run.append(
             {
-                tuple(None if pd.isna(value) else value for value in group): emergence_step(
+                tuple(None if pd.isna(value) else value for value in group): sustained_step(
                     course["step"].to_numpy(float),
                     course["value"].to_numpy(float),
                     min_rise=min_rise,

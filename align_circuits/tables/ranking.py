@@ -23,7 +23,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     | effects of `ablate_heads`, of `minimality`, and of direction `"noise"` | lowest: worst damage |
     | the same, measured as `"kl"` from the intact prediction | highest: worst damage |
     | `"kl"` of direction `"denoise"` | lowest: most of the clean prediction is back |
-    | attribution without a sign (`graddrop`), in both directions | highest |
+    | attribution without a sign (`grad_drop`), in both directions | highest |
     | effects of direction `"denoise"`, scores, direct logits, all else | highest |
 
     A difference of tables is ranked as the left one is: by default a change for the better comes first where more is
@@ -50,7 +50,7 @@ def best_end(verb: str, settings: Mapping[str, Any], keys: Mapping[str, Any]) ->
     metric, direction = keys.get("metric"), keys.get("direction", settings.get("direction"))
     if metric in SMALL_IS_BEST or (verb == "emergence" and keys.get("measure") == "step"):
         return "lowest"
-    if settings.get("graddrop"):
+    if settings.get("grad_drop"):
         return "highest"
     takes_away = verb in LOSSES or direction == "noise"
     if metric == "kl":

@@ -175,7 +175,7 @@ class Table:
         return self._rows(np.flatnonzero(single))
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def head_indices(self) -> list[tuple[int, int]]:
         """The head of each row as `(layer, head)`, in the table's order: what `heads=` of every verb takes.
 
         Raises:
@@ -218,7 +218,7 @@ class Table:
         return table._rows(best)
 
     @checked
-    def grid(self, metric: str) -> Float[ndarray, "layer head"]:
+    def to_array(self, metric: str) -> Float[ndarray, "layer head"]:
         """Returns `metric` as an array over layers and heads.
 
         Raises:

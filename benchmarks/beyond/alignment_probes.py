@@ -35,7 +35,7 @@ from align_circuits.beyond.needs import (
     tokens,
     trained,
 )
-from align_circuits.heads.interchange_interventions import interchange
+from align_circuits.heads.interchange_interventions import interchange_accuracy
 from align_circuits.hooks.edits import Patch
 from align_circuits.hooks.names import name_of
 from align_circuits.models.loading import load
@@ -181,7 +181,7 @@ def _exchanged(model: Any, base: Drawn, layer: int, directions: Float[Tensor, "k
             part + sign: [Patch(site="resid_post", layers=[layer], positions="predicts", direction=rows)]
             for part, rows in parts.items()
         }
-        frames.append(interchange(model, pair, heads=[], edits=edits).frame)
+        frames.append(interchange_accuracy(model, pair, heads=[], edits=edits).frame)
     joined: Any = pd.concat(frames).drop_duplicates(["patched", "metric"])
     return joined[["patched", "metric", "value", "low", "high", "n"]]
 

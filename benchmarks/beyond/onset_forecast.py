@@ -13,7 +13,7 @@ from scipy.special import expit, logit
 
 from align_circuits.papers.abrupt.theory import NestedLogits, Numbers
 from align_circuits.run.evaluation import ALL_OFFSETS
-from align_circuits.tables.emergence_times import SUSTAINED, best_head, emergence_step
+from align_circuits.tables.emergence_times import SUSTAINED, best_head, sustained_step
 from align_circuits.tables.tables import Table
 from align_circuits.training.loop import TrainConfig, learning_rate
 
@@ -216,7 +216,7 @@ def forecast(
         share: Of the way to the first of the others' steps.
 
     Returns:
-        One row a run: `observed`, by `emergence_step`; `emerged`, whether it did; `until`, where the beginning ended;
+        One row a run: `observed`, by `sustained_step`; `emerged`, whether it did; `until`, where the beginning ended;
         `theory`; and `others`, the mean step of the other runs, the control. A run, or a prediction, that does not
         emerge counts at its last step.
 
@@ -242,7 +242,7 @@ def forecast(
 
 
 def _step(curve: pd.Series) -> float:
-    return emergence_step(curve.index.to_numpy(float), curve.to_numpy(float))
+    return sustained_step(curve.index.to_numpy(float), curve.to_numpy(float))
 
 
 def _first_logits(values: Float[ndarray, "probe measure"], loss: AlignedLogits) -> Float[ndarray, " 2"]:

@@ -122,9 +122,9 @@ def head_scores(*, model: str, data: str, n: int, length: int, seed: int, **_: s
 def _named(model: str, n: int, length: int) -> tuple[dict[str, list[Head]], dict[str, ndarray], Table]:
     """The heads that `localize` names on random tokens, the scores of all heads by role, and the evidence."""
     loaded, task = stored(model), RepeatedTokensTask(length)
-    found = localize(loaded, task, n, seed=1000, draws=0)
+    found = localize(loaded, task, n, seed=1000, n_controls=0)
     scores = score_heads(loaded, task.sample(n, loaded.tokenizer, 1001), [*TOKEN_ROLES])
-    grids = {role: scores.grid(role) for role in TOKEN_ROLES}
+    grids = {role: scores.to_array(role) for role in TOKEN_ROLES}
     return {role: found.heads(role) for role in found.heads_by_role}, grids, found.table
 
 
@@ -190,7 +190,7 @@ def in_context_gain(
     generator = np.random.default_rng(seed)
     drawn = [score_matched(induction, others, {"induction": grids["induction"]}, generator) for _ in range(draws)]
     baseline = ablation_baseline(loaded, prompts, "mean")
-    sets: list[list[Edit]] = [[], *([Ablate(heads, how="mean", reference=baseline)] for heads in (induction, *drawn))]
+    sets: list[list[Edit]] = [[], *([Ablate(heads, how="mean", baseline=baseline)] for heads in (induction, *drawn))]
     early_tokens, late_tokens = _bands(loaded, prompts, sets, late)
     intact, without, *matched = late_tokens - early_tokens
     # The late tokens with only as many tokens of their own text before them as the early ones have.

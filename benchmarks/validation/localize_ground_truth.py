@@ -79,13 +79,13 @@ def of_planted(*, task: Mapping[str, Any], strength: float, n: int, seed: int) -
     """
     seq2seq = Seq2SeqTask(**task)
     model = planted_circuit(seq2seq, seed=seed, strength=strength)
-    localization = localize(model, seq2seq, n, seed=seed, draws=0)
+    localization = localize(model, seq2seq, n, seed=seed, n_controls=0)
     rows = []
     for role, heads in localization.heads_by_role.items():
         true = {head for head, kind in model.kinds.items() if ("lookup" if kind == "backup" else kind) == role}
-        grid = localization.table.where(role=role, metric="score").grid("score")
+        grid = localization.table.where(role=role, metric="score").to_array("score")
         scored = {(int(layer), int(head)) for layer, head in np.argwhere(grid >= localization.thresholds.score)}
-        p = localization.table.where(role=role, metric="p").grid("p")
+        p = localization.table.where(role=role, metric="p").to_array("p")
         diffuse = set(localization.diffuse_aligners.get(role, ()))
         sets = {
             "true": true,
@@ -107,7 +107,7 @@ def of_random(*, family: str, gain: float, n: int, seed: int) -> list[dict[str, 
     Returns:
         For each role the number of heads named for it, diffuse aligners included, and for each head its p-value.
     """
-    localization = localize(random_model(family, gain, seed), random_task(family, seed), n, seed=seed, draws=0)
+    localization = localize(random_model(family, gain, seed), random_task(family, seed), n, seed=seed, n_controls=0)
     return [
         {"role": role, "named": len(heads) + len(localization.diffuse_aligners.get(role, ())), "p": float(p)}
         for role, heads in localization.heads_by_role.items()

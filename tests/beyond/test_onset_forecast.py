@@ -9,7 +9,7 @@ import pytest
 from align_circuits.beyond.onset_forecast import MEASURES, AlignedLogits, Onset, clock, fit, forecast, tuning_curves
 from align_circuits.beyond.onset_of_alignment import ONSET, as_table, errors, simulated, uninformative
 from align_circuits.papers.abrupt.theory import NestedLogits
-from align_circuits.tables.emergence_times import emergence_step
+from align_circuits.tables.emergence_times import sustained_step
 from align_circuits.tables.tables import Provenance, Table
 from align_circuits.training.loop import TrainConfig
 
@@ -62,8 +62,8 @@ def test_known_parameters_are_recovered():
     begun = fit([noisy[1][noisy[1].index <= 60]], LOSS, SCHEDULE, known[1].shared)[0]
     assert begun.shared == known[1].shared
     predicted, true = (one.curves(STEPS, SCHEDULE)["align_query"].to_numpy() for one in (begun, known[1]))
-    assert emergence_step(STEPS, predicted) == pytest.approx(emergence_step(STEPS, true), abs=20)
-    assert 60 < emergence_step(STEPS, true) < 400
+    assert sustained_step(STEPS, predicted) == pytest.approx(sustained_step(STEPS, true), abs=20)
+    assert 60 < sustained_step(STEPS, true) < 400
 
 
 def error_saved(forecasts: Any) -> float:

@@ -83,7 +83,7 @@ def test_outputs_have_the_scores_of_what_they_are_made_of(model, noise):
 def test_graddrop_equals_finite_differences_with_a_layer_held_still(model):
     pair: Any = {"clean": of_lengths((9,), 0), "corrupted": of_lengths((9,), 1)}
     noise = ac.Pair(**pair, direction="noise")
-    found = by_head(attribute_heads(model, noise, sites=["z", "v", "mlp_out", "resid_post"], graddrop=True))
+    found = by_head(attribute_heads(model, noise, sites=["z", "v", "mlp_out", "resid_post"], grad_drop=True))
     twin = Twin(model, *pair.values())
     for (site, layer, head), value in found.items():
         name, column = f"blocks.{layer}.{SITES[site]}", {"v": head // 2, "z": head}.get(site)
@@ -383,14 +383,14 @@ def test_tables_of_pairs_name_the_direction(model, pair):
 
 def test_refusals(model, pair, noise, random_hf_model):
     with pytest.raises(ValueError, match="this model has one: leave it off"):
-        attribute_heads(ac.load(random_hf_model("llama", num_hidden_layers=1)), ac.Pair(**pair), graddrop=True)
+        attribute_heads(ac.load(random_hf_model("llama", num_hidden_layers=1)), ac.Pair(**pair), grad_drop=True)
     for verb, wrong, message in (
         (attribute_heads, {"method": "eap"}, "method='eap': choose one of 'atp', 'atp_star', 'ig_inputs'"),
         (attribute_edges, {"method": "atp"}, "method='atp': choose one of 'eap'"),
         (attribute_edges, {"steps": 0}, "steps=0: integrated gradients take at least 1"),
         (attribute_heads, {"sites": ["o"]}, "site='o': choose one of"),
         (attribute_heads, {"sites": ["resid_mid"]}, "no gradient at site='resid_mid': .* patch_sites measures it"),
-        (attribute_heads, {"sites": ["attn_out"], "graddrop": True}, "no scores without a sign at site='attn_out'"),
+        (attribute_heads, {"sites": ["attn_out"], "grad_drop": True}, "no scores without a sign at site='attn_out'"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect.unwrap(verb)(model, noise, **wrong)  # annotations unchecked

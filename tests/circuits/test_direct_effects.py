@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import align_circuits as ac
-from align_circuits.circuits.direct_effects import direct_logits, function_vectors, head_profile
+from align_circuits.circuits.direct_effects import direct_logit_attribution, function_vectors, head_profile
 from align_circuits.models.planted.model import planted_competitors
 from align_circuits.tables.intervals import mean_interval
 
@@ -26,7 +26,7 @@ def prompts(char_tokenizer):
 def test_direct_logits_equal_transformer_lens(random_hf_model, char_tokenizer, prompts, name):
     """Its cache divides what heads and MLPs wrote by the last norm's scale."""
     model = ac.load(random_hf_model(name), tokenizer=char_tokenizer)
-    table: Any = direct_logits(model, prompts).frame.set_index("sender")["value"]
+    table: Any = direct_logit_attribution(model, prompts).frame.set_index("sender")["value"]
     at_targets = (prompts.column("prompt"), prompts.column("query_pos"))
     gold = prompts.column("token")
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_the_profile_of_planted_heads(char_tokenizer):
     model, prompts = ac.planted_circuit(task, seed=0), task.sample(6, char_tokenizer, seed=1)
     found = head_profile(model, prompts, [ac.Pair(prompts, task.corrupt(prompts, "labels", seed=2))])
     assert found.frame.index.tolist() == [*range(len(found))]
-    grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
+    grid = {metric: found.to_array(metric) for metric in found.frame["metric"].unique()}
     assert list(grid) == ["lookup_attention", "induction_attention", "direct_logit", "function_vector"]
     lookup = [place for place, role in model.roles.items() if role == "lookup"]
     for place in lookup:
@@ -122,7 +122,7 @@ def test_lookup_induction_and_function_vector_heads_are_told_apart():
     pairs = [pair(string.ascii_lowercase[:13], 1), pair(string.ascii_lowercase[13:], 2)]
     found = head_profile(model, pairs[0].clean, pairs)
     place = {kind: place for place, kind in model.kinds.items()}
-    grid = {metric: found.grid(metric) for metric in found.frame["metric"].unique()}
+    grid = {metric: found.to_array(metric) for metric in found.frame["metric"].unique()}
     best = {metric: model.kinds[divmod(int(values.argmax()), model.cfg.n_heads)] for metric, values in grid.items()}
     assert best["lookup_attention"] == best["direct_logit"] == "lookup"
     assert best["induction_attention"] == "induction"
@@ -141,7 +141,7 @@ def test_refusals(random_hf_model, char_tokenizer, prompts):
     with pytest.raises(ValueError, match="do not match"):
         function_vectors(model, [ac.Pair(prompts, prompts[:2])])
     with pytest.raises(ValueError, match="no targets of kind 'later'"):
-        direct_logits(model, prompts, kind="later")
+        direct_logit_attribution(model, prompts, kind="later")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -150,4 +150,4 @@ def test_direct_logits_sum_to_the_logit_in_every_dtype(random_hf_model, char_tok
     model = ac.load(copy.deepcopy(random_hf_model("llama")).to(dtype), tokenizer=char_tokenizer)
     one = ac.Seq2SeqTask(x_len=1, phrase_len=1, n_examples=2).sample(60, char_tokenizer, seed=0)
     for prompt in range(0, 60, 4):
-        assert direct_logits(model, one[prompt]).provenance.engine
+        assert direct_logit_attribution(model, one[prompt]).provenance.engine

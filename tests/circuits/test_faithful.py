@@ -159,7 +159,7 @@ def curve_of(fractions: list[float], values: list[float]) -> Table:
 
 
 def test_a_folder_of_results_knows_its_circuits(llama, noise, tmp_path):
-    kept = ac.RunOptions(out=tmp_path)
+    kept = ac.RunOptions(cache_dir=tmp_path)
     scores = attribute_edges(llama, noise, method="eap")
     faithfulness(llama, scores, noise, fractions=[0.1], options=kept)
     of_others, alone = (

@@ -224,7 +224,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     arguments = ["--model", "planted", "--style", "standard", "--n", "8", "--x-len", "4", "--n-examples", "4"]
-    assert main(["localize", *arguments, "--draws", "1", "--out", str(tmp_path / "first")]) == 0
+    assert main(["localize", *arguments, "--n-controls", "1", "--out", str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"align_query +L\dH\d 1\.00 \[0\.\d\d, 1\.00\] \(align_query\)", printed)
     assert "induction    none" in printed
@@ -237,7 +237,7 @@ def test_localize_names_heads_and_is_repeated_from_its_provenance(tmp_path, caps
 
 
 def test_localize_reports_heads_that_stand_in_for_each_other(tmp_path):
-    arguments = ["--n", "8", "--x-len", "4", "--n-examples", "2", "--draws", "0", "--groups"]
+    arguments = ["--n", "8", "--x-len", "4", "--n-examples", "2", "--n-controls", "0", "--groups"]
     assert main(["localize", "--model", "planted", *arguments, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Heads that stand in for each other" in page and "named alone" in page
@@ -342,9 +342,9 @@ def test_verbs_take_a_file_of_prompts(tiny, pairs_file, tmp_path, capsys):
         "patch": ac.patch_heads(model, ac.Pair(clean, corrupted, metric="logit_diff")),
         "ablate": ac.ablate_heads(model, clean, metrics=("logit_diff",)),
         "score": ac.score_heads(model, clean),
-        "localize": ac.localize(model, clean, corrupted=corrupted, draws=1).table,
+        "localize": ac.localize(model, clean, corrupted=corrupted, n_controls=1).table,
     }
-    options = {"localize": ["--draws", "1"], "score": []}
+    options = {"localize": ["--n-controls", "1"], "score": []}
     for verb, table in expected.items():
         out = tmp_path / verb
         assert main([verb, *common, *options.get(verb, ["--metric", "logit_diff"]), "--out", str(out)]) == 0

@@ -44,7 +44,7 @@ def test_a_study_is_at_most_forty_lines(name):
 
 
 def effects_of(table: ac.Table) -> dict[tuple[int, int], float]:
-    return dict(zip(table.places, table.frame["value"], strict=True))
+    return dict(zip(table.head_indices, table.frame["value"], strict=True))
 
 
 def test_the_indirect_object_by_hand(study, small):
@@ -212,4 +212,4 @@ def test_edges_of_the_indirect_object_in_plain_pytorch(study, random_hf_model, c
 def test_places_are_of_heads_alone(study):
     names = study("indirect_object")
     with pytest.raises(ValueError, match=r"some rows are of no single head: select those of heads with \.heads\(\)"):
-        _ = names["direct"].places
+        _ = names["direct"].head_indices

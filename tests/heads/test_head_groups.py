@@ -23,7 +23,7 @@ def split():
     model = planted_circuit(
         TASK, seed=2, n_heads=6, n_layers=5, strength=0.7, copies=dict.fromkeys(CIRCUIT_ROLES, 3), self_repair=True
     )
-    return model, ac.localize(model, TASK, 20, seed=1, draws=0, groups=True)
+    return model, ac.localize(model, TASK, 20, seed=1, n_controls=0, groups=True)
 
 
 def test_heads_that_stand_in_for_each_other_are_found_together(split):
@@ -62,7 +62,7 @@ def test_an_effect_is_what_the_head_brings_back_alone(split):
     targets = TargetMetrics.of(tested, ("log_prob",))
 
     def mean(heads):
-        edits = [Ablate(heads, how="mean", reference=baseline)] if heads else []
+        edits = [Ablate(heads, how="mean", baseline=baseline)] if heads else []
         values = targets.measure_edited(model, [edits])[0][0, 0]
         return np.array([values[(targets.prompt == prompt).numpy()].mean() for prompt in range(len(tested))]).mean()
 
@@ -75,7 +75,7 @@ def test_an_effect_is_what_the_head_brings_back_alone(split):
 
 def test_without_heads_that_share_a_role_groups_are_the_named_heads():
     task = ac.Seq2SeqTask(x_len=5, phrase_len=2, n_examples=2)
-    result = ac.localize(planted_circuit(task, seed=3), task, 12, seed=1, draws=0, groups=True)
+    result = ac.localize(planted_circuit(task, seed=3), task, 12, seed=1, n_controls=0, groups=True)
     assert {role: set(result.group(role)) for role in result.heads_by_role} == {
         role: set(heads) for role, heads in result.heads_by_role.items()
     }
@@ -86,14 +86,14 @@ def test_without_heads_that_share_a_role_groups_are_the_named_heads():
 
 def test_aligners_have_no_group_where_a_fixed_distance_does_as_well():
     task = ac.Seq2SeqTask(x_len=4, phrase_len=1, n_examples=4)
-    result = ac.localize(planted_circuit(task, seed=0), task, 16, draws=0, groups=True)
+    result = ac.localize(planted_circuit(task, seed=0), task, 16, n_controls=0, groups=True)
     assert "align_query" not in result.groups and "lookup" in result.groups
 
 
 def test_roles_that_are_tested_by_renaming_have_one_round(split):
     model, _ = split
     prompts = ac.RepeatedTokensTask(length=8).sample(12, model.tokenizer, seed=0)
-    result = ac.localize(model, prompts, roles=["duplicate", "previous"], draws=0, groups=True)
+    result = ac.localize(model, prompts, roles=["duplicate", "previous"], n_controls=0, groups=True)
     assert {member.round for member in result.groups["duplicate"]} <= {1}
     edit = Ablate([(0, 0)])
     with pytest.raises(ValueError, match="tested by renaming tokens"):

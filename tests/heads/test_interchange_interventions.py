@@ -44,7 +44,9 @@ def values_of(table: ac.Table) -> dict[tuple, float]:
 def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
     pair = Pair(*halves, kind=kind, direction=direction)
     groups = {"two": [(0, 1), (1, 2)]}
-    table = ac.interchange(llama, pair, groups=groups, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]})
+    table = ac.interchange_accuracy(
+        llama, pair, groups=groups, edits={"stream": [ac.Patch(site="resid_post", layers=[0])]}
+    )
     inputs = {}
     if not pair.base.mask.all():
         inputs = {"attention_mask": pair.base.mask.long(), "position_ids": (pair.base.mask.cumsum(1) - 1).clamp(min=0)}
@@ -74,7 +76,7 @@ def test_equals_a_loop_with_hooks(llama, halves, direction, kind):
                 hooks.append((name, put))
         with torch.no_grad():
             logits = llama.run_with_hooks(pair.base.tokens, fwd_hooks=hooks, **inputs)
-        for metric, side in (("interchange", source), ("kept", base)):
+        for metric, side in (("interchange", source), ("corrupted_correct", base)):
             hits = []
             for row in counted:
                 place: Any = clean.targets.iloc[row]
@@ -98,10 +100,10 @@ def test_a_planted_circuit_brings_the_answer_along(planted, direction):
     others = [head for head in model.kinds if model.roles.get(head) not in ("align_query", "lookup")]
     groups = {"aligners": by_role["align_query"], "lookup": by_role["lookup"], "random": others[:2]}
     pair = Pair(clean, corrupted, direction=direction)
-    found = values_of(ac.interchange(model, pair, heads=[*by_role["align_query"], *others], groups=groups))
+    found = values_of(ac.interchange_accuracy(model, pair, heads=[*by_role["align_query"], *others], groups=groups))
     for name, expected in {"aligners": 1.0, "lookup": 1.0, "random": 0.0, "nothing": 0.0}.items():
         assert found[None, None, name, "interchange"] == expected, name
-        assert found[None, None, name, "kept"] == 1 - expected, name
+        assert found[None, None, name, "corrupted_correct"] == 1 - expected, name
     for layer, head in others:
         assert found[layer, head, "head", "interchange"] == 0
     if len(by_role["align_query"]) == 1:
@@ -121,7 +123,7 @@ def test_refusals(llama, halves):
         ({"groups": {"a": [(2, 0)]}}, "no head L2H0"),
     ]:
         with pytest.raises(ValueError, match=message):
-            ac.interchange(llama, pair, **arguments)
+            ac.interchange_accuracy(llama, pair, **arguments)
     clean, corrupted = halves
     for one, other, why in [
         (clean, replace(corrupted, own_correct=None), "the answers to the corrupted prompts are not known"),
@@ -129,4 +131,4 @@ def test_refusals(llama, halves):
         (clean, replace(corrupted, own_correct=clean.correct), "both give the same answers"),
     ]:
         with pytest.raises(ValueError, match=f"{why}: interchange takes pairs whose answers are known and differ"):
-            ac.interchange(llama, Pair(one, other))
+            ac.interchange_accuracy(llama, Pair(one, other))

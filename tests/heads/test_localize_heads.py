@@ -26,7 +26,9 @@ def model():
 @pytest.fixture(scope="module")
 def circuit(model):
     # With three draws the smallest p-value is a quarter.
-    return model, ac.localize(model, TASK, n=24, seed=1, draws=3, smallest=True, thresholds=Thresholds(alpha=0.25))
+    return model, ac.localize(
+        model, TASK, n=24, seed=1, n_controls=3, minimal_sets=True, thresholds=Thresholds(alpha=0.25)
+    )
 
 
 def test_every_planted_role_is_named_and_no_decoy(circuit):
@@ -97,8 +99,8 @@ def test_numbers_come_from_prompts_that_had_no_part_in_the_search(circuit):
     model, result = circuit
     prompts = TASK.sample(24, model.tokenizer, seed=1)
     assert result.prompts.digest == prompts[12:].digest
-    score = ac.score_heads(model, prompts[12:], ["lookup"]).grid("lookup")
-    np.testing.assert_allclose(result.table.where(role="lookup", metric="score").grid("score"), score, rtol=1e-5)
+    score = ac.score_heads(model, prompts[12:], ["lookup"]).to_array("lookup")
+    np.testing.assert_allclose(result.table.where(role="lookup", metric="score").to_array("score"), score, rtol=1e-5)
 
 
 def test_attention_of_named_heads_is_kept_for_the_first_prompt(circuit):
@@ -143,7 +145,7 @@ def test_no_head_is_named_among_random_weights():
 
 def test_thresholds_decide(circuit):
     model, _ = circuit
-    strict = ac.localize(model, TASK, n=8, draws=0, thresholds=Thresholds(effect=100.0))
+    strict = ac.localize(model, TASK, n=8, n_controls=0, thresholds=Thresholds(effect=100.0))
     assert strict.named_heads == []
     assert strict.summary == "No head passes every test."
     assert len(strict.example.attention) == 0
@@ -152,20 +154,20 @@ def test_thresholds_decide(circuit):
 def test_one_distance_cannot_tell_an_aligner():
     """With one letter a phrase, a monotonic aligner looks a fixed distance back; a permuted one does not."""
     task = replace(TASK, phrase_len=1, n_examples=3)
-    monotonic = ac.localize(ac.planted_circuit(task, seed=1), task, n=12, draws=0)
+    monotonic = ac.localize(ac.planted_circuit(task, seed=1), task, n=12, n_controls=0)
     assert monotonic.heads("align_query") == []
     assert monotonic.heads("lookup")
     assert "one distance" in monotonic.summary
     permuted = replace(task, alignment="permutation")
     model = ac.planted_circuit(permuted, seed=1)
-    result = ac.localize(model, permuted, n=12, draws=0)
+    result = ac.localize(model, permuted, n=12, n_controls=0)
     assert result.heads("align_query") == [head for head, role in model.roles.items() if role == "align_query"]
 
 
 def test_induction_heads_are_named_on_repeated_tokens():
     """The bundled model's; all prompts have their keys at the same positions, so tokens are renamed."""
     model, task = ac.load("toy-llama"), ac.RepeatedTokensTask(length=20)
-    result = ac.localize(model, task, n=16, draws=0)
+    result = ac.localize(model, task, n=16, n_controls=0)
     scores = ac.score_heads(model, task.sample(16, model.tokenizer, seed=7), ["induction_attention"])
     best = scores.top("induction_attention", 1).frame.iloc[0]
     assert (best["layer"], best["head"]) in result.heads("induction")
@@ -177,17 +179,17 @@ def test_diffuse_aligners_are_told():
     """At this strength the head that aligns keys keeps .07 of its attention on the aligned symbol, and has effect."""
     task = replace(TASK, n_examples=3)
     model = ac.planted_circuit(task, seed=0, strength=0.35)
-    result = ac.localize(model, task, n=16, draws=0)
+    result = ac.localize(model, task, n=16, n_controls=0)
     (aligner,) = (head for head, role in model.roles.items() if role == "align_key")
     assert aligner in result.diffuse_aligners["align_key"] and aligner not in result.heads("align_key")
     assert f"Aligned but diffuse (align_key): L{aligner[0]}H{aligner[1]}" in result.summary
-    attention = result.table.where(metric="attention", role="align_key").grid("attention")
+    attention = result.table.where(metric="attention", role="align_key").to_array("attention")
     assert attention[aligner] < result.thresholds.attention
 
 
 def test_few_symbols_cannot_establish_an_aligner():
     task = replace(TASK, x_len=3, n_examples=2)
-    result = ac.localize(ac.planted_circuit(task, seed=0), task, n=8, draws=0)
+    result = ac.localize(ac.planted_circuit(task, seed=0), task, n=8, n_controls=0)
     assert result.heads("align_query") == []
     assert "3 input symbols have 6 orders" in result.summary
 
@@ -209,7 +211,7 @@ def test_bad_input_is_refused(model):
     cases: Any = [
         ({"n": 4}, "n=4: give at least 8"),
         ({"n": 7}, "n=7: give at least 8"),
-        ({"n": 8, "draws": -1}, "draws=-1: give the number of sets"),
+        ({"n": 8, "n_controls": -1}, "n_controls=-1: give the number of sets"),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):

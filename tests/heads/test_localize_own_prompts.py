@@ -22,7 +22,7 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     model, prompts = ac.planted_circuit(TASK, seed=3), TASK.sample(24, char_tokenizer, seed=1)
     corrupted = TASK.corrupt(prompts, "query", seed=2)
     pairs = replace(prompts, group=torch.arange(24) // 2)
-    result = ac.localize(model, pairs, corrupted=corrupted, roles=["align_query", "lookup"], draws=2)
+    result = ac.localize(model, pairs, corrupted=corrupted, roles=["align_query", "lookup"], n_controls=2)
     for role in ("align_query", "lookup"):
         assert set(result.heads(role)) == {head for head, true in model.roles.items() if true == role}, role
     assert result.evidence.interchanges is not None
@@ -33,7 +33,7 @@ def test_the_heads_of_a_circuit_are_named_from_its_prompts(char_tokenizer, tmp_p
     assert len(ac.Table.load(tmp_path / "interchanges")) == len(result.evidence.interchanges)
     tested = result.prompts.group
     assert tested is not None and len(tested) == 12 and len(tested.unique()) == 6, "pairs stay together"
-    by_name = ac.localize(model, prompts, n=16, roles={"lookup": "looks"}, draws=0)
+    by_name = ac.localize(model, prompts, n=16, roles={"lookup": "looks"}, n_controls=0)
     assert by_name.task.roles == {"lookup": "looks"} and by_name.heads("lookup")
 
 
@@ -79,7 +79,7 @@ def test_the_attention_that_is_kept_leaves_out_padding(random_hf_model, char_tok
     first = int(start[8:].argmax()) + 8
     order = [*range(8), first, *(row for row in range(8, 16) if row != first)]
     assert start[first] > 0
-    result = ac.localize(ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), prompts[order], draws=0)
+    result = ac.localize(ac.load(random_hf_model("llama"), tokenizer=char_tokenizer), prompts[order], n_controls=0)
     assert result.example.positions == [*range(int(start[first]), prompts.mask.shape[1])]
 
 

@@ -156,7 +156,7 @@ def test_equal_to_the_head_detector_of_transformer_lens(models, char_tokenizer, 
         rows = table.where(metric=metric).frame["n"].iloc[0]
         assert 0 < rows < len(tokens)
         assert detected.max() > 0.01
-        np.testing.assert_allclose(table.grid(metric) * rows / len(tokens), detected, atol=1e-5)
+        np.testing.assert_allclose(table.to_array(metric) * rows / len(tokens), detected, atol=1e-5)
 
 
 def test_planted_heads_are_found(models, prompts):

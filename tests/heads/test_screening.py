@@ -214,13 +214,13 @@ def test_estimates_and_measured_effects_are_not_mixed(models, clean, corrupted):
     message = "measured effects and estimates, which are not to be mixed: choose with .where"
     for mixing in (
         lambda: table.top("log_prob"),
-        lambda: table.grid("log_prob"),
+        lambda: table.to_array("log_prob"),
         lambda: plots.head_maps(table, ["log_prob"]),
         lambda: plots.top_heads(table, ["log_prob"]),
     ):
         with pytest.raises(ValueError, match=message):
             mixing()
-    best = table.where(estimated=False).top("log_prob", 2).places
+    best = table.where(estimated=False).top("log_prob", 2).head_indices
     full = patch_heads(models["llama"], ac.Pair(clean, corrupted, kind="all")).where(metric="log_prob")
     value = by(full.frame, ["layer", "head"])
     assert [value[head] for head in best] == sorted((value[head] for head in best), reverse=True)
@@ -230,7 +230,7 @@ def test_estimates_and_measured_effects_are_not_mixed(models, clean, corrupted):
 
 
 def test_a_screened_sweep_that_is_kept_goes_on(models, clean, corrupted, tmp_path):
-    pair, options = ac.Pair(clean, corrupted), ac.RunOptions(out=tmp_path)
+    pair, options = ac.Pair(clean, corrupted), ac.RunOptions(cache_dir=tmp_path)
     first = patch_heads(models["llama"], pair, screen=0.3, options=options)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     again = patch_heads(models["llama"], pair, screen=0.3, options=options)

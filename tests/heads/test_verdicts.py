@@ -106,8 +106,8 @@ def test_a_verdict_is_read_from_the_rows_of_its_claim():
     frame = pd.DataFrame(values, columns=["ablated", "value", "low", "high"]).assign(n=5)
     heads, needed = [(0, 1), (0, 3)], Thresholds()
     cases: Any = (
-        ("necessary", 0.2, {"layers": (0.8, 0.85), "scores": (0.75,)}, needed.loss),
-        ("sufficient", 0.7, {"layers": (0.3, 0.35), "scores": (0.25,)}, needed.kept),
+        ("necessary", 0.2, {"layers": (0.8, 0.85), "scores": (0.75,)}, needed.min_drop),
+        ("sufficient", 0.7, {"layers": (0.3, 0.35), "scores": (0.25,)}, needed.min_retained),
     )
     for claim, value, controls, least in cases:
         verdict = verdict_of(claim, heads, ac.Table(frame, Provenance("localize")), 6, needed, role="lookup")

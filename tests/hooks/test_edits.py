@@ -234,7 +234,7 @@ class TestBesideHooksByHand:
 
         expected = by_hand(model, PADDED, site, new, POSITIONS)
         reference = ablation_baseline(model, others, "mean", site=site, options=ac.RunOptions(batch_size=3))
-        edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", reference=reference)
+        edit = ac.Ablate(**place(site), positions=POSITIONS, how="mean", baseline=reference)
         assert_edit_is(model, PADDED, edit, expected)
 
     @pytest.mark.parametrize(("site", "name"), product(SITES, NAMES))
@@ -246,7 +246,7 @@ class TestBesideHooksByHand:
             return part(cached[layer][[1, 2, 0][index]], site, column, pos)
 
         reference = ablation_baseline(model, others, "resample", site=site)
-        edit = ac.Ablate(**place(site), how="resample", reference=reference)
+        edit = ac.Ablate(**place(site), how="resample", baseline=reference)
         assert_edit_is(model, EQUAL, edit, by_hand(model, EQUAL, site, new))
 
     @pytest.mark.parametrize("relation", ["induction", "previous"])
@@ -343,7 +343,7 @@ class TestParts:
             expected.append(logits[PADDED.column("query_pos")[PADDED.column("prompt") == index] - left])
         edit = ac.Patch(hook=hook, positions=POSITIONS, values=values)
         assert_edit_is(model, PADDED, edit, torch.cat(expected))
-        mean = ac.Ablate(hook=hook, how="mean", reference=ablation_baseline(model, PADDED, hook=hook))
+        mean = ac.Ablate(hook=hook, how="mean", baseline=ablation_baseline(model, PADDED, hook=hook))
         assert not torch.equal(logits_of(model, PADDED, edits=[mean])[0], logits_of(model, PADDED)[0])
 
     def test_a_hook_point_of_a_site_is_that_site(self, models):
@@ -430,7 +430,7 @@ class TestTogether:
         flipped = {name: value.flip(2) for name, value in values.items()}
         for edit in (
             ac.Ablate(HEADS),
-            ac.Ablate(HEADS, how="mean", reference=means, positions=POSITIONS),
+            ac.Ablate(HEADS, how="mean", baseline=means, positions=POSITIONS),
             ac.Patch(layers=[1], site="resid_pre", values=flipped),
             ac.Clamp(HEADS, "induction"),
             ac.Steer(HEADS, vector=torch.ones(8)),
@@ -484,7 +484,7 @@ class TestEngines:
             sites = ["z", *(site for site in LAYER_SITES if site != "resid_mid")]
         some = torch.randn(48, generator=torch.Generator().manual_seed(1)) / 3
         steer = [ac.Steer(**place(site), vector=some[: size_of(model, site)]) for site in sites]
-        mean = ac.Ablate([(1, 3)], how="mean", reference=ablation_baseline(model, PADDED))
+        mean = ac.Ablate([(1, 3)], how="mean", baseline=ablation_baseline(model, PADDED))
         for edits in (steer, [mean]):
             fast, reference = (logits_of(model, PADDED, edits=edits, engine=which) for which in ("fast", "reference"))
             assert (fast[1], reference[1]) == ("fast", "reference")
@@ -549,7 +549,7 @@ class TestEngines:
         values = capture(model, other, ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"])
         means = ablation_baseline(model, other, options=ac.RunOptions(batch_size=1))
         for edits in (
-            [ac.Ablate(HEADS, how="mean", reference=means)],
+            [ac.Ablate(HEADS, how="mean", baseline=means)],
             [ac.Patch(HEADS, values=values, positions=POSITIONS)],
             [ac.Clamp(HEADS, "previous"), ac.Steer(layers=[0], site="mlp_out", vector=torch.ones(32))],
         ):
@@ -671,7 +671,7 @@ class TestRefusals:
         model = models("llama")
         refused("a clamp depends on the prompts: give them", ac.Clamp([(0, 0)], "induction").fwd_hooks, model)
         for how in ("mean", "resample"):
-            hooks = ac.Ablate([(0, 0)], how=how, reference=ablation_baseline(model, EQUAL, how)).fwd_hooks(model)
+            hooks = ac.Ablate([(0, 0)], how=how, baseline=ablation_baseline(model, EQUAL, how)).fwd_hooks(model)
             with pytest.raises(ValueError, match=f"how='{how}' depends on the prompts: give them"):
                 model.run_with_hooks(EQUAL.tokens, fwd_hooks=hooks)
 
@@ -691,7 +691,7 @@ class TestRefusals:
             values = capture(model, other, [name_of(site, 0)])
             for edit in (
                 ac.Patch([(0, 0)], site=site, values=values),
-                ac.Ablate([(0, 0)], site=site, how="resample", reference=AblationBaseline(values=values)),
+                ac.Ablate([(0, 0)], site=site, how="resample", baseline=AblationBaseline(values=values)),
                 ac.Ablate([(0, 0)], site=site, positions=other.mask),
             ):
                 refused(message, ac.evaluate, model, EQUAL, edits=[edit])
@@ -704,7 +704,7 @@ class TestRefusals:
         for edit in (
             ac.Clamp([(0, 0)], "induction"),
             ac.Ablate([(0, 0)], positions=EQUAL.mask),
-            ac.Ablate([(0, 0)], how="mean", reference=ablation_baseline(model, EQUAL)),
+            ac.Ablate([(0, 0)], how="mean", baseline=ablation_baseline(model, EQUAL)),
             ac.Patch(layers=[0], site="mlp_out", values=capture(model, EQUAL, ["blocks.0.hook_mlp_out"])),
         ):
             hooks = edit.fwd_hooks(model, EQUAL)
@@ -715,7 +715,7 @@ class TestRefusals:
     def test_a_role_that_the_reference_lacks(self, models):
         model = models("llama")
         lacking = replace(EQUAL, roles=EQUAL.roles.where(EQUAL.roles != Role.COLON, Role.INPUT.value))
-        edit = ac.Ablate([(0, 0)], how="mean", reference=ablation_baseline(model, lacking))
+        edit = ac.Ablate([(0, 0)], how="mean", baseline=ablation_baseline(model, lacking))
         refused("tokens of a role that the reference prompts lack", ac.evaluate, model, EQUAL, edits=[edit])
         ac.evaluate(model, lacking, edits=[edit])
 
@@ -791,9 +791,9 @@ def test_digests_tell_sets_of_edits_apart_by_all_that_they_hold(monkeypatch):
         [ac.Ablate([(0, 2)])],
         [ac.Ablate([(0, 1)]), ac.Ablate([(0, 1)])],
         [ac.Ablate([(0, 1)], site="v")],
-        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(means=means))],
-        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(means={"b": means["a"]}))],
-        [ac.Ablate([(0, 1)], how="mean", reference=AblationBaseline(values=means))],
+        [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(means=means))],
+        [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(means={"b": means["a"]}))],
+        [ac.Ablate([(0, 1)], how="mean", baseline=AblationBaseline(values=means))],
         [ac.Steer([(0, 1)], vector=vector)],
         [ac.Steer([(0, 1)], vector=2 * vector)],
         [ac.Steer([(0, 1)], vector=vector.double())],
@@ -845,8 +845,8 @@ EIGHT = dict.fromkeys("abcdefgh", torch.zeros(1))
         (ac.Ablate([(1, 2), (0, 3)]), "Ablate(L1H2 L0H3)"),
         (ac.Ablate([], site="mlp_out", layers=[1]), "Ablate(site='mlp_out', layers=[1])"),
         (
-            ac.Ablate(["L1H2"], how="mean", reference=AblationBaseline(means={"a": torch.zeros(10, 4)})),
-            "Ablate(L1H2, how='mean', reference=AblationBaseline(means at 1 hook points))",
+            ac.Ablate(["L1H2"], how="mean", baseline=AblationBaseline(means={"a": torch.zeros(10, 4)})),
+            "Ablate(L1H2, how='mean', baseline=AblationBaseline(means at 1 hook points))",
         ),
         (ac.Patch([(0, 1)], positions=torch.zeros(3, 9, dtype=torch.bool)), "Patch(L0H1, positions=bool[3, 9])"),
         (ac.Patch([(0, 1)], values={"x": torch.zeros(3, 9, 8)}), "Patch(L0H1, values={x})"),

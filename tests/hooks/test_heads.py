@@ -113,7 +113,7 @@ def test_every_verb_takes_names(llama, clean):
         lambda heads: ac.ablate_heads(llama, clean, heads=heads),
         lambda heads: ac.patch_heads(llama, noise, heads=heads),
         lambda heads: ac.function_vectors(llama, [ac.Pair(clean, corrupted)], heads=heads),
-        lambda heads: ac.evaluate(llama, clean, edits=[ac.Ablate(heads, how="mean", reference=baseline)]),
+        lambda heads: ac.evaluate(llama, clean, edits=[ac.Ablate(heads, how="mean", baseline=baseline)]),
         lambda heads: ac.evaluate(llama, clean, edits=[ac.Clamp(heads, "lookup")]),
         lambda heads: faithfulness(llama, scores, noise, fractions=[0.5], heads={"some": heads}),
         lambda heads: completeness(llama, heads, noise, draws=1),
@@ -128,7 +128,7 @@ def test_every_verb_takes_names(llama, clean):
     assert edits_provenance([ac.Ablate(names)]) == edits_provenance([ac.Ablate(pairs)])
     views = [ac.plots.attention(llama, clean[0], heads) for heads in (names, pairs)]
     assert list(views[0].rows) == list(views[1].rows) == pairs
-    assert views[0].drawing("L1H0", "lookup") == views[0].drawing((1, 0), "lookup")
+    assert views[0].to_html("L1H0", "lookup") == views[0].to_html((1, 0), "lookup")
     table = ac.score_heads(llama, clean, ["lookup"])
     drawn = [head_maps(table, ["lookup"], marked={"lookup": heads}).to_json() for heads in (names, pairs)]
     assert drawn[0] == drawn[1]

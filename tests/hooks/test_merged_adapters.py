@@ -87,7 +87,7 @@ def test_provenance_is_that_of_the_weights_as_they_are(adapted, monkeypatch):
         return decoder_of(bridge)
 
     monkeypatch.setattr(edited_runs, "decoder_of", watched)
-    result = ac.localize(model, TASK, 8, draws=1)
+    result = ac.localize(model, TASK, 8, n_controls=1)
     assert seen and all(seen), "merged while sweeps run"
     assert result.table.provenance.model == before == result.evidence.ablation_effects.provenance.model
     assert not changed(state, found(model))

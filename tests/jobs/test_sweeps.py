@@ -67,7 +67,7 @@ def small_parts(monkeypatch):
 @pytest.mark.parametrize("name", VERBS)
 def test_a_stopped_sweep_goes_on(model, pair, name, tmp_path, monkeypatch):
     whole = VERBS[name](model, pair, ac.RunOptions(batch_size=2)).frame
-    options = ac.RunOptions(batch_size=2, out=tmp_path)
+    options = ac.RunOptions(batch_size=2, cache_dir=tmp_path)
     write, written = sweeps.save_file, []
 
     def stop_at_the_second(values: Any, path: Path, metadata: dict[str, str]) -> None:
@@ -112,7 +112,7 @@ def test_few_heads_on_many_prompts_are_parts_of_some_prompts_each(model, site, t
     prompts = sorted({*pair.clean.targets["prompt"]})
     assert captured == ([prompts] if site == "pattern" else [])
     captured.clear()
-    shared = ac.patch_heads(model, pair, options=ac.RunOptions(batch_size=2, out=tmp_path), **settings)
+    shared = ac.patch_heads(model, pair, options=ac.RunOptions(batch_size=2, cache_dir=tmp_path), **settings)
     assert [path.stem for path in parts_in(tmp_path)] == [f"edit-sets-00000-prompts-{p:05d}" for p in prompts[::4]]
     assert captured == ([prompts[:4], prompts[4:8], prompts[8:]] if site == "pattern" else [])
     pd.testing.assert_frame_equal(shared.frame, whole.frame, check_exact=False, rtol=0, atol=1e-6)
@@ -122,7 +122,7 @@ def test_few_heads_on_many_prompts_are_parts_of_some_prompts_each(model, site, t
 
 @pytest.mark.parametrize("name", ["patch_paths", "attribute_heads", "attribute_edges"])
 def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
-    options = ac.RunOptions(out=tmp_path)
+    options = ac.RunOptions(cache_dir=tmp_path)
     first = VERBS[name](model, pair, options).frame
     changed = {path: sweeps.safe_open(path, "np").get_tensor("values") + 1 for path in parts_in(tmp_path)}
     for path, values in changed.items():
@@ -132,7 +132,7 @@ def test_the_numbers_of_a_finished_sweep_are_read(model, pair, name, tmp_path):
 
 
 def test_another_sweep_is_not_read(model, pair, tmp_path):
-    options = ac.RunOptions(out=tmp_path)
+    options = ac.RunOptions(cache_dir=tmp_path)
     ac.attribute_edges(model, pair, options=options)
     others: list[tuple[Any, ac.Pair, dict[str, Any]]] = [
         (ac.attribute_edges, pair, {"steps": 3}),
@@ -156,7 +156,7 @@ def test_another_sweep_is_not_read(model, pair, tmp_path):
 def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monkeypatch):
     """Another process is at every other part when this one comes to it, and finishes while this one waits."""
     monkeypatch.setattr("align_circuits.circuits.faithful.EDIT_SETS_A_PART", 1)
-    alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=tmp_path / "alone"))
+    alone = VERBS[name](model, pair, ac.RunOptions(batch_size=2, cache_dir=tmp_path / "alone"))
     shared = tmp_path / "shared"
     theirs, claims = parts_in(tmp_path / "alone")[::2], []
     for part in theirs:
@@ -175,7 +175,7 @@ def test_a_shared_sweep_is_that_of_one_process(model, pair, name, tmp_path, monk
     written = []
     write = sweeps.save_file
     monkeypatch.setattr(sweeps, "save_file", lambda *part: (written.append(part[1]), write(*part)))
-    table = VERBS[name](model, pair, ac.RunOptions(batch_size=2, out=shared))
+    table = VERBS[name](model, pair, ac.RunOptions(batch_size=2, cache_dir=shared))
     assert len(written) == len(parts_in(shared)) - len(theirs), "a part of the other process was computed again"
     pd.testing.assert_frame_equal(table.frame, alone.frame, check_exact=True)
     if alone.values is not None and table.values is not None:

@@ -14,7 +14,7 @@ from refusals import refused
 
 import align_circuits as ac
 from align_circuits.circuits.attribute import attribute_edges, attribute_heads
-from align_circuits.circuits.direct_effects import direct_logits
+from align_circuits.circuits.direct_effects import direct_logit_attribution
 from align_circuits.circuits.edge_patching import patch_edges
 from align_circuits.circuits.faithful import completeness
 from align_circuits.models.protocol import parameters_of
@@ -59,14 +59,14 @@ VERBS: dict[str, Any] = {
     "attribute heads": lambda model: attribute_heads(model, pair(model, direction="noise")),
     "attribute edges": lambda model: attribute_edges(model, pair(model, direction="noise"), method="eap"),
     "patch edges": lambda model: patch_edges(model, pair(model), edges=[("L0H1", "L1H2.q"), ("M0", "logits")]),
-    "direct logits": lambda model: direct_logits(model, pair(model).clean),
+    "direct logits": lambda model: direct_logit_attribution(model, pair(model).clean),
     "patch sites": lambda model: ac.patch_sites(model, pair(model), ["resid_pre", "mlp_out"], positions=None),
     "patch paths": lambda model: ac.patch_paths(model, pair(model), receivers=["L1H0.q", "logits"]),
-    "interchange": lambda model: ac.interchange(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
+    "interchange": lambda model: ac.interchange_accuracy(model, pair(model), groups={"two": [(0, 1), (1, 2)]}),
     "attribute queries": lambda model: attribute_heads(model, pair(model), method="atp_star", sites=["q"]),
     "head profile": lambda model: ac.head_profile(model, pair(model).clean, [pair(model, "labels")]),
     "completeness": lambda model: completeness(model, [(0, 1)], pair(model, direction="noise"), draws=1),
-    "localize": lambda model: ac.localize(model, TASK, 8, draws=1).table,
+    "localize": lambda model: ac.localize(model, TASK, 8, n_controls=1).table,
 }
 
 

@@ -31,7 +31,7 @@ def logits(model, prompts):
 
 def log_prob(model, prompts, ablated=()):
     baseline = ablation_baseline(model, prompts, "mean")
-    edits = [Ablate(ablated, how="mean", reference=baseline)] if ablated else []
+    edits = [Ablate(ablated, how="mean", baseline=baseline)] if ablated else []
     return float(TargetMetrics.of(prompts, ("log_prob",)).measure_edited(model, [edits])[0].mean())
 
 

@@ -13,7 +13,7 @@ from test_device_maps import VERBS, pair
 from torch import nn
 
 import align_circuits as ac
-from align_circuits.circuits.direct_effects import direct_logits
+from align_circuits.circuits.direct_effects import direct_logit_attribution
 from align_circuits.cli import main
 from align_circuits.hooks import compat
 from align_circuits.models import quantization
@@ -74,7 +74,7 @@ def test_quantization_to_8_bits_runs_alike_in_both_engines(folder, verb):
 @needs_bitsandbytes
 def test_quantization_to_8_bits_has_no_weights_of_heads(folder):
     model = ac.load(folder, device="cpu", quantization="8bit")
-    refused("load it with quantization='4bit', or without", direct_logits, model, pair(model).clean)
+    refused("load it with quantization='4bit', or without", direct_logit_attribution, model, pair(model).clean)
 
 
 @needs_bitsandbytes

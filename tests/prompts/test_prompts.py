@@ -349,14 +349,14 @@ def test_relations_are_added_by_name():
 def test_any_relation_is_drawn():
     prompts = with_everything(IDS)
     prompts = prompts.with_relations(mine=Relation.from_positions("END", "start", prompts=prompts))
-    drawn = {name: prompts.drawing(0, relation=name) for name in (None, "mine", "previous")}
-    assert prompts.drawing() == drawn[None] != prompts.drawing(1)
+    drawn = {name: prompts.to_html(0, relation=name) for name in (None, "mine", "previous")}
+    assert prompts.to_html() == drawn[None] != prompts.to_html(1)
     assert drawn[None] == drawn["mine"] != drawn["previous"], "by default the relation that was added"
-    assert with_everything(IDS).drawing(0) not in drawn.values()
+    assert with_everything(IDS).to_html(0) not in drawn.values()
     both = prompts.with_relations(last=replace(prompts.relations["previous"], name="last"))
-    assert both.drawing(0) == drawn["previous"], "the one that was added last"
+    assert both.to_html(0) == drawn["previous"], "the one that was added last"
     with pytest.raises(KeyError, match="no relation 'other' in these prompts; they have induction, previous"):
-        prompts.drawing(0, relation="other")
+        prompts.to_html(0, relation="other")
 
 
 def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
@@ -378,8 +378,8 @@ def test_the_alignment_is_drawn_beside_a_loop(char_tokenizer, monkeypatch):
     marks = [Mark(text, group.get(pos), pos in framed) for pos, text in enumerate(prompts.token_text[1])]
     last = [mark for mark, example in zip(marks, prompts.example[1].tolist(), strict=True) if example == 3]
     for examples in (None, 1, 2):
-        prompts.drawing(1, examples=examples)
-    Prompts.from_tokens(IDS).drawing(1)
+        prompts.to_html(1, examples=examples)
+    Prompts.from_tokens(IDS).to_html(1)
     assert [*chain(*drawn[0])] == marks and len(drawn[0]) == 4, "the token before all examples joins the first"
     assert drawn[1] == [last] and drawn[2] == drawn[0][2:]
     assert drawn[3] == [[Mark("<3>"), Mark("<3>"), Mark("<8>")]], "neither padding nor frames"

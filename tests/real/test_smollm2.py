@@ -175,4 +175,4 @@ def test_the_bundled_adapter_closes_it():
         right[name] = rows["value"]["model"]
     assert right["standard"] > 0.95 and right["any order"] > 0.95 and right["wrong labels"] < 0.3, right
     best = ac.score_heads(model, prompts, ["align_query_attention"]).top("align_query_attention", 1)
-    assert best.places == [(19, 2)] and best.frame["value"].iloc[0] > 0.95
+    assert best.head_indices == [(19, 2)] and best.frame["value"].iloc[0] > 0.95

@@ -19,7 +19,7 @@ DEMOS = Path(__file__).parents[2] / "demos"
 
 
 def effects_of(table: Any) -> dict[tuple[int, int], Any]:
-    return dict(zip(table.places, table.frame.itertuples(), strict=True))
+    return dict(zip(table.head_indices, table.frame.itertuples(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_in_double_precision(names):
     found = ac.patch_heads(
         model, ac.Pair(clean, corrupted, "logit_diff", "first"), heads=["L20H0", "L23H3"], positions=["END"]
     )
-    for head, value in zip(found.places, found.frame["value"], strict=True):
+    for head, value in zip(found.head_indices, found.frame["value"], strict=True):
         assert value == pytest.approx(patched(model, swapped, texts, metrics, head, only_end=True), abs=1e-5)
         assert value > 1
 
@@ -53,7 +53,7 @@ def test_name_movers(names):
         assert found[head].low > 0.5
     by_hand = [direct(model, text, *both, (23, 0)) for text, both in zip(texts, answers, strict=True)]
     assert written[23, 0].value == pytest.approx(sum(by_hand) / len(by_hand), abs=1e-4)
-    assert names["scores"].grid("mover_attention")[23, 0] == pytest.approx(0.68, abs=0.01)
+    assert names["scores"].to_array("mover_attention")[23, 0] == pytest.approx(0.68, abs=0.01)
     assert max(abs(found[head].value) for head in names["control"]) < 0.1
 
 

@@ -52,4 +52,4 @@ def test_scores_are_those_of_the_head_detector(model, role):
     rows = table.frame["n"].iloc[0]
     assert 0 < rows < len(tokens)
     assert detected.max() > 0.2
-    np.testing.assert_allclose(table.grid(f"{role}_mean") * rows / len(tokens), detected, atol=1e-5)
+    np.testing.assert_allclose(table.to_array(f"{role}_mean") * rows / len(tokens), detected, atol=1e-5)

@@ -71,7 +71,7 @@ def test_it_shows_the_attention_from_the_chosen_query_to_the_framed_keys(planted
     explorer.row = 99
     assert explorer.choices["rows"] == len(relation)
     assert "is on the framed keys" in explorer.shown  # the last query
-    assert prompts[3].drawing() in explorer.shown
+    assert prompts[3].to_html() in explorer.shown
 
 
 def test_ablated_heads_change_the_answers_as_ablate_heads_says(planted):

@@ -36,7 +36,7 @@ def empty(table: Table) -> Table:
 
 @pytest.fixture(scope="module")
 def localization() -> ac.Localization:
-    found = ac.localize(ac.planted_circuit(TASK, seed=0), TASK, 16, draws=2)
+    found = ac.localize(ac.planted_circuit(TASK, seed=0), TASK, 16, n_controls=2)
     return replace(found, task=replace(found.task, notes=("Heads <align> & look up.",)))
 
 

@@ -32,7 +32,7 @@ def test_a_head_map_shows_every_head_at_its_place_and_changes_no_global_template
     before = plotly.io.templates.default
     (heat,) = plots.head_map(scores, "a").data
     assert plotly.io.templates.default == before
-    np.testing.assert_array_equal(heat.z, scores.grid("a"))
+    np.testing.assert_array_equal(heat.z, scores.to_array("a"))
     assert list(heat.x) == [0, 1]
     assert list(heat.y) == [0, 1, 2]
 
@@ -278,7 +278,7 @@ def test_a_widget_draws_itself_in_a_browser_without_a_network(circuit, tmp_path)
 def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys(circuit):
     model, prompt, aligner = circuit
     shown = plots.attention(model, prompt, [aligner])
-    drawn = shown.drawing(aligner, "align_query", row=0)
+    drawn = shown.to_html(aligner, "align_query", row=0)
     assert drawn._repr_html_() == drawn
     relation = prompt.relations["align_query"]
     weights = shown.rows[aligner][shown.positions.index(int(relation.query[0]))]
@@ -292,11 +292,11 @@ def test_a_prompt_is_shaded_by_the_attention_of_one_row_and_maps_circle_the_keys
     assert np.isnan(heat.z[0, 1]), "the future is blank"
     assert all(heat.z[query, key] > 0.9 for query, key in zip(ring.y, ring.x, strict=True))
     with pytest.raises(KeyError, match="no attention of L9H9"):
-        shown.drawing((9, 9), "align_query")
+        shown.to_html((9, 9), "align_query")
     with pytest.raises(KeyError, match="no relation 'love' in this prompt; it has"):
-        shown.drawing(aligner, "love")
+        shown.to_html(aligner, "love")
     with pytest.raises(ValueError, match="row 999 was not measured"):
-        shown.drawing(aligner, "align_query", row=999)
+        shown.to_html(aligner, "align_query", row=999)
 
 
 def test_figures_are_saved_as_pictures(scores, circuit, tmp_path):

@@ -150,7 +150,7 @@ def reports(names: tuple[str, ...], model: Any, found: ac.Localization) -> tuple
     table = measured({"metric": names, names[0]: names})
     parts = [found, table, found.prompts, ac.Pair(prompts, prompts)]
     explored = ac.explore(model, found.prompts, heads=[(0, 0)]).shown
-    drawing = view.drawing((*view.rows,)[0], "align_query")
+    drawing = view.to_html((*view.rows,)[0], "align_query")
     drawings = [*(part._repr_html_() for part in parts), table, view, drawing, explored]
     figures = drawn_figures(names, view)
     return [*_sections(found), *((name, name, part) for name, part in zip(names, drawings, strict=False))], figures
@@ -168,7 +168,7 @@ def written(names: tuple[str, ...], model: Any, found: ac.Localization, path: Pa
 def test_no_text_becomes_more_than_text(tmp_path):
     task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4)
     model = ac.planted_circuit(task, seed=0)
-    found = ac.localize(model, task, 16, draws=2)
+    found = ac.localize(model, task, 16, n_controls=2)
     page, same = tmp_path / "page.html", tmp_path / "same.html"
     figures = written(SPITEFUL, model, found, page)
     written(HARMLESS, model, found, same)

@@ -172,7 +172,7 @@ def edit_of(model: Any, prompts: Prompts, spec: tuple[str, str, int, int, int | 
     if how == "zero":
         return ac.Ablate(**place)
     reference = ablation_baseline(model, prompts, how, site=place["site"], options=ac.RunOptions(engine="reference"))
-    return ac.Ablate(**place, how=how, reference=reference)
+    return ac.Ablate(**place, how=how, baseline=reference)
 
 
 def logits_of(

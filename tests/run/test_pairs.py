@@ -47,8 +47,8 @@ def test_batches_hold_as_many_prompts_as_fit(char_tokenizer, tmp_path, monkeypat
         sizes.append(len(part.base))
         return part.base.tokens.double().sum(1)[None]
 
-    for options in (ac.RunOptions(batch_size=size), ac.RunOptions(batch_size=size, out=tmp_path)):
-        measured = pair.in_batches(measure, SweepParts(options.out, "sums", {}), options)
+    for options in (ac.RunOptions(batch_size=size), ac.RunOptions(batch_size=size, cache_dir=tmp_path)):
+        measured = pair.in_batches(measure, SweepParts(options.cache_dir, "sums", {}), options)
         torch.testing.assert_close(measured, pair.base.tokens.double().sum(1)[None])
     assert sizes == 2 * batches
     kept = sorted(path.stem for path in tmp_path.rglob("*.safetensors"))

@@ -42,7 +42,19 @@ TUNING = ["--steps", "6", "--batch", "2", "--probe-every", "2", "--probe-prompts
 
 COMMANDS: dict[str, list[str]] = {
     "score": ["score", *SMALL],
-    "localize": ["localize", "--model", "planted", "--n", "12", "--x-len", "3", "--n-examples", "3", "--draws", "1"],
+    "localize": [
+        "localize",
+        "--model",
+        "planted",
+        "--n",
+        "12",
+        "--x-len",
+        "3",
+        "--n-examples",
+        "3",
+        "--n-controls",
+        "1",
+    ],
     "tune": ["tune", *SMALL, *TUNING, "--automata", "task", "--no-heads"],
     "pretrain": ["pretrain", "--recipe", "smoke"],
     "reproduce": ["reproduce", "recall/lemmas", "--scale", "smoke", "--jobs", "2"],
@@ -58,7 +70,7 @@ def sweep(out: Path) -> int:
     task = ac.Seq2SeqTask(x_len=3, n_examples=4)
     model = ac.load("toy-llama")
     pair = ac.Pair(*task.pairs(task.sample(6, model.tokenizer, seed=0), 0))
-    ac.patch_heads(model, pair, sites=("z", "q"), options=ac.RunOptions(out=out / "parts")).save(out / "table")
+    ac.patch_heads(model, pair, sites=("z", "q"), options=ac.RunOptions(cache_dir=out / "parts")).save(out / "table")
     return 0
 
 

@@ -11,10 +11,10 @@ from refusals import refused
 
 from align_circuits.tables.emergence_times import (
     crossing_step,
-    emergence,
     emergence_step,
     middle_of_rise,
     steepest_share,
+    sustained_step,
 )
 from align_circuits.tables.tables import Provenance, Table
 
@@ -42,7 +42,7 @@ def looped(steps, values, min_rise, sustained):
 def test_it_equals_a_slow_search(values, sustained, min_rise):
     values[0] = 0.0 if math.isnan(values[0]) else values[0]
     steps = [10.0 * at for at in range(len(values))]
-    found = emergence_step(np.array(steps), np.array(values), min_rise=min_rise, sustained=sustained)
+    found = sustained_step(np.array(steps), np.array(values), min_rise=min_rise, sustained=sustained)
     np.testing.assert_equal(found, looped(steps, values, min_rise, sustained))
 
 
@@ -86,10 +86,10 @@ def test_an_even_pace_and_a_jump_are_told_apart():
 
 def test_a_lucky_probe_and_a_small_rise_are_no_emergence():
     steps = np.arange(0.0, 60, 10)
-    assert math.isnan(emergence_step(steps, np.array([0.2, 0.2, 1.0, 0.2, 0.2, 0.2])))
-    assert math.isnan(emergence_step(steps, np.array([0.2, 0.3, 0.45, 0.45, 0.45, 0.45])))
-    assert emergence_step(steps, np.array([0.2, 0.3, 0.5, 0.5, 0.5, 0.5])) == 20
-    assert math.isnan(emergence_step(steps, np.array([0.9, 0.5, 0.1, 0.1, 0.1, 0.1]))), "a fall is no rise"
+    assert math.isnan(sustained_step(steps, np.array([0.2, 0.2, 1.0, 0.2, 0.2, 0.2])))
+    assert math.isnan(sustained_step(steps, np.array([0.2, 0.3, 0.45, 0.45, 0.45, 0.45])))
+    assert sustained_step(steps, np.array([0.2, 0.3, 0.5, 0.5, 0.5, 0.5])) == 20
+    assert math.isnan(sustained_step(steps, np.array([0.9, 0.5, 0.1, 0.1, 0.1, 0.1]))), "a fall is no rise"
 
 
 def table(courses: dict[tuple[int | None, int | None], list[float]], metric="align_query") -> Table:
@@ -107,40 +107,40 @@ EARLY, LATE, NEVER = [0.0, 0.8, 0.8, 0.8, 0.8, 0.8], [0.0, 0.0, 0.0, 0.9, 0.9, 0
 
 def test_the_best_head_of_each_run_is_followed():
     one, other = table({(0, 0): EARLY, (1, 1): LATE, (1, None): EARLY}), table({(0, 0): NEVER, (1, 1): NEVER})
-    found = emergence(one, "align_query").frame.set_index("measure")
+    found = emergence_step(one, "align_query").frame.set_index("measure")
     assert found.loc["step", "value"] == 30 and found.loc["emerged", "value"] == 1
     assert bool(found[["low", "high"]].isna().to_numpy().all()), "one run has no interval"
-    assert emergence(one, "align_query", layer=0).where(measure="step").frame["value"].item() == 10
-    both = emergence([one, other, one], "align_query", ood=False).frame.set_index("measure")
+    assert emergence_step(one, "align_query", layer=0).where(measure="step").frame["value"].item() == 10
+    both = emergence_step([one, other, one], "align_query", ood=False).frame.set_index("measure")
     assert both.loc["step", "value"] == 30 and both.loc["step", "n"] == 2
     assert both.loc["emerged", "value"] == pytest.approx(2 / 3) and both.loc["emerged", "n"] == 3
     assert both.loc["emerged", "low"] < 2 / 3 < both.loc["emerged", "high"]
-    never = emergence(other, "align_query").frame.set_index("measure")
+    never = emergence_step(other, "align_query").frame.set_index("measure")
     assert math.isnan(never.loc["step", "value"]) and never.loc["step", "n"] == 0
     assert never.loc["emerged", "value"] == 0
 
 
 def test_every_head_apart():
     runs = [table({(0, 0): EARLY, (1, 1): LATE}), table({(0, 0): LATE, (1, 1): NEVER})]
-    steps = emergence(runs, "align_query", best=False).where(measure="step").frame.set_index(["layer", "head"])
+    steps = emergence_step(runs, "align_query", best=False).where(measure="step").frame.set_index(["layer", "head"])
     assert steps.loc[(0, 0), "value"] == 20 and steps.loc[(0, 0), "n"] == 2
     assert steps.loc[(0, 0), "high"] == pytest.approx(20 + 12.7062 * 10, rel=1e-5)  # Student's t of two runs
     assert steps.loc[(1, 1), "value"] == 30 and steps.loc[(1, 1), "n"] == 1
-    found = emergence(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False)
+    found = emergence_step(table({(0, 0): NEVER, (0, None): EARLY}), "align_query", best=False)
     mean = found.where(head=None, measure="step")
     assert mean.frame[["level", "layer", "value"]].to_numpy().tolist() == [["layer", 0, 10.0]]
 
 
 def test_metrics_of_the_whole_model():
-    found = emergence(table({(None, None): LATE}, "accuracy"), "accuracy", kind="all")
+    found = emergence_step(table({(None, None): LATE}, "accuracy"), "accuracy", kind="all")
     assert found.where(measure="step").frame["value"].item() == 30
 
 
 def test_what_makes_no_sense_is_refused():
-    refused("ascending", emergence_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
-    refused("ascending", emergence_step, np.array([0.0]), np.array([math.nan]))
-    refused("3 probes show no rise", emergence_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]))
-    refused("no runs", emergence, [], "accuracy")
+    refused("ascending", sustained_step, np.array([0.0, 0.0]), np.array([0.1, 0.2]))
+    refused("ascending", sustained_step, np.array([0.0]), np.array([math.nan]))
+    refused("3 probes show no rise", sustained_step, np.arange(3.0), np.array([0.0, 1.0, 1.0]))
+    refused("no runs", emergence_step, [], "accuracy")
     with pytest.raises(KeyError, match="no metric 'accuracy'"):
-        emergence(table({(0, 0): EARLY}), "accuracy")
-    refused("same rows", emergence, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)
+        emergence_step(table({(0, 0): EARLY}), "accuracy")
+    refused("same rows", emergence_step, [table({(0, 0): EARLY}), table({(0, 1): EARLY})], "align_query", best=False)

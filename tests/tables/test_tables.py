@@ -159,7 +159,7 @@ def test_what_matters_most_comes_first(verb, keys, best):
     assert both.where(when="after").top(metric, 1).frame["value"].item() == best / 2
 
 
-@pytest.mark.parametrize(("settings", "best"), [({"graddrop": True}, 2), ({}, -3)])
+@pytest.mark.parametrize(("settings", "best"), [({"grad_drop": True}, 2), ({}, -3)])
 def test_settings_decide_too(settings, best):
     """Attribution without a sign is highest in both directions; older tables have the direction as a setting."""
     kept = Table(effects("attribute_heads").frame, Provenance("attribute_heads", settings | {"direction": "noise"}))
@@ -202,12 +202,12 @@ def test_top_refuses_what_has_no_order():
 
 def test_grid():
     made = table()
-    grid = made.grid("b")
+    grid = made.to_array("b")
     assert grid.shape == (2, 2)
     for row in frame_of(made.heads(), metric="b").itertuples():
         assert grid[row.layer, row.head] == row.value
     doubled = Table(pd.concat([made.frame.assign(step=step) for step in (0, 1)]), made.provenance)
-    refused(r"several rows a head: choose one value of step", doubled.grid, "b")
+    refused(r"several rows a head: choose one value of step", doubled.to_array, "b")
 
 
 def test_a_difference_is_paired_by_keys_and_prompts():

@@ -44,12 +44,12 @@ class Shifted(Doubled):
 
 
 def test_a_task_of_ones_own_is_localized_by_its_roles():
-    result = ac.localize(ac.load("toy-llama"), Shifted(), n=16, draws=1)
+    result = ac.localize(ac.load("toy-llama"), Shifted(), n=16, n_controls=1)
     assert set(result.heads_by_role) == {"induction"} and result.heads("induction")
     assert "A repeated token is correct in" in result.summary and "Nothing else is known." in result.summary
     assert result.task.roles == Shifted.roles
     assert set(result.table.frame["metric"]) >= {"score", "control", "q"}
-    plain = ac.localize(ac.load("toy-llama"), Doubled(), n=16, draws=1)
+    plain = ac.localize(ac.load("toy-llama"), Doubled(), n=16, n_controls=1)
     assert set(plain.heads_by_role) == {"induction", "previous", "duplicate"}
     assert "control" not in set(plain.table.frame["metric"])
 

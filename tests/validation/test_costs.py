@@ -270,7 +270,7 @@ def test_localize_is_the_sum_of_its_parts():
     prompts = task.sample(n, model.tokenizer, references=False)
     sizes = replace(sizes_of(ac.Pair(*task.pairs(prompts[n // 2 :], 0))), prompts=n)
     with counting(model) as counts:
-        found = ac.localize(model, task, n=n, draws=3)
+        found = ac.localize(model, task, n=n, n_controls=3)
     whole = found.evidence.group_ablations.where(kind="all", ablated="nothing").frame["n"].iloc[0]
     controls = [draws for verdict in found.verdicts if verdict.role for draws in verdict.controls.values()]
     drawn = sum(math.isfinite(accuracy) for draws in controls for accuracy in draws)

@@ -342,7 +342,7 @@ def circuit_scores(*, task: Mapping[str, Any], strength: float, n: int, seed: in
         head = next(head for head, built in model.kinds.items() if built == kind)
         frames.append(_of_head(scores, kind, head).assign(kind="all"))
     aligners = [head for head, kind in model.kinds.items() if kind in ("align_query", "align_key")]
-    ablated = Ablate(aligners, how="mean", reference=ablation_baseline(model, prompts, "mean"))
+    ablated = Ablate(aligners, how="mean", baseline=ablation_baseline(model, prompts, "mean"))
     for name, predictors, edits in (
         ("accuracy", ["model", "history", "oracle"], []),
         ("aligners ablated", ["model"], [ablated]),

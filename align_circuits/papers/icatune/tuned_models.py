@@ -15,7 +15,7 @@ from align_circuits.jobs.jobs import code_version
 from align_circuits.models.loading import load
 from align_circuits.papers.lab import Inputs, Measurement, Rows, Study, grouped_over_seeds, training_folder
 from align_circuits.run.evaluation import evaluate
-from align_circuits.tables.emergence_times import SUSTAINED, emergence_step, steepest_share
+from align_circuits.tables.emergence_times import SUSTAINED, steepest_share, sustained_step
 from align_circuits.tables.emergence_times import best_head as best_of_last
 from align_circuits.tables.tables import VALUES, Table
 from align_circuits.tasks.seq2seq import Seq2SeqTask
@@ -291,6 +291,6 @@ def emerged(frame: Any) -> pd.DataFrame:
             course = followed.sort_values("step")
             steps, values = course["step"].to_numpy(float), course["value"].to_numpy(float)
             keys = {"arm": arm, "seed": seed, "metric": metric, "kind": kind}
-            rows.append({**keys, "part": "emergence", "of": "step", "value": emergence_step(steps, values)})
+            rows.append({**keys, "part": "emergence", "of": "step", "value": sustained_step(steps, values)})
             rows.append({**keys, "part": "abruptness", "of": "share", "value": steepest_share(steps, values, within)})
     return pd.DataFrame(rows).assign(condition="in distribution", n=1)

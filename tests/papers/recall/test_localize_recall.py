@@ -28,7 +28,7 @@ AFTER = finetuned(WORLD, CONTEXT.length, 4).model()
     ],
 )
 def test_the_heads_of_the_constructions_are_named(model, task, roles, needed, tmp_path):
-    result = ac.localize(model, task, n=64, seed=0, draws=1)
+    result = ac.localize(model, task, n=64, seed=0, n_controls=1)
     for role, head in roles.items():
         assert result.heads(role) == [HEAD[head]], role
     assert set(result.named_heads) == {HEAD[head] for head in roles.values()}
@@ -41,13 +41,13 @@ def test_the_heads_of_the_constructions_are_named(model, task, roles, needed, tm
 def test_a_head_that_attends_and_writes_nothing_is_not_named():
     weights = finetuned(WORLD, CONTEXT.length, 4)
     weights.ov[HEAD["relation"][1]] = 0
-    result = ac.localize(weights.model(), CONTEXT, n=32, draws=0)
+    result = ac.localize(weights.model(), CONTEXT, n=32, n_controls=0)
     assert result.heads("same_type") == []
-    assert result.table.where(role="same_type", metric="score").grid("score")[HEAD["relation"]] == pytest.approx(1)
+    assert result.table.where(role="same_type", metric="score").to_array("score")[HEAD["relation"]] == pytest.approx(1)
 
 
 def test_the_summary_says_that_positions_would_do():
-    result = ac.localize(AFTER, CONTEXT, n=16, draws=0)
+    result = ac.localize(AFTER, CONTEXT, n=16, n_controls=0)
     assert "The keys of query_subject and same_type are at the same positions" in result.summary
 
 

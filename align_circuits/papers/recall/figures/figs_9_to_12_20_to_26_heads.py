@@ -128,7 +128,7 @@ def localized(model: AttentionOnly, tasks: Mapping[str, Any], n: int) -> list[di
     """Returns for each role the number of heads that `localize` names, and a 1 for each of these heads."""
     rows: list[dict[str, Any]] = []
     for sequences, task in tasks.items():
-        for role, heads in localize(model, task, max(8, n), draws=0).heads_by_role.items():
+        for role, heads in localize(model, task, max(8, n), n_controls=0).heads_by_role.items():
             keys = {"sequences": sequences, "what": role}
             rows.append({"metric": "heads named", **keys, "value": len(heads)})
             rows += [{"metric": "named", **keys, "head": head, "value": 1.0} for _, head in heads]
