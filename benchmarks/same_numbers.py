@@ -166,7 +166,7 @@ def verbs(name: str) -> dict[str, Numbers]:
     tables["patch_paths"] = ac.patch_paths(model, noise)
     if name == "random":
         tables["patch_edges"] = ac.patch_edges(model, noise)
-    tables["faithfulness"] = ac.faithfulness(model, edges, noise, fractions=(0.01, 0.1, 0.5))
+    tables["faithfulness"] = ac.faithfulness(model, noise, edges, fractions=(0.01, 0.1, 0.5))
     tables["head_profile"] = ac.head_profile(model, clean, tasks)
     return {verb: measured(table) for verb, table in tables.items()}
 

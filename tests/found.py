@@ -86,7 +86,7 @@ VERBS: dict[str, Verb] = {
     "attribute_edges": _edges,
     "patch_edges": lambda m, p, o: ac.patch_edges(m, p, edges=[("L0H1", "logits")], options=o),
     "patch_paths": lambda m, p, o: ac.patch_paths(m, p, options=o),
-    "faithfulness": lambda m, p, o: ac.faithfulness(m, _edges(m, p, o), p, fractions=(0.5,), options=o),
+    "faithfulness": lambda m, p, o: ac.faithfulness(m, p, _edges(m, p, o), fractions=(0.5,), options=o),
     "completeness": lambda m, p, o: completeness(m, [(0, 1)], p, draws=1, options=o),
     "minimality": lambda m, p, o: minimality(m, [(0, 1)], p, options=o),
     "prune_edges": lambda m, p, o: prune_edges(m, p, cut=0.01, options=o),

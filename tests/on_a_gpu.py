@@ -373,7 +373,7 @@ def test_circuits(folder, noise):
     llamas = [ac.load(folder, device=device, dtype=torch.float64) for device in DEVICES]
     heads, scores = [(0, 1), (1, 2)], attribute_edges(llamas[0], noise, method="eap")
     shares: Any = {"fractions": (0.5,), "heads": {"two": heads}}
-    there_as_here(llamas, lambda model: faithfulness(model, scores, noise, **shares))
+    there_as_here(llamas, lambda model: faithfulness(model, noise, scores, **shares))
     there_as_here(llamas, lambda model: completeness(model, heads[:1], noise, draws=1))
 
 

@@ -42,8 +42,8 @@ Circuits = Bool[Tensor, "circuit receiver sender"]
 @leaves_as_found
 def faithfulness(
     model: HookedModel,
-    scores: Table,
     pair: Pair,
+    scores: Table,
     *,
     fractions: Sequence[float] = FRACTIONS,
     by: Literal["signed", "absolute"] = "signed",
@@ -62,8 +62,8 @@ def faithfulness(
 
     Args:
         model: What `align_circuits.load` returns, or any model with TransformerLens's hooks and weights.
-        scores: Of edges, from `attribute_edges` or `patch_edges` in the direction `"noise"`, best from other prompts.
         pair: Clean and corrupted prompts; the metric is the log-probability of all targets unless the pair has another.
+        scores: Of edges, from `attribute_edges` or `patch_edges` in the direction `"noise"`, best from other prompts.
         fractions: The shares of edges that circuits keep, above 0, at most 1; none and all are added, and shares that
             come to the same number of edges are measured once.
         by: `"signed"` keeps first the edges whose corruption costs most (for CPR), `"absolute"` those whose corruption

@@ -45,8 +45,8 @@ def interchange_accuracy(
     The base prompts run with an activation of the source prompts, in which another answer is right. `"interchange"` is
     the share of targets whose prediction is then right in the source prompt, `"corrupted_correct"` the share whose
     prediction is still right in the base prompt. Only targets count whose answers are known in both and have no token
-    in common. 1 for a head that alone carries what distinguishes the answers; the row `"nothing"`, the unpatched run, shows the
-    level of a head that carries nothing of it.
+    in common. 1 for a head that alone carries what distinguishes the answers; the row `"nothing"`, the unpatched run,
+    shows the level of a head that carries nothing of it.
 
     Source: Geiger et al. (2021), "Causal Abstractions of Neural Networks". Misleads where several heads carry the same
     (each alone changes nothing: patch them as a group), and where the base prompt is answered wrongly.

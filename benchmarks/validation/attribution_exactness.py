@@ -105,7 +105,7 @@ def compare(
         for runs, effect in effects.items():
             agreement = _agreement(table.frame["value"].to_numpy(dtype=float), effect)
             rows += [(method, runs, metric, 0.0, value) for metric, value in agreement.items()]
-        signed, absolute = (faithfulness(model, table, pair, by=by) for by in ("signed", "absolute"))
+        signed, absolute = (faithfulness(model, pair, table, by=by) for by in ("signed", "absolute"))
         rows.append((method, RUNS[0], "circuit_performance_ratio", 0.0, circuit_performance_ratio(signed)))
         rows.append((method, RUNS[0], "circuit_model_distance", 0.0, circuit_model_distance(absolute)))
         curve = signed.where(circuit="edges", metric="faithfulness").frame

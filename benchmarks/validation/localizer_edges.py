@@ -171,8 +171,8 @@ def compare_edges(*, methods: list[str], n: int, n_measured: int, seed: int) -> 
                 agreed = names_agreement(kept, edges)
                 of_all = {f"false, {KEPT[cut]}": agreed["false_discoveries"]} if name == "all" else {}
                 add(method, {KEPT[cut]: agreed["recall"], **of_all}, name)
-        ratio = circuit_performance_ratio(faithfulness(model, table, measured, by="signed"))
-        distance = circuit_model_distance(faithfulness(model, table, measured, by="absolute"))
+        ratio = circuit_performance_ratio(faithfulness(model, measured, table, by="signed"))
+        distance = circuit_model_distance(faithfulness(model, measured, table, by="absolute"))
         add(method, {"circuit_performance_ratio": ratio, "circuit_model_distance": distance})
     return rows
 

@@ -47,7 +47,7 @@ def llama(random_hf_model, char_tokenizer):
 def test_ends_are_exact_and_the_rest_is_what_frozen_runs_say(llama, pair, noise):
     """With one edge patched, and with all of the embedding's edges patched, a run says what hooks by hand say."""
     scores = attribute_edges(llama, noise, method="eap")
-    curve = faithfulness(llama, scores, noise, heads={"all heads": [(i, j) for i in range(2) for j in range(4)]})
+    curve = faithfulness(llama, noise, scores, heads={"all heads": [(i, j) for i in range(2) for j in range(4)]})
     log_probs: Any = curve.where(metric="log_prob").frame.set_index(["circuit", "edges"])["value"]
     ends = {name: float(TargetMetrics.of(pair[name]).measure(llama)[0].mean()) for name in ("clean", "corrupted")}
     n = int(Graph.of(llama.cfg).edges.sum())
@@ -122,7 +122,7 @@ def test_a_planted_circuit_is_all_there_is(char_tokenizer):
     true = [places[kind] for kind in ("align_query", "align_key", "lookup", "backup")]
     idle = [*true, places["gold_without_output"]]
     scores = attribute_edges(model, noise)
-    curve = faithfulness(model, scores, noise, fractions=(0.002, 0.01), heads={"true": true, "without": true[1:]})
+    curve = faithfulness(model, noise, scores, fractions=(0.002, 0.01), heads={"true": true, "without": true[1:]})
     f: Any = curve.where(metric="faithfulness").frame.set_index(["circuit", "edges"])["value"]
     n = int(f["edges"].index.max())
     assert f["true"].iloc[0] == pytest.approx(1, abs=0.02)
@@ -161,9 +161,9 @@ def curve_of(fractions: list[float], values: list[float]) -> Table:
 def test_a_folder_of_results_knows_its_circuits(llama, noise, tmp_path):
     kept = ac.RunOptions(cache_dir=tmp_path)
     scores = attribute_edges(llama, noise, method="eap")
-    faithfulness(llama, scores, noise, fractions=[0.1], options=kept)
+    faithfulness(llama, noise, scores, fractions=[0.1], options=kept)
     of_others, alone = (
-        faithfulness(llama, scores, noise, fractions=[0.5], options=options).frame["value"]
+        faithfulness(llama, noise, scores, fractions=[0.5], options=options).frame["value"]
         for options in (kept, ac.RunOptions())
     )
     np.testing.assert_allclose(of_others, alone, atol=1e-6)
@@ -202,13 +202,13 @@ def test_refusals(llama, pair, noise):
             given = {"scores": scores, "pair": noise, **options}
             inspect.unwrap(faithfulness)(llama, **given)  # annotations unchecked
     with pytest.raises(ValueError, match="change no prediction of the model"):
-        faithfulness(llama, scores, ac.Pair(pair["clean"], pair["clean"], direction="noise"))
+        faithfulness(llama, ac.Pair(pair["clean"], pair["clean"], direction="noise"), scores)
     with pytest.raises(ValueError, match="direction='denoise': circuits are measured on clean prompts"):
-        faithfulness(llama, scores, ac.Pair(**pair))
+        faithfulness(llama, ac.Pair(**pair), scores)
     other_way = attribute_edges(llama, ac.Pair(**pair), method="eap")
     with pytest.raises(ValueError, match="of direction 'denoise', where an edge that is needed lies above zero"):
-        faithfulness(llama, other_way, noise, by="signed")
-    assert len(faithfulness(llama, other_way, noise, by="absolute"))
+        faithfulness(llama, noise, other_way, by="signed")
+    assert len(faithfulness(llama, noise, other_way, by="absolute"))
     for verb in (completeness, minimality):
         assert inspect.signature(verb).parameters["draws"].default == 10
         with pytest.raises(ValueError, match="no heads: a circuit needs at least one"):

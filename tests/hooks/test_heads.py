@@ -115,7 +115,7 @@ def test_every_verb_takes_names(llama, clean):
         lambda heads: ac.function_vectors(llama, [ac.Pair(clean, corrupted)], heads=heads),
         lambda heads: ac.evaluate(llama, clean, edits=[ac.Ablate(heads, how="mean", baseline=baseline)]),
         lambda heads: ac.evaluate(llama, clean, edits=[ac.Clamp(heads, "lookup")]),
-        lambda heads: faithfulness(llama, scores, noise, fractions=[0.5], heads={"some": heads}),
+        lambda heads: faithfulness(llama, noise, scores, fractions=[0.5], heads={"some": heads}),
         lambda heads: completeness(llama, heads, noise, draws=1),
         lambda heads: minimality(llama, heads, noise, draws=1),
         lambda heads: patch_paths(llama, noise, senders=heads),

@@ -41,9 +41,8 @@ def pair(char_tokenizer) -> ac.Pair:
 
 
 def circuits(model: Any, pair: ac.Pair, options: ac.RunOptions) -> ac.Table:
-    return ac.faithfulness(
-        model, ac.attribute_edges(model, pair, method="eap"), pair, fractions=(0.1, 0.5), options=options
-    )
+    edges = ac.attribute_edges(model, pair, method="eap")
+    return ac.faithfulness(model, pair, edges, fractions=(0.1, 0.5), options=options)
 
 
 VERBS: dict[str, Verb] = {

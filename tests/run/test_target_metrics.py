@@ -222,7 +222,7 @@ def test_faithfulness(model, halves, metric):
     twin, corrupted = Measured(model, pair), Measured(model, Pair(*halves, metric=metric))
     if metric == "accuracy" and float(twin.before.mean()) == float(corrupted.before.mean()):
         pytest.skip("the corruption does not change the accuracy")
-    curve = faithfulness(model, scores, pair, fractions=[1 - 1 / len(edges)])
+    curve = faithfulness(model, pair, scores, fractions=[1 - 1 / len(edges)])
     found = values_of(curve, "edges", circuit="edges", metric=name_of_metric(metric))
     expected = {
         0: corrupted.before,
