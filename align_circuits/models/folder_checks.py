@@ -62,13 +62,19 @@ def check_safetensors(folder: Path, name: str = "*.safetensors") -> None:
         )
 
 
+def rows_of(folder: Path, module: str) -> int | None:
+    """Returns how many rows a folder's weights have for a module, whatever stands before its name; None without it."""
+    suffix = f".{module}.weight"
+    return next((tensor.get_shape()[0] for name, tensor in _tensors_in(folder) if name.endswith(suffix)), None)
+
+
 def shapes_in(folder: Path) -> Iterator[list[int]]:
     """Yields the shapes of the tensors in a folder's safetensors files, whose data is not read.
 
     Raises:
         ValueError: A file is truncated or no safetensors file.
     """
-    yield from (tensor.get_shape() for tensor in _tensors_in(folder))
+    yield from (tensor.get_shape() for _, tensor in _tensors_in(folder))
 
 
 def stored_dtype(folder: Path, config: Any) -> torch.dtype:
@@ -77,7 +83,7 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
     Raises:
         ValueError: As `shapes_in`.
     """
-    names = () if isinstance(config.dtype, torch.dtype) else (tensor.get_dtype() for tensor in _tensors_in(folder))
+    names = () if isinstance(config.dtype, torch.dtype) else (tensor.get_dtype() for _, tensor in _tensors_in(folder))
     found = next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
     return config.dtype if isinstance(config.dtype, torch.dtype) else found
 
@@ -85,12 +91,12 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _tensors_in(folder: Path) -> Iterator[Any]:
-    """The tensors in a folder's safetensors files, whose data is not read."""
+def _tensors_in(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors in a folder's safetensors files with their names; their data is not read."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as opened:
-                yield from (opened.get_slice(name) for name in opened.keys())  # noqa: SIM118 - no mapping
+                yield from ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 - no mapping
         except SafetensorError as error:
             raise ValueError(
                 f"the weights in {str(folder)!r} cannot be read ({error}): a file is missing, truncated, or no "

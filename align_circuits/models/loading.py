@@ -39,6 +39,7 @@ from align_circuits.models.folder_checks import (
     check_safetensors,
     memory_of,
     outline_of,
+    rows_of,
     settings_in,
     shapes_in,
     stored_dtype,
@@ -332,6 +333,11 @@ def _read_adapter(folder: Path, dtype: torch.dtype | None, device: torch.device)
         base = folder / base_name if is_path(base_name) and (folder / base_name).is_dir() else base_name
     plain_model = _read(_place(base), dtype, device)
     check_adapter(folder, settings, (name for name, _ in plain_model.named_modules()))
+    embedding = plain_model.get_input_embeddings()
+    name = next(name for name, module in plain_model.named_modules() if module is embedding)
+    if (rows := rows_of(folder, name)) not in (None, embedding.num_embeddings):
+        # It was trained with tokens added, and brings the rows of all. The mean of the old rows would take minutes.
+        plain_model.resize_token_embeddings(rows, mean_resizing=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # inside peft 0.21

@@ -106,7 +106,22 @@ def _is_place(place: Any) -> bool:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text)["input_ids"])
+    """The tokens of a text that goes on: without an end that the tokenizer adds, or a second beginning."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[_doubled(tokenizer, text, ids) : len(ids) - _ended(tokenizer, text, ids)]
+
+
+def _doubled(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """Whether a tokenizer adds the token of the beginning to a text that has it, as one from a chat template."""
+    begin = getattr(tokenizer, "bos_token", None)
+    twice = begin is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
+    return twice and text.startswith(begin) and not text.startswith(2 * begin)
+
+
+def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
+    """Whether a tokenizer adds the token of the end."""
+    end = getattr(tokenizer, "eos_token", None)
+    return end is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
 
 
 def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[int], answer: str) -> list[int]:
@@ -147,7 +162,8 @@ def _place(tokenizer: Any, index: int, text: str, ids: list[int], name: str, pla
     last = found[occurrence or 0] + len(part) - 1
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"positions[{name!r}]: this tokenizer does not say where its tokens lie; give token indices")
-    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"][_doubled(tokenizer, text, encoded["input_ids"]) :]
     if not (tokens := [token for token, (start, end) in enumerate(offsets) if start <= last < end]):
         raise ValueError(f"positions[{name!r}]: no token of text {index} holds the end of {part!r}; take another part")
     return tokens[-1]  # a letter of several bytes may be several tokens

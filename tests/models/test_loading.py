@@ -214,6 +214,22 @@ def test_adapter_names_its_base_relative_to_itself(random_hf_model, tmp_path):
     refused("does not name its base", load, tmp_path / "adapter")
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_adapter_with_tokens_of_its_own_extends_its_base(random_hf_model, tmp_path):
+    base = random_hf_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    base = type(base).from_pretrained(tmp_path / "base")
+    rows = base.config.vocab_size + 2
+    with torch.random.fork_rng(devices=[]):
+        base.resize_token_embeddings(rows)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    wrapped = get_peft_model(base, config).eval()
+    wrapped.save_pretrained(tmp_path / "adapter")
+    model = load(tmp_path / "adapter")
+    assert model.cfg.d_vocab == rows
+    computes(model, logits(wrapped))
+
+
 def test_adapter_that_would_be_lost_in_silence(folders, random_hf_model, tmp_path):
     lora(type(random_hf_model("llama")).from_pretrained(folders["llama"])).save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from align_circuits.models.tokenizer import char_tokenizer as bundled
 from align_circuits.prompts.prompts import WRONG, Prompts
@@ -233,3 +235,20 @@ def test_pairs_that_are_refused(byte_bpe_tokenizer):
     refused(message, check_aligned, 3, long, [*drawn[:100], 30, *drawn[100:]], byte_bpe_tokenizer)
     (text,) = tokenize(["the cat"], byte_bpe_tokenizer, None, None, None)
     check_aligned(0, text, text.ids, byte_bpe_tokenizer)
+
+
+def test_what_a_tokenizer_adds_behind_a_text_or_twice_before_it_is_left_out():
+    """As Llama's with `add_eos_token`, and as a text from a chat template, which begins with its own token."""
+    vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = [("<s>", 0), ("</s>", 1)]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=template)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    plain = Prompts.from_texts(["a c"], tokenizer, answer=[" b"], positions={"first": "a"})
+    assert plain.tokens.tolist() == [[0, 2, 4, 3]]
+    templated = Prompts.from_texts(["<s> a c"], tokenizer, answer=[" b"], positions={"first": "a"})
+    assert templated.tokens.tolist() == [[0, 2, 4, 3]]
+    assert plain.positions["first"].tolist() == templated.positions["first"].tolist() == [1]
+    ended = Prompts.from_texts(["a </s>"], tokenizer)
+    assert ended.tokens.tolist() == [[0, 2, 1, 1]], "an end that stands in the text stays"
