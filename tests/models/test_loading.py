@@ -220,10 +220,10 @@ def test_an_adapter_with_tokens_of_its_own_extends_its_base(random_hf_model, tmp
     base.save_pretrained(tmp_path / "base")
     base = type(base).from_pretrained(tmp_path / "base")
     rows = base.config.vocab_size + 2
-    with torch.random.fork_rng(devices=[]):
-        base.resize_token_embeddings(rows)
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
-    wrapped = get_peft_model(base, config).eval()
+    with torch.random.fork_rng(devices=[]):
+        base.resize_token_embeddings(rows, mean_resizing=False)
+        wrapped = get_peft_model(base, config).eval()
     wrapped.save_pretrained(tmp_path / "adapter")
     model = load(tmp_path / "adapter")
     assert model.cfg.d_vocab == rows
