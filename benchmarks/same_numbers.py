@@ -152,7 +152,7 @@ def verbs(name: str) -> dict[str, Numbers]:
             f"evaluate, {engine}": ac.evaluate(model, clean, options=options),
             f"ablate_heads, {engine}": ac.ablate_heads(model, clean, options=options),
             f"patch_heads, {engine}": ac.patch_heads(model, pair, options=options),
-            f"direct_logit_attribution, {engine}": ac.direct_logit_attribution(model, clean, options=options),
+            f"direct_logits, {engine}": ac.direct_logit_attribution(model, clean, options=options),
             f"function_vectors, {engine}": ac.function_vectors(model, tasks, options=options),
         }
     tables |= {f"ablate_heads, {how}": ac.ablate_heads(model, clean, how) for how in ("zero", "resample")}

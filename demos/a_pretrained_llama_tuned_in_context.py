@@ -91,7 +91,7 @@ scores["after"].top("align_query_attention", 4)
 # %%
 aligners = scores["after"].top("align_query_attention", 4).head_indices
 ac.plots.attention(
-    after, prompts["standard"][0], heads=[aligners[0], *scores["after"].top("lookup_attention", 1).places]
+    after, prompts["standard"][0], heads=[aligners[0], *scores["after"].top("lookup_attention", 1).head_indices]
 )
 
 # %% [markdown]

@@ -72,11 +72,11 @@ pair = ac.Pair(clean, corrupted, metric=greater, kind="first", direction="noise"
 # Attribution estimates for all heads what patching them from the corrupted run would take away; the six that matter most are patched, beside six random ones.
 
 # %%
-best = ac.attribute_heads(model, pair).top("greater", 6).places
+best = ac.attribute_heads(model, pair).top("greater", 6).head_indices
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = draw.sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control)
-effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.places])
+effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.head_indices])
 
 # %% [markdown]
 # ## Attention and MLPs

@@ -66,11 +66,11 @@ direct.top("direct_logit_diff", 5)
 # drawn at random.
 
 # %%
-best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
+best = ac.attribute_heads(model, pair).top("logit_diff", 6).head_indices
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = draw.sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control, positions=["END"])
-effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.places])
+effects.frame[["layer", "head", "value", "low", "high"]].assign(best=[head in best for head in effects.head_indices])
 
 # %% [markdown]
 # ## Do they attend to the name?

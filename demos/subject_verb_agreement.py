@@ -76,11 +76,11 @@ print(found.summary)
 # none brings back more than 0.01. The model never gives the verb the highest probability of all tokens, so only the difference of the two logits says anything.
 
 # %%
-best = ac.attribute_heads(model, pair).top("logit_diff", 6).places
+best = ac.attribute_heads(model, pair).top("logit_diff", 6).head_indices
 others = {(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)} - {*best}
 control = random.Random(0).sample(sorted(others), 6)
 effects = ac.patch_heads(model, pair, heads=best + control, positions=["END"])
 attention = ac.score_heads(model, clean, ["subject_attention"]).to_array("subject_attention")
 effects.frame[["layer", "head", "value", "low", "high"]].assign(
-    best=[head in best for head in effects.places], attention=[attention[head] for head in effects.places]
+    best=[head in best for head in effects.head_indices], attention=[attention[head] for head in effects.head_indices]
 )

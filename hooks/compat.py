@@ -661,7 +661,7 @@ def mlp_contribution(block: Any, residual: Tensor) -> Tensor:
     module = component(block.mlp)
     if module is component(block):
         return component(module.fc2)(module.activation_fn(component(module.fc1)(residual)))
-    if "residual" in signature(module.forward).parameters:
+    if [*signature(module.forward).parameters][1:2] == ["residual"]:
         return module(residual, torch.zeros_like(residual))
     output = module(residual)
     return output[0] if isinstance(output, tuple) else output

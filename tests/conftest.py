@@ -135,7 +135,10 @@ def random_hf_model():
             {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64, "initializer_range": 0.3},
         ),
         "gpt_neox": (transformers.GPTNeoXConfig, rope),
-        "gpt_oss": (transformers.GptOssConfig, grouped | {"head_dim": 8, "num_local_experts": 2}),
+        "gpt_oss": (
+            transformers.GptOssConfig,
+            grouped | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        ),
         "gemma2": (transformers.Gemma2Config, grouped | {"head_dim": 8}),
     }
 

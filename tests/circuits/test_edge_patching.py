@@ -163,7 +163,7 @@ def test_refusals(models, random_hf_model, noise, clean, corrupted):
     with pytest.raises(ValueError, match="do not match"):
         patch_paths(model, ac.Pair(clean, corrupted[:2], direction="noise"))
     normed = ac.load(random_hf_model("gemma2"), tokenizer=None)
-    with pytest.raises(ValueError, match="is not what the model's weights make of its parts"):
+    with pytest.raises(ValueError, match="norms what its attention or its MLP adds"):
         patch_edges(normed, ac.Pair(of_lengths((8, 8), 0), of_lengths((8, 8), 1), direction="noise"))
 
 

@@ -134,6 +134,9 @@ def test_patching_from_the_first_example_on_costs_what_the_formula_says(model: A
 @pytest.mark.parametrize(("method", "steps"), [("atp", 1), ("ig_inputs", 4)])
 def test_attribution_runs_forward_and_back_in_each_step(model: Any, pair: ac.Pair, method: Any, steps: int):
     shape, sizes = ModelShape.of(model), sizes_of(pair)
+    ac.attribute_heads(
+        model, pair, method=method, steps=steps
+    )  # the first call also sees that changes reach the logits
     with counting(model) as counts:
         ac.attribute_heads(model, pair, method=method, steps=steps)
     # A run of two tokens beforehand shows which hooks fire.
