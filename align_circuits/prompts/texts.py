@@ -113,14 +113,14 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _doubled(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     """Whether a tokenizer adds the token of the beginning to a text that has it, as one from a chat template."""
-    begin = getattr(tokenizer, "bos_token", None)
+    begin: Any = getattr(tokenizer, "bos_token", None)
     twice = begin is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
     return twice and text.startswith(begin) and not text.startswith(2 * begin)
 
 
 def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     """Whether a tokenizer adds the token of the end."""
-    end = getattr(tokenizer, "eos_token", None)
+    end: Any = getattr(tokenizer, "eos_token", None)
     return end is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
 
 
