@@ -38,6 +38,9 @@ REDRAWS = 9999
 _LISTED_ORDERS = 5040
 """Up to 7! orders of input places are all listed."""
 
+_FEWEST_DISTANCES = 20
+"""With fewer no p-value is at most .05."""
+
 _ALIGNMENTS = ("align_query", "align_key")
 
 
@@ -240,8 +243,9 @@ class _Distances(_Test):
         super().__init__(relation, layers, heads)
         start = prompts.mask.int().argmax(1)[relation.prompt]
         reach = relation.query - start
-        # As far back as half of the rows reach: where every token is a target, some have hardly anything before them.
-        furthest = int(reach.median())
+        # As far back as all rows reach; as half of them do where that would establish nothing, since the first of many
+        # targets have hardly anything before them.
+        furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(reach.median())
         varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(1, furthest + 1)
         counted = varied[(relation.query[:, None] - back).clamp(min=0)] & (back <= reach[:, None])
         if not bool(counted[:, :1].any()):  # one token back there is nothing else
