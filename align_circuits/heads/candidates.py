@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place
+from align_circuits.heads.permutation_tests import fixed_offset, fixed_rank, in_one_place, smallest_p_values
 from align_circuits.heads.renamed_tokens import redraws_tokens
 from align_circuits.heads.thresholds import Thresholds
 from align_circuits.hooks.heads import Head
@@ -23,22 +23,37 @@ Candidate = tuple[Head, str]
 """A head and a role."""
 
 
-def attending(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
-    """Returns the heads that attend as a role requires, by role."""
+def chance_of(prompts: Prompts, roles: Sequence[str]) -> dict[str, float]:
+    """Returns the score of a head that attends to all candidates of a role alike: the mean share that are keys."""
+    chance = {}
+    for role in roles:
+        keys, candidates = prompts.relations[role].expand()
+        chance[role] = float((keys.sum(1) / candidates.sum(1)).mean())
+    return chance
+
+
+def attending(
+    scores: Table, roles: Sequence[str], needed: Thresholds, chance: Mapping[str, float] | None = None
+) -> list[Candidate]:
+    """Returns the heads that attend as a role requires, by role; `chance` is what `chance_of` returned."""
     attention = np.stack([scores.to_array(f"{role}_attention") for role in roles])
     best = attention.max(0)
     return [
         ((int(layer), int(head)), role)
         for role, on_keys in zip(roles, attention, strict=True)
-        for layer, head in np.argwhere(needed.attends(scores.to_array(role), on_keys, best))
+        for layer, head in np.argwhere(
+            needed.attends(scores.to_array(role), on_keys, best, (chance or {}).get(role, 0.0))
+        )
     ]
 
 
-def attending_diffusely(scores: Table, roles: Sequence[str], needed: Thresholds) -> list[Candidate]:
+def attending_diffusely(
+    scores: Table, roles: Sequence[str], needed: Thresholds, chance: Mapping[str, float] | None = None
+) -> list[Candidate]:
     """Returns the heads that attend most to the aligned symbol among the symbols, and to other tokens far more."""
     aligners = [role for role in roles if role in ALIGNERS]
-    wide = attending(scores, aligners, replace(needed, attention=0.0)) if aligners else []
-    enough = attending(scores, roles, needed)
+    wide = attending(scores, aligners, replace(needed, attention=0.0), chance) if aligners else []
+    enough = attending(scores, roles, needed, chance)
     return [candidate for candidate in wide if candidate not in enough]
 
 
@@ -57,9 +72,14 @@ def confounded_roles(prompts: Prompts, roles: Sequence[str]) -> list[str]:
     return [role for role in roles if role in ALIGNERS and fixed_offset(prompts.relations[role]) > 0.5]
 
 
-def limits(task: Task, prompts: Prompts, roles: Sequence[str]) -> tuple[str, ...]:
+def limits(task: Task, prompts: Prompts, roles: Sequence[str], fdr: float) -> tuple[str, ...]:
     """Returns what cannot be established for these roles on the prompts that test, in sentences."""
-    notes = []
+    smallest = smallest_p_values(prompts, roles)
+    notes = [
+        f"No head can be named for {role}: the smallest p-value that these prompts allow is {smallest[role]:.2g}."
+        for role in roles
+        if smallest[role] > fdr
+    ]
     others = [role for role in roles if role not in (*ALIGNERS, "previous")]
     by_position = [role for role in others if not redraws_tokens(prompts, role)]
     if fixed := [role for role in by_position if in_one_place(prompts.relations[role], prompts)]:

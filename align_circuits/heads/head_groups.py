@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from align_circuits.heads.ablate import ablation_baseline
-from align_circuits.heads.candidates import attending, corrected
+from align_circuits.heads.candidates import attending, chance_of, corrected
 from align_circuits.heads.effects import effects_table
 from align_circuits.heads.permutation_tests import p_values
 from align_circuits.heads.renamed_tokens import redraws_tokens
@@ -106,7 +106,11 @@ class GroupSearch:
             metrics = [*roles, *(f"{name}_attention" for name in roles)]
             edits = self._ablating(ablated, prompts)
             scores = score_heads(self.model, prompts, metrics, edits=edits, options=self.options)
-        return {head for head, found in attending(scores, roles, self.thresholds) if found == role}
+        return {
+            head
+            for head, found in attending(scores, roles, self.thresholds, chance_of(prompts, roles))
+            if found == role
+        }
 
     def significant(self, role: str, candidates: Sequence[Head], ablated: Sequence[Head]) -> set[Head]:
         """Returns the candidates whose attention their positional bias does not explain, on the prompts that test."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from align_circuits.checks import checked
 from align_circuits.heads.ablate import ablate_heads
 from align_circuits.heads.attention import attention_from
-from align_circuits.heads.candidates import attending, attending_diffusely, confounded_roles, limits
+from align_circuits.heads.candidates import attending, attending_diffusely, chance_of, confounded_roles, limits
 from align_circuits.heads.evidence import Evidence, HeadSets, evidence_table, smallest_sets
 from align_circuits.heads.head_groups import GroupSearch
 from align_circuits.heads.interchange_interventions import answers_differ, interchange_accuracy
@@ -110,8 +110,9 @@ def localize(
 
         # Candidates, on the prompts that choose.
         discovered = score_heads(model, discovery, metrics, options=options)
-        candidates = attending(discovered, roles, thresholds)
-        diffuse = attending_diffusely(discovered, roles, thresholds)
+        chance = chance_of(prompts, roles)
+        candidates = attending(discovered, roles, thresholds, chance)
+        diffuse = attending_diffusely(discovered, roles, thresholds, chance)
         heads = sorted({head for head, _ in [*candidates, *diffuse]})
 
         # Evidence for single heads, on the prompts that test, and the names that it gives.
@@ -133,8 +134,8 @@ def localize(
         table = evidence_table(scores, control, p, families, ablation_effects, patching_effects, provenance)
 
         confounded = confounded_roles(tested, roles)
-        heads_by_role = named_heads(table, candidates, roles, thresholds, confounded)
-        aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded)
+        heads_by_role = named_heads(table, candidates, roles, thresholds, confounded, chance)
+        aligners = diffuse_aligners(table, [*candidates, *diffuse], heads_by_role, thresholds, confounded, chance)
         named = sorted({head for of_role in heads_by_role.values() for head in of_role})
         members = {}
         if groups:
@@ -169,7 +170,11 @@ def localize(
             Evidence(patching_effects, ablation_effects, group_ablations, interchanges),
             tested,
             thresholds,
-            TaskFacts({role: task.roles[role] for role in roles}, task.target_name, limits(task, tested, roles)),
+            TaskFacts(
+                {role: task.roles[role] for role in roles},
+                task.target_name,
+                limits(task, tested, roles, thresholds.fdr),
+            ),
             Example(attention_from(model, first, named, positions, options), positions.tolist()),
             tuple(verdicts),
             aligners,

@@ -38,6 +38,9 @@ REDRAWS = 9999
 _LISTED_ORDERS = 5040
 """Up to 7! orders of input places are all listed."""
 
+_FEWEST_DISTANCES = 20
+"""With fewer no p-value is at most .05."""
+
 _ALIGNMENTS = ("align_query", "align_key")
 
 
@@ -239,11 +242,14 @@ class _Distances(_Test):
     def __init__(self, relation: Relation, prompts: Prompts, layers: int, heads: int):
         super().__init__(relation, layers, heads)
         start = prompts.mask.int().argmax(1)[relation.prompt]
-        furthest = int((relation.query - start).min())
-        varied = torch.from_numpy(~_repeated_by_layout(prompts))
-        counted = varied[relation.query[:, None] - torch.arange(1, furthest + 1)]
+        reach = relation.query - start
+        # As far back as all rows reach; as half of them do where that would establish nothing, since the first of many
+        # targets have hardly anything before them.
+        furthest = int(reach.min()) if reach.min() >= _FEWEST_DISTANCES else int(reach.median())
+        varied, back = torch.from_numpy(~_repeated_by_layout(prompts)), torch.arange(1, furthest + 1)
+        counted = varied[(relation.query[:, None] - back).clamp(min=0)] & (back <= reach[:, None])
         if not bool(counted[:, :1].any()):  # one token back there is nothing else
-            counted[:] = True
+            counted = back <= reach[:, None]
         rows = counted.sum(0)
         # one token back comes first, as the true distance
         self.distances = 1 + (2 * rows >= rows[:1]).nonzero()[:, 0]
@@ -260,7 +266,7 @@ class _Distances(_Test):
     def add(self, rows: Tensor, layer: int, pattern: Tensor) -> None:
         new = ~self.seen[layer, rows]
         rows, pattern = rows[new], pattern[new]
-        back = self.relation.query[rows, None] - self.distances
+        back = (self.relation.query[rows, None] - self.distances).clamp(min=0)
         attention = pattern.gather(2, back[:, None].expand(-1, pattern.shape[1], -1)).float()
         counted = self.counted[rows, None]
         mean = (attention * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
@@ -297,9 +303,13 @@ class _OtherPrompts(_Test):
             )
         self.prompt = torch.arange(self.n).repeat_interleave(int(per_prompt))
         self.query = query.flatten()
-        keys, _ = relation.expand()
+        keys, candidates = relation.expand()
         self.keys = torch.zeros(int(per_prompt), self.n, keys.shape[1])
         self.keys[place % int(per_prompt), relation.prompt] = keys.float()
+        # Attention is a share of that to the candidates: what a head gives to other tokens, such as letters of the test
+        # example that it happens to prefer, would scale a prompt's attention to its own and to others' keys alike.
+        self.candidates = torch.zeros(int(per_prompt), keys.shape[1], dtype=torch.bool)
+        self.candidates.index_put_((place % int(per_prompt),), candidates, accumulate=True)
         # Where another prompt has its keys, a shorter one has padding, to which nothing can attend.
         self.length = prompts.mask.sum(1).numpy()
         # of each prompt to the keys of each, summed over targets
@@ -316,7 +326,9 @@ class _OtherPrompts(_Test):
         target = rows % self.keys.shape[0]
         for place in target.unique():
             at_place = target == place
-            attention = torch.einsum("phk,gk->hpg", pattern[at_place], self.keys[place])
+            among = pattern[at_place] * self.candidates[place]
+            shares = among / among.sum(-1, keepdim=True).clamp(min=torch.finfo(among.dtype).tiny)
+            attention = torch.einsum("phk,gk->hpg", shares, self.keys[place])
             self.attention[layer].index_add_(1, self.prompt[rows[at_place]], attention)
         self.seen[layer, rows] = True
 

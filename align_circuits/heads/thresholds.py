@@ -10,6 +10,9 @@ class Thresholds:
 
     score: float = 0.5
     """The least standard score (`score.STANDARD`): a hit rate for aligners, a share of attention for others."""
+    above_chance: float = 0.15
+    """By how much the score must exceed that of a head which attends to all candidates alike: with two candidates .5 is
+    what any head reaches that does not tell them apart."""
     attention: float = 0.1
     """The least attention to keys, out of all the head's attention: a high share of very little means nothing."""
     share: float = 0.9
@@ -27,15 +30,17 @@ class Thresholds:
     alpha: float = 0.05
     """The highest p-value of a set beside random heads of the same layers, and beside heads of similar scores."""
 
-    def attends(self, score: Any, attention: Any, best: Any) -> Any:
+    def attends(self, score: Any, attention: Any, best: Any, chance: float = 0.0) -> Any:
         """Returns whether heads attend as a role requires, for numbers or arrays of them.
 
         Args:
             score: The standard score of the role.
             attention: The attention to the role's keys.
             best: The attention to the keys of the head's best role.
+            chance: The score of a head that attends to all candidates alike.
         """
-        return (score >= self.score) & (attention >= self.attention) & (attention >= self.share * best)
+        least = max(self.score, chance + self.above_chance)
+        return (score >= least) & (attention >= self.attention) & (attention >= self.share * best)
 
     def least(self, claim: str) -> float:
         """Returns what a `"necessary"` set costs of accuracy at least, or the share that a `"sufficient"` one keeps."""

@@ -165,6 +165,7 @@ def named_heads(
     roles: Sequence[str],
     needed: Thresholds,
     confounded: Sequence[str] = (),
+    chance: Mapping[str, float] | None = None,
 ) -> dict[str, tuple[Head, ...]]:
     """Returns the candidates that pass every test (`evidence_table`), by role, best score first.
 
@@ -181,7 +182,7 @@ def named_heads(
         rows = evidence.loc[(*head, role)]
         value, causes = rows["value"], rows.loc[["ablation", "denoising"]]
         if (
-            needed.attends(value["score"], value["attention"], best.loc[head])
+            needed.attends(value["score"], value["attention"], best.loc[head], (chance or {}).get(role, 0.0))
             and value["q"] <= needed.fdr
             and ((causes["value"] >= needed.effect) & (causes["low"] > 0)).any()
             # A task without a control, such as people's own prompts, has no score on it: then nothing is named.
@@ -197,8 +198,9 @@ def diffuse_aligners(
     heads_by_role: Mapping[str, Sequence[Head]],
     needed: Thresholds,
     confounded: Sequence[str] = (),
+    chance: Mapping[str, float] | None = None,
 ) -> dict[str, tuple[Head, ...]]:
     """Returns aligners that lack nothing but attention to keys; other roles, with their many keys, are not compared."""
     roles = [role for role in heads_by_role if role in ALIGNERS]
-    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded)
+    found = named_heads(table, candidates, roles, replace(needed, attention=0.0), confounded, chance)
     return {role: tuple(head for head in found[role] if head not in heads_by_role[role]) for role in roles}

@@ -272,7 +272,9 @@ class Prompts:
 
         def moved(relation: Relation) -> Relation:
             labels = {name: getattr(relation, name)[chosen] for name in ("key_label", "candidate_label")}
-            return replace(relation, prompt=new_index[relation.prompt], **labels)
+            prompt = new_index[relation.prompt]
+            order = prompt.argsort(stable=True)  # rows ascend by prompt, as targets do
+            return replace(relation.select(order), prompt=prompt[order], **labels)
 
         return replace(
             kept,

@@ -161,8 +161,8 @@ class Relation:
         keys, _ = self.expand(torch.tensor([row], device=self.query.device))
         return keys[0].nonzero()[:, 0].tolist()
 
-    def select(self, keep: Bool[Tensor, " row"]) -> "Relation":
-        """Returns the relation with only the rows where `keep` is true."""
+    def select(self, keep: Bool[Tensor, " row"] | Int[Tensor, " new"]) -> "Relation":
+        """Returns the relation with only the rows where `keep` is true, or with the given rows in that order."""
         columns = ("target", "prompt", "query", "key_value", "candidate_value")
         return replace(self, **{column: getattr(self, column)[keep] for column in columns})
 

@@ -94,13 +94,17 @@ def looped_exchange(attention: Tensor, prompts: Prompts, name: str) -> float:
     rows_of = zip(relation.prompt.tolist(), relation.target.tolist(), strict=True)
     gold = {(prompt, target % per): relation.keys_of(row) for row, (prompt, target) in enumerate(rows_of)}
     query = prompts.column("query_pos").tolist()
+    allowed: dict[int, set[int]] = {}
+    for target, candidates in zip(relation.target.tolist(), relation.expand()[1], strict=True):
+        allowed.setdefault(target % per, set()).update(candidates.nonzero()[:, 0].tolist())
     scores = []
     for order in permutations(range(n)):
         score = 0.0
         for prompt in range(n):
             for target in range(per):
+                row = attention[prompt, query[prompt * per + target]]
                 for key in gold.get((order[prompt], target), []):
-                    score += float(attention[prompt, query[prompt * per + target], key])
+                    score += float(row[key] / row[[*allowed[target]]].sum())
         scores.append(score)
     return share(scores)
 
@@ -283,6 +287,35 @@ class TestMeaning:
         test = nulls._Alignments(relation, prompts, 1, 1)
         test.add(torch.arange(len(relation)), 0, relation.expand()[0][:, None].float())
         assert test.p_values(np.random.default_rng(0)).tolist() == [[1 / 5040]] == [[test.smallest]]
+
+
+def test_a_head_that_prefers_some_tokens_is_no_lookup_head(attending, char_tokenizer):
+    """Letters of the test example that it happens to like take attention from all candidates of a prompt alike."""
+    task = ac.Seq2SeqTask(x_len=3, phrase_len=2, n_examples=4, alignment="permutation", task_seed=1)
+    prompts = task.sample(24, char_tokenizer, seed=0)
+    liking = 3 * torch.randn(8, len(char_tokenizer), generator=torch.Generator().manual_seed(0))
+
+    def attention(prompt: int, query: int) -> Tensor:
+        row = torch.zeros(8, prompts.mask.shape[1])
+        real = prompts.mask[prompt, : query + 1]
+        liked = liking[:, prompts.tokens[prompt, : query + 1]].masked_fill(~real, -torch.inf)
+        row[:, : query + 1] = liked.softmax(-1)
+        return row
+
+    assert p_values(attending(attention), prompts, ["lookup"])["lookup"].min() > 0.02
+
+
+def test_reordered_prompts_are_tested_alike(model, prompts):
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(1))
+    there = prompts[order]
+    assert all((relation.prompt.diff() >= 0).all() for relation in there.relations.values())
+    for name in ("previous", "align_query"):
+        np.testing.assert_allclose(p_values(model, there, [name])[name], p_values(model, prompts, [name])[name])
+
+
+def test_previous_can_be_established_where_every_token_is_a_target():
+    prompts = ac.Prompts.from_tokens([[*range(60)]] * 3)
+    assert nulls.smallest_p_values(prompts, ["previous"])["previous"] == 1 / 29, "half of the queries reach so far"
 
 
 class TestSmallest:
