@@ -113,15 +113,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _doubled(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     """Whether a tokenizer adds the token of the beginning to a text that has it, as one from a chat template."""
-    begin: Any = getattr(tokenizer, "bos_token", None)
-    twice = begin is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
+    begin = str(getattr(tokenizer, "bos_token", None) or "")
+    twice = begin != "" and list(ids[:2]) == [tokenizer.bos_token_id] * 2
     return twice and text.startswith(begin) and not text.startswith(2 * begin)
 
 
 def _ended(tokenizer: Any, text: str, ids: Sequence[int]) -> bool:
     """Whether a tokenizer adds the token of the end."""
-    end: Any = getattr(tokenizer, "eos_token", None)
-    return end is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
+    end = str(getattr(tokenizer, "eos_token", None) or "")
+    return end != "" and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(end)
 
 
 def _continuation(tokenizer: Any, index: int, what: str, text: str, ids: list[int], answer: str) -> list[int]:

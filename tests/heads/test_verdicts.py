@@ -38,6 +38,7 @@ def test_candidates_attend_as_their_role_requires():
     # Compared with attention to keys of aligners alone.
     assert attending_diffusely(scores, roles, Thresholds()) == [((0, 1), "align_query"), ((0, 3), "align_query")]
     assert attending_diffusely(scores, ["lookup"], Thresholds()) == []
+    assert attending(scores, roles, Thresholds(), {"lookup": 0.9}) == [((0, 0), "align_query")], "hardly above chance"
 
 
 def test_p_values_are_corrected_in_each_family():
