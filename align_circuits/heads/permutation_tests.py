@@ -72,7 +72,8 @@ def p_values(
       can be established (`fixed_rank`): the smallest value is then one over the number of candidates.
     - Others (`lookup`, `induction`, the rest of recall): the score is the share of the candidates' attention that is on
       keys, at each target. The keys of a prompt are redrawn among the keys of all prompts of its length, at the same
-      targets: 9,999 permutations of prompts. A relation whose queries are no targets needs them at the same positions in all prompts.
+      targets: 9,999 permutations of prompts. A relation whose queries are no targets needs them at the same positions
+      in all prompts.
 
     A permutation test (Fisher, 1935; Phipson and Smyth, 2010, "Permutation P-values Should Never Be Zero": hence the
     true keys count as a redraw). Misleads for the last kind where attention depends on tokens that the keys depend on
