@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -14,16 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from forked import FORK
 from safetensors.torch import load_file, save_file
 from small_training import llama, loss, network, next_token, norms, quiet, same_weights, sample, tokens
 
 from align_circuits.jobs import checkpoints
 from align_circuits.training.loop import TrainConfig
-
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    ["align_circuits.training.loop", "hypothesis", "pytest", "transformers.models.llama.modeling_llama"]
-)
 
 STEPS = 300
 EVERY = 3

@@ -1,7 +1,6 @@
 """Jobs: each runs once, whatever happens to it or to the others."""
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,14 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from forked import FORK
 
 from align_circuits.jobs import locks
 from align_circuits.jobs.executors import ProcessExecutor
 from align_circuits.jobs.jobs import Job, code_version, collect_rows, read_progress, run_jobs
 from align_circuits.jobs.locks import claimed
-
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["align_circuits.jobs.jobs", "align_circuits.training.loop", "hypothesis", "pytest"])
 
 NUMBER = count()
 

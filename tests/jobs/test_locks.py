@@ -1,7 +1,6 @@
 """Locks: one holder at a time, none after its end, and no file that nobody holds."""
 
 import errno
-import multiprocessing
 import os
 import signal
 import threading
@@ -9,12 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import FORK
 
 from align_circuits.jobs import locks
 from align_circuits.jobs.locks import claimed, is_claimed, locked, shared_folder, written_once
-
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["align_circuits.jobs.locks", "pytest"])
 
 
 def hold(path: Path) -> None:
